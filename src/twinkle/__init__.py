@@ -142,7 +142,7 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # so that the next access finds it without calling this function
     return value
 
 

@@ -1,35 +1,35 @@
 """The one place that reads environment variables.
 
-TWINKLE_CACHE_DIR          where downloaded and converted models are kept (default ``~/.cache/twinkle``)
-TWINKLE_OFFLINE            1/true/yes/on: never touch the network; what is not in the cache is an error
-TWINKLE_FORBID_HF          a switch like the one above: nothing is fetched from or sent to Hugging Face
+TWINKLE_CACHE_DIR          the cache of downloaded and converted models (default ``~/.cache/twinkle``)
+TWINKLE_OFFLINE            1/true/yes/on: never use the network; a model that is not in the cache is an error
+TWINKLE_FORBID_HF          a switch like TWINKLE_OFFLINE: nothing is downloaded from or uploaded to Hugging Face
 TWINKLE_TRUST_REMOTE_CODE  a switch: plugins and functions from outside may run in this process (default: off)
-TWINKLE_MODEL_ID_ALIASES   a JSON object, other names of models to their ids
-TWINKLE_SEED               the seed of whatever was given none
-TWINKLE_FULL_DETERMINISM   a switch: as if ``initialize`` had been told ``full_determinism=True``
-TWINKLE_MODE               local or ray: the mode of what ``initialize`` was told none (default local)
-TWINKLE_NAME               the program's name, where ``initialize`` was given none
-TWINKLE_NOTIFIER           a JSON object, a notifier's ``to_dict()``: who is told of uncaught exceptions, likewise
+TWINKLE_MODEL_ID_ALIASES   a JSON object that maps other names of models to their ids
+TWINKLE_SEED               the seed of components that are given none
+TWINKLE_FULL_DETERMINISM   a switch: the same as ``initialize(full_determinism=True)``
+TWINKLE_MODE               local or ray: the mode if ``initialize`` is given none (default local)
+TWINKLE_NAME               the program's name if ``initialize`` is given none
+TWINKLE_NOTIFIER           a notifier's ``to_dict()`` as a JSON object, used if ``initialize`` is given no notifier
 TWINKLE_FAIL_FAST          a switch, on by default; off: a loss of TransformersModel that raises is logged, counts as 0,
-                           and training goes on, for runs of many processes that nobody watches
+                           and training goes on; for unattended runs of many processes
 TWINKLE_DIST_TIMEOUT_SECONDS  how long training processes wait for each other, a number > 0 (default 7200)
-LOG_LEVEL                  a name or number of Python's logging (default INFO)
-TWINKLE_SESSION_ID         the run that a process belongs to (default: its parent's process id, the launcher's)
+LOG_LEVEL                  a level of Python's logging, as a name or number (default INFO)
+TWINKLE_SESSION_ID         identifies the launch that a process belongs to (default: the id of its parent process)
 TWINKLE_CPU_PG_CPUS_PER_PROC  Ray CPUs that a worker of a CPU group reserves, a number > 0 (default 1)
-TWINKLE_SERVER_CONFIG      as ``twinkle-server``'s option -c, where that is not given
-TWINKLE_RAY_NAMESPACE      as its option --namespace
-TWINKLE_PRINT_FORMAT       as the option --format of ``twinkle-server print-config``: yaml (default) or json
-TWINKLE_DEFAULT_SAVE_DIR   the server's ``data_dir`` where the configuration has none
-TWINKLE_PER_USER_PROCESSOR_LIMIT  ``limits.max_processors_per_tenant`` where the configuration has none
-TWINKLE_LONG_POLL_TIMEOUT  ``clients.long_poll_seconds`` where the configuration has none
+TWINKLE_SERVER_CONFIG      the option -c of ``twinkle-server``, if it is not given
+TWINKLE_RAY_NAMESPACE      the option --namespace of ``twinkle-server``, if it is not given
+TWINKLE_PRINT_FORMAT       the option --format of ``twinkle-server print-config``: yaml (default) or json
+TWINKLE_DEFAULT_SAVE_DIR   the server's ``data_dir`` if the configuration has none
+TWINKLE_PER_USER_PROCESSOR_LIMIT  ``limits.max_processors_per_tenant`` if the configuration has none
+TWINKLE_LONG_POLL_TIMEOUT  ``clients.long_poll_seconds`` if the configuration has none
 TWINKLE_CHECK_THREADS      a switch, for tests: methods of the server assert that they run in the thread they belong to
-RAY_ADDRESS                the Ray cluster to use, as Ray reads it (local: one of our own)
-RAY_AUTH_MODE              token or disabled, as Ray reads it; where it is not set, we set it (see docs/ray.md)
+RAY_ADDRESS                the Ray cluster to use, as Ray reads it (local: start a new one)
+RAY_AUTH_MODE              token or disabled, as Ray reads it; Twinkle sets it if it is not set (see docs/ray.md)
 RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH  the token of a Ray cluster or the file that holds it, as Ray reads them
-RAY_TMPDIR                 where Ray keeps its sessions (default /tmp)
+RAY_TMPDIR                 the directory in which Ray keeps its sessions (default /tmp)
 LOCAL_RANK                 this process's number on its machine, as torchrun sets it
-RANK, WORLD_SIZE           its number among all processes and how many there are; LOCAL_WORLD_SIZE, NNODES and NODE_RANK
-                           likewise; −1 is some launchers' way to say "not distributed"
+RANK, WORLD_SIZE           its number among all processes, and the number of processes; torchrun also sets
+                           LOCAL_WORLD_SIZE, NNODES and NODE_RANK; some launchers set −1 for "not distributed"
 """
 
 import json
@@ -68,7 +68,7 @@ _SWITCH |= {"1": True, "true": True, "yes": True, "on": True}
 
 @dataclass(frozen=True)
 class Environment:
-    """What the process was told from outside."""
+    """The settings of this process that come from environment variables."""
 
     cache_dir: Path
     offline: bool
@@ -90,7 +90,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher (torchrun, Ray's worker groups) told this process. ``rank`` −1: it was not launched by one."""
+    """This process's place among those of a launcher (torchrun, Ray worker groups). ``rank`` −1: no launcher."""
 
     rank: int
     local_rank: int
@@ -102,18 +102,18 @@ class Launch:
 
 @dataclass(frozen=True)
 class RayVariables:
-    """What Ray was told from outside about the cluster and its token; None: nothing."""
+    """The variables that Ray reads about its cluster and its token; None: not set."""
 
     address: str | None
     auth_mode: str | None
     token: str | None
     token_path: Path
-    directory: Path  # of all sessions on this machine
+    directory: Path  # where Ray keeps all its sessions on this machine
 
 
 @dataclass(frozen=True)
 class ServerVariables:
-    """What ``twinkle-server`` was told from outside; None: nothing. Options of the command line come first."""
+    """The variables that ``twinkle-server`` reads; None: not set. Command line options override them."""
 
     config: Path | None
     ray_namespace: str | None
@@ -140,7 +140,7 @@ def read_environment() -> Environment:
         fail_fast=_switch("TWINKLE_FAIL_FAST", "1"),
         dist_timeout_seconds=_positive("TWINKLE_DIST_TIMEOUT_SECONDS", 7200.0),
         log_level=_log_level(),
-        local_rank=max(0, _integer("LOCAL_RANK") or 0),  # some launchers say −1 for "not distributed"
+        local_rank=max(0, _integer("LOCAL_RANK") or 0),  # some launchers set −1 for "not distributed"
         session_id=os.environ.get("TWINKLE_SESSION_ID") or str(os.getppid()),
         cpus_per_process=_positive("TWINKLE_CPU_PG_CPUS_PER_PROC", 1.0),
     )
@@ -192,18 +192,19 @@ def checks_threads() -> bool:
 
 
 def hides_devices(visible_variable: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES, or its like, is set and names none."""
+    """Return whether a variable like CUDA_VISIBLE_DEVICES is set and names no device."""
     return os.environ.get(visible_variable, "unset").strip() in ("", "-1")
 
 
 def twinkle_variables() -> dict[str, str]:
-    """Our own variables of this process, for the worker processes that it starts."""
+    """Return the TWINKLE_… variables of this process, to pass them to worker processes."""
     return {name: value for name, value in os.environ.items() if name.startswith("TWINKLE_")}
 
 
 def variables_with_own_caches(directory: Path) -> dict[str, str]:
-    """Return the variables for a process that keeps what it downloads, and its temporary files, in a directory of its
-    own. Without a network there is nothing to download: then it reads the caches of this machine.
+    """Return the variables for a process whose download caches and temporary files are in a directory of its own.
+
+    When offline, nothing is downloaded; then the process uses the caches of this machine.
     """
     variables = {**os.environ, "TMPDIR": str(directory)}
     if not _switch("TWINKLE_OFFLINE") and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
@@ -218,12 +219,12 @@ def variables_with_own_caches(directory: Path) -> dict[str, str]:
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """What a worker process is told by the program that started it."""
+    """Set variables in a worker process, as the program that started it says."""
     os.environ.update(variables)
 
 
 def set_variable_defaults(defaults: Mapping[str, str]) -> None:
-    """Tell a library that has no other settings than variables; what was set from outside stays."""
+    """Set variables for a library that can only be configured by variables; those that are set already stay."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -236,7 +237,7 @@ def _switch(name: str, default: str = "") -> bool:
 
 
 def _text(name: str) -> str | None:
-    """None: not set, or to nothing."""
+    """Return the value of a variable; None if it is not set or empty."""
     return os.environ.get(name, "").strip() or None
 
 

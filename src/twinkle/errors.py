@@ -1,15 +1,15 @@
-"""Every error Twinkle raises on purpose, in one tree.
+"""All errors that Twinkle raises on purpose, in one tree.
 
-A user's mistake is a :class:`UserError`: it says which field was wrong, what was given and what is allowed. Everything
-else that can go wrong for a reason outside the code has a type of its own; our own mistakes raise plain Python errors.
-Each type is also a standard-library type, so callers who have never heard of Twinkle catch what they expect.
+A user's mistake is a :class:`UserError`: it says which field was wrong, what was given and what is allowed. Every other
+failure with a cause outside the code has a type of its own; bugs of Twinkle raise plain Python errors. Each type is
+also a standard-library type, so that code which does not know Twinkle can catch it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-# What the package `twinkle` exports. Errors of the server are not for its users and are imported from here by name.
+# The errors that the package `twinkle` exports. Errors of the server are not exported; import them from this module.
 __all__ = [
     "AdapterExistsError",
     "AdapterNotFoundError",
@@ -33,9 +33,9 @@ __all__ = [
 
 
 class TwinkleError(Exception):
-    """Base of all errors below. They can be pickled: worker processes of datasets and loaders send them home.
+    """The base of all errors below. They can be pickled, because worker processes of datasets and loaders return them.
 
-    ``code``: what programs know an error by, where they react to it. A server answers with it beside the text.
+    ``code``: a stable identifier for errors that programs react to. A server sends it beside the error's text.
     """
 
     code: str | None = None
@@ -45,7 +45,8 @@ class TwinkleError(Exception):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python would call __init__ with the finished message; a pool that cannot read an answer waits for it for ever.
+        # By default unpickling would call __init__ with the finished message and fail; a process pool that cannot
+        # unpickle an answer waits for ever.
         return _restored, (type(self), self.args, dict(vars(self)))
 
 
@@ -63,7 +64,7 @@ class InvalidInputError(UserError):
 
 
 class LimitExceededError(InvalidInputError):
-    """A field of a request holds more than a limit of the server allows; sending it again does not help."""
+    """A field of a request exceeds a limit of the server; sending the request again does not help."""
 
     def __init__(self, field: str, value: object, allowed: str, key: str) -> None:
         """``key`` names the limit: its key in the configuration."""
@@ -72,7 +73,7 @@ class LimitExceededError(InvalidInputError):
 
 
 class UnknownNameError(UserError, LookupError):
-    """A name (loss, template, metric, optimizer, config key …) that nobody registered."""
+    """A name (loss, template, metric, optimizer, config key …) that is not registered."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")
@@ -105,11 +106,14 @@ class UnsupportedError(UserError, NotImplementedError):
 
 
 class StreamError(UnsupportedError, TypeError):
-    """A stream has no length and no rows by number. A TypeError, so that ``list(stream)`` goes on without a length."""
+    """A stream was asked for its length or for a row by number.
+
+    It is a TypeError because ``list(stream)`` ignores that error of ``len`` and reads the stream.
+    """
 
 
 class CapacityError(TwinkleError, MemoryError):
-    """The request does not fit the memory that this process was given."""
+    """The request does not fit into the memory budget of this process."""
 
 
 class CheckpointError(UserError, OSError):
@@ -125,7 +129,7 @@ class DownloadError(TwinkleError, OSError):
 
 
 class UploadError(TwinkleError, OSError):
-    """A hub did not take what was sent to it."""
+    """A hub refused an upload."""
 
 
 class MissingDependencyError(TwinkleError, ImportError):
@@ -136,7 +140,7 @@ class MissingDependencyError(TwinkleError, ImportError):
 
 
 class ResourcesError(TwinkleError, RuntimeError):
-    """The cluster does not have, or does not give, what the groups of a program need."""
+    """The cluster does not have the resources that the groups of a program need, or they are in use."""
 
 
 class WorkerDiedError(TwinkleError, RuntimeError):
@@ -162,7 +166,7 @@ class WorkerTimeoutError(TwinkleError, TimeoutError):
 
 
 class TwinkleServerError(TwinkleError, RuntimeError):
-    """The server cannot start, or cannot go on, the way it was told to."""
+    """The base of the server's errors; raised directly if the server, or a command of it, cannot do what was asked."""
 
 
 class ConfigParseError(TwinkleServerError, ValueError):
@@ -171,7 +175,7 @@ class ConfigParseError(TwinkleServerError, ValueError):
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing wrong with a configuration. ``got`` is the value as it is to be shown to people."""
+    """One mistake in a configuration. ``got`` is the value as it is shown to people."""
 
     field: str
     got: str
@@ -190,7 +194,7 @@ class ConfigError(TwinkleServerError, ValueError):
 
     @classmethod
     def from_problems(cls, problems: Sequence[ConfigProblem], source: str) -> "ConfigError":
-        """All ``problems`` of the file ``source``, one a line."""
+        """Return an error that lists all ``problems`` of the file ``source``, one per line."""
         error = cls(problems[0].field, problems[0].got, problems[0].allowed)
         error.problems = tuple(problems)
         error.args = ("\n".join(f"{source}: {problem}" for problem in problems),)
@@ -198,44 +202,47 @@ class ConfigError(TwinkleServerError, ValueError):
 
 
 class UnauthorizedError(TwinkleServerError, PermissionError):
-    """No API key, or one that nobody issued."""
+    """The API key is missing or unknown."""
 
     def __init__(self, wanted: str) -> None:
         super().__init__(f"API key: missing or unknown, allowed: {wanted}")
 
 
 class ForbiddenError(TwinkleServerError, PermissionError):
-    """A signed address that we did not sign, or not for so long."""
+    """The signature of a signed URL is wrong, or the URL has expired."""
 
 
 class NotFoundError(TwinkleServerError, LookupError):
-    """Nothing of the caller's has this id. What belongs to another tenant answers just so."""
+    """The caller has nothing with this id. An id of another tenant gets the same answer as one that does not exist."""
 
     def __init__(self, kind: str, identifier: str, note: str = "") -> None:
-        """``note``: what became of it, where it is known."""
+        """``note``: what happened to it, if that is known."""
         super().__init__(f"unknown {kind} {_short(identifier)}" + (f" ({note})" if note else ""))
 
 
 class UnknownCheckpointError(NotFoundError, UserError):
-    """The same for a checkpoint's address, which is a field of a request rather than its target."""
+    """The caller has no checkpoint with this address.
+
+    A UserError as well, because the address is a field of a request rather than the target of the request.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__("checkpoint", path)
 
 
 class GoneError(TwinkleServerError, LookupError):
-    """It was there, and will not come back."""
+    """The object that the request names existed once and will not come back."""
 
 
 class ShuttingDownError(TwinkleServerError):
-    """What was asked for ends with this server. The next one may do it."""
+    """The request was not finished because the server is shutting down. The next process may accept it."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down: send the request again")
 
 
 class QuotaError(TwinkleServerError, RuntimeError):
-    """A tenant's limit is reached for now."""
+    """A tenant has reached a limit; the same request may succeed later."""
 
     retry_after = 1  # seconds
 
@@ -249,7 +256,7 @@ class QuotaError(TwinkleServerError, RuntimeError):
 
 
 class RateLimitError(QuotaError):
-    """A tenant's tokens of this minute are used up, or what is left is too little for this request."""
+    """A tenant's tokens of this minute are used up, or too few are left for this request."""
 
     def __init__(self, what: str, limit: int, retry_after: int, key: str) -> None:
         message = (
@@ -261,7 +268,7 @@ class RateLimitError(QuotaError):
 
 
 class OverloadedError(TwinkleServerError, MemoryError):
-    """The whole server is short of a resource for now, whoever asks: HTTP 503 with Retry-After."""
+    """The whole server is short of a resource at the moment, for all tenants: HTTP 503 with Retry-After."""
 
     def __init__(self, what: str, used: int, limit: int, key: str, retry_after: int = 5) -> None:
         """``key`` names the limit, as in :class:`QuotaError`."""
@@ -271,7 +278,7 @@ class OverloadedError(TwinkleServerError, MemoryError):
 
 
 class StorageQuotaError(UserError, RuntimeError):
-    """What a tenant wants to keep does not fit the disk space that it may use."""
+    """A checkpoint does not fit into the disk space that its tenant may use."""
 
     def __init__(self, used: int, wanted: int, limit: int) -> None:
         super().__init__(
@@ -282,7 +289,7 @@ class StorageQuotaError(UserError, RuntimeError):
 
 def _restored(kind: type[TwinkleError], args: tuple[object, ...], attributes: Mapping[str, object]) -> TwinkleError:
     native: Any = kind
-    while native.__module__ != "builtins":  # of several standard types among the bases, the one that makes the object
+    while native.__module__ != "builtins":  # find the built-in base class, whose __new__ makes the object
         native = native.__base__
     error: TwinkleError = native.__new__(kind)
     error.args = args

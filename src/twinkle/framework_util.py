@@ -1,7 +1,7 @@
-"""Randomness of all libraries at once, and torch's devices whatever their kind.
+"""Seed all libraries at once, and use torch's devices of any kind.
 
-Scripts use it as ``twinkle.framework_util.seed_everything()``. Torch is imported when a function needs it; what asks
-for devices says that there are none where it is not installed.
+Scripts use it as ``twinkle.framework_util.seed_everything()``. Torch is imported when a function needs it; the
+``is_…_available`` functions return False if it is not installed.
 """
 
 import random
@@ -34,14 +34,14 @@ __all__ = [
     "to_local_tensor",
 ]
 
-_LARGEST_SEED = 2**32 - 1  # what numpy takes
+_LARGEST_SEED = 2**32 - 1  # the largest that numpy accepts
 
 
 def seed_everything(seed: int = 42, full_determinism: bool = False) -> None:
     """Seed Python, numpy and, where it is installed, torch on all devices.
 
-    ``full_determinism`` also makes torch choose deterministic kernels, and warn where there is none. Their workspace is
-    set up when CUDA starts: for that, start the process with CUBLAS_WORKSPACE_CONFIG=:16:8.
+    ``full_determinism`` also makes torch choose deterministic kernels, and warn where there is none. cuBLAS reads its
+    workspace setting when CUDA starts: start the process with CUBLAS_WORKSPACE_CONFIG=:16:8.
     """
     if not 0 <= seed <= _LARGEST_SEED:
         raise InvalidInputError("seed", seed, f"an integer from 0 to {_LARGEST_SEED}")
@@ -64,7 +64,7 @@ def _seed_torch(seed: int, full_determinism: bool) -> None:
 
 
 def device_rng_state(device_type: str) -> Any:
-    """The random state of this process on its ``device_type``, a tensor; None where there is no such device."""
+    """Return the state of this process's random generator on ``device_type``, a tensor; None without such a device."""
     import torch
 
     if device_type == "cpu":
@@ -94,7 +94,7 @@ def is_torch_npu_available() -> bool:
 
 
 def is_gpu_available() -> bool:
-    """Whether torch can compute on a CUDA device."""
+    """Return whether torch can compute on a CUDA device."""
     if not is_torch_available():
         return False
     import torch
@@ -103,7 +103,7 @@ def is_gpu_available() -> bool:
 
 
 def is_npu_available() -> bool:
-    """Whether torch can compute on an Ascend device."""
+    """Return whether torch can compute on an Ascend device."""
     if not is_torch_available() or not is_torch_npu_available():
         return False
     import torch
@@ -115,20 +115,20 @@ def is_npu_available() -> bool:
 
 
 def get_device(local_rank: int) -> str:
-    """The name of the device with this number, such as ``cuda:0``; ``cpu`` where there is no accelerator."""
+    """Return the name of the device with this number, such as ``cuda:0``; ``cpu`` without an accelerator."""
     kind = _accelerator()
     return "cpu" if kind is None else "mps" if kind == "mps" else f"{kind}:{local_rank}"
 
 
 def get_current_device() -> str:
-    """The device that torch puts things on where nobody says which."""
+    """Return the name of the device that torch uses by default."""
     import torch
 
     return get_device(0 if _accelerator() is None else torch.accelerator.current_device_index())
 
 
 def set_device(local_rank: int | None = None) -> None:
-    """Choose the current device: by default that of this process's number on its machine. CPUs are not chosen among."""
+    """Set torch's current device, by default to the one with this process's local rank. Does nothing without one."""
     import torch
 
     if _accelerator() is not None:
@@ -136,7 +136,7 @@ def set_device(local_rank: int | None = None) -> None:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all work submitted so far."""
     import torch
 
     if _accelerator() is not None:
@@ -144,7 +144,7 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Give memory that torch keeps for later back to the device."""
+    """Release the memory that torch caches to the device."""
     import torch
 
     kind = _accelerator()
@@ -153,7 +153,7 @@ def empty_cache() -> None:
 
 
 def ipc_collect() -> None:
-    """Free CUDA memory that other processes have let go of."""
+    """Free CUDA memory that was shared with other processes and that they have released."""
     import torch
 
     if is_gpu_available():
@@ -161,7 +161,7 @@ def ipc_collect() -> None:
 
 
 def _accelerator() -> str | None:
-    """cuda, npu, mps …; None: there are only CPUs."""
+    """Return the type of the accelerator (cuda, npu, mps, …); None if there is none."""
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -172,14 +172,14 @@ def _accelerator() -> str | None:
 
 
 def to_local_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Of a tensor that processes share, the whole; all of them must call it. Others are returned as they are."""
+    """Return a sharded tensor (DTensor) as one whole tensor; all processes must call it. Return others unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def contains_nan(*values: Any, **named: Any) -> bool:
-    """Whether a tensor among them, or in lists and mappings among them, holds NaN."""
+    """Return whether a tensor among the arguments, also inside lists, tuples and mappings, holds NaN."""
     import torch
 
     for value in (*values, *named.values()):
@@ -195,9 +195,9 @@ def contains_nan(*values: Any, **named: Any) -> bool:
 
 
 def gather_object(obj: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
-    """What every process of the group holds, in one list: elements of lists and tuples one by one, None left out.
+    """Return the objects of all processes of the group in one list, with lists and tuples flattened and None left out.
 
-    device_mesh: where it is of one process, nothing is asked of others. process_group: None is all processes.
+    device_mesh: if it has one rank, nothing is gathered from other processes. process_group: None means all processes.
     """
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""Agents that are trained: tools that a model calls, environments that answer, conversations of several turns.
+"""Training of agents: tools that a model calls, environments that reward actions, conversations of several turns.
 
-tools      a tool, and many of them under their names
-envs       environments that reward what is done in them, as tools
-rollout    conversations: the model is sampled, tools answer, tokens stay as they were sampled
+tools      tools, and a manager that runs them by name
+envs       environments that reward actions, and their use as tools
+rollout    conversations: the model is sampled, tools answer, and sampled tokens are never tokenised again
 """

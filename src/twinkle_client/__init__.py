@@ -7,7 +7,7 @@
     model = MultiLoraTransformersModel("Qwen/Qwen3-4B")
     model.add_adapter_to_model("default", LoraConfig(r=16))
 
-``import twinkle_client`` is cheap: what a name needs is imported when it is first used.
+``import twinkle_client`` is cheap: each name's module is imported when the name is first used.
 """
 
 from importlib import import_module
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # so that the next access finds it without calling this function
     return value
 
 

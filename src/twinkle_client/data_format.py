@@ -1,4 +1,4 @@
-"""How to draw tokens; the same fields as the library's own class, which may be given instead."""
+"""The parameters of sampling; they have the same fields as the library's class, which may be given instead."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -11,10 +11,12 @@ __all__ = ["SamplingParams", "sampling_fields"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``max_tokens=None``: what is left of the context; 0: the prompt is scored, nothing is generated.
+    """The parameters of sampling. The server checks them.
 
-    ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=k``: of each sampled
-    token (1) or of the k likeliest. ``prompt_logprobs=k``: the same of the prompt's tokens. The server checks them.
+    ``max_tokens=None``: up to the end of the context; 0: score the prompt and generate nothing. ``temperature=0``:
+    greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=1``: the log-probability of each
+    sampled token; ``logprobs=k``: those of the k likeliest tokens. ``prompt_logprobs=k``: the same for the prompt's
+    tokens.
     """
 
     max_tokens: int | None = None
@@ -30,7 +32,7 @@ class SamplingParams:
 
 
 def sampling_fields(sampling_params: object) -> dict[str, Any]:
-    """Of a SamplingParams, ours or the library's, or of a mapping like it."""
+    """Return the fields of a SamplingParams, ours or the library's, or of a mapping with the same keys."""
     if isinstance(sampling_params, Mapping):
         return dict(sampling_params)
     if is_dataclass(sampling_params) and not isinstance(sampling_params, type):

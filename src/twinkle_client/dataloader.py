@@ -1,4 +1,4 @@
-"""Batches of a dataset on the server. They stay there: what is passed around here is a reference."""
+"""Batches of a dataset on the server. The rows stay there; the client passes references to batches around."""
 
 import threading
 import warnings
@@ -25,9 +25,10 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class RemoteBatch(Sequence[Row]):
-    """A batch of rows. As ``inputs`` of a model it is a reference; whoever looks at a row gets all of them, once.
+    """A batch of rows on the server. As ``inputs`` of a model it is sent as a reference.
 
-    The server keeps the last few batches of a dataloader: look, or train, before many others were drawn.
+    The first access to a row downloads all rows of the batch. The server keeps only the last few batches of a
+    dataloader: use a batch before many others are drawn.
     """
 
     def __init__(self, loader: "DataLoader", number: int, length: int) -> None:
@@ -67,11 +68,11 @@ class RemoteBatch(Sequence[Row]):
 
 
 class DataLoader(RemoteObject):
-    """Iterates over a dataset in batches; every ``for`` loop over it is an epoch.
+    """A dataloader on the server, which iterates over a dataset in batches; every ``for`` loop over it is an epoch.
 
-    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last ones (before
-    ``client``) are accepted and not used: which processes and memory load rows is the server's business, and the log
-    says so. A ``collate_fn`` is code, and code is never shipped: see :meth:`set_processor`.
+    The options are those of the library's class; ``shuffle`` without a seed uses the client's seed. The options from
+    ``device_mesh`` to ``remote_group`` are accepted but not used, because the server decides how rows are loaded; a log
+    line says so. A ``collate_fn`` must be None, because code is never sent to the server: see :meth:`set_processor`.
     """
 
     processor_type: ClassVar[str] = "dataloader"
@@ -114,7 +115,7 @@ class DataLoader(RemoteObject):
             raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
         client = dataset.client if client is None else client
         if client is not dataset.client:
-            raise InvalidRequestError("client: the dataset is one of another client's session")
+            raise InvalidRequestError("client: the dataset belongs to the session of another client")
         given = {
             "min_batch_size": min_batch_size,
             "max_retries": max_retries,
@@ -129,17 +130,17 @@ class DataLoader(RemoteObject):
         _ = self.processor_id
 
     def set_processor(self, processor_cls: object, **init_args: Any) -> None:
-        """What makes a batch of rows: a name, or an InputProcessor of :mod:`twinkle_client.processor`."""
+        """Choose what makes a batch of rows: a name, or an InputProcessor of :mod:`twinkle_client.processor`."""
         name, options = component("processor_cls", processor_cls, init_args)
         self.call("set_processor", processor_cls=name, **options)
 
     def get_state(self) -> dict[str, int]:
-        """What to keep in a checkpoint."""
+        """Return the position in the data, to be stored with a checkpoint."""
         state: dict[str, int] = self.call("get_state")
         return state
 
     def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
-        """Begin the next loop after this many rows. None skips nothing, and warns."""
+        """Start the next loop after this many rows. None skips nothing and warns."""
         if consumed_train_samples is None:
             _warn_of_no_position()
             return
@@ -152,15 +153,17 @@ class DataLoader(RemoteObject):
         cur_step: int | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
-        """:meth:`skip_consumed_samples`, for what a model's method of this name returns: ``**progress`` may be given as
-        it is. The last two are the model's own business."""
+        """Do what :meth:`skip_consumed_samples` does, with the result of the model's ``resume_from_checkpoint``.
+
+        The result can be passed as ``**progress``; ``cur_step`` and ``gradient_accumulation_steps`` are ignored here.
+        """
         if consumed_train_samples is None:
             _warn_of_no_position()
             return
         self.call("resume_from_checkpoint", consumed_train_samples=consumed_train_samples)
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return int(self.call("__len__"))
 
     def __iter__(self) -> "DataLoader":
@@ -168,7 +171,7 @@ class DataLoader(RemoteObject):
         return self
 
     def __next__(self) -> Any:
-        """A :class:`RemoteBatch`, or what a processor made of the rows."""
+        """Return a :class:`RemoteBatch`, or what a processor made of the rows."""
         batch = next_of(self, by_reference=True)
         if isinstance(batch, dict) and batch.get(TYPE_KEY) == "Batch":
             return RemoteBatch(self, batch["number"], batch["length"])
@@ -178,6 +181,6 @@ class DataLoader(RemoteObject):
 def _warn_of_no_position() -> None:
     warnings.warn(
         "consumed_train_samples is None: a checkpoint without a position does not support consumed-data skipping; "
-        "the next loop begins where it would have",
+        "the next loop starts at the same row as without this call",
         stacklevel=3,
     )

@@ -1,10 +1,10 @@
-"""The one place of the client that reads environment variables.
+"""The one module of the client that reads environment variables.
 
-TWINKLE_SERVER_URL    where the server is (default http://127.0.0.1:8000)
-TWINKLE_SERVER_TOKEN  who asks (default EMPTY_TOKEN: a server that issues no keys takes any token)
+TWINKLE_SERVER_URL    the server's address (default http://127.0.0.1:8000)
+TWINKLE_SERVER_TOKEN  the API key (default EMPTY_TOKEN: a server that issues no keys accepts any token)
 
-and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`. Proxies are those of the
-system, or of HTTP_PROXY and its like.
+and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`. Proxies are taken from
+the system's settings, or from HTTP_PROXY and similar variables.
 """
 
 import os
@@ -32,12 +32,12 @@ def read_environment() -> Environment:
 
 
 def has_tls_proxy() -> bool:
-    """Whether requests may go through a proxy that is spoken to by TLS, whatever the server's address is."""
+    """Return whether a proxy is configured whose own address is https, so that requests to any server may need TLS."""
     return any(address.lower().startswith("https:") for address in getproxies().values())
 
 
 def set_tinker_variables(base_url: str | None, api_key: str | None) -> None:
-    """What the tinker SDK reads. It appends /api/v1 to the address itself."""
+    """Set the variables that the tinker SDK reads. The SDK appends /api/v1 to the address itself."""
     url = base_url or os.environ.get("TWINKLE_SERVER_URL") or os.environ.get("TINKER_BASE_URL") or DEFAULT_URL
     os.environ["TINKER_BASE_URL"] = url.rstrip("/").removesuffix("/api/v1")
     key = api_key or os.environ.get("TWINKLE_SERVER_TOKEN") or os.environ.get("TINKER_API_KEY") or DEFAULT_TOKEN
@@ -45,5 +45,5 @@ def set_tinker_variables(base_url: str | None, api_key: str | None) -> None:
 
 
 def tinker_key() -> str:
-    """What :func:`set_tinker_variables` said, unless somebody else said otherwise since."""
+    """Return the key in TINKER_API_KEY, which :func:`set_tinker_variables` sets, else the default token."""
     return os.environ.get("TINKER_API_KEY") or DEFAULT_TOKEN

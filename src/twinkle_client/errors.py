@@ -1,6 +1,6 @@
-"""Everything that a client raises. Each error is a :class:`TwinkleClientError`, most are also a standard type.
+"""All errors of the client. Each is a :class:`TwinkleClientError`; most are also a standard type.
 
-What a server answered has ``status``, ``detail`` (the server's own words) and ``url``.
+An error that the server answered has ``status``, ``detail`` (the server's text) and ``url``.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ __all__ = [
 
 
 class TwinkleClientError(Exception):
-    """Base of all errors of the client.
+    """The base of all errors of the client.
 
-    ``seq_id``: of a request to an adapter, the number under which the server keeps what became of it; None where it
-    did not say. ``code``: what the server calls this error, for programs (:mod:`twinkle_client.protocol.base` has
-    them); None for most, and of older servers for all.
+    ``seq_id``: for a request to an adapter, the sequence number under which the server stores the request's outcome;
+    None if the server sent none. ``code``: the server's identifier of this error, for programs (the codes are in
+    :mod:`twinkle_client.protocol.base`); most errors have none, and older servers send none at all.
     """
 
     seq_id: int | None = None
@@ -35,7 +35,7 @@ class TwinkleClientError(Exception):
 
 
 class InvalidRequestError(TwinkleClientError, ValueError):
-    """The request is wrong: the server said so (400, 409, 413, 422), or it was never sent (``status`` is None)."""
+    """The request is wrong: the server refused it (400, 409, 413, 422 …), or it was never sent (``status`` is None)."""
 
     def __init__(self, message: str, status: int | None = None, url: str = "") -> None:
         super().__init__(message if status is None else f"{message} (status {status} of {url})")
@@ -45,7 +45,7 @@ class InvalidRequestError(TwinkleClientError, ValueError):
 
 
 class ConnectionLostError(TwinkleClientError, ConnectionError):
-    """The server could not be reached, or did not answer in time, until the deadline of the retries was over."""
+    """The server could not be reached, or did not answer in time, until the deadline for retries had passed."""
 
     def __init__(self, message: str, url: str = "") -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ConnectionLostError(TwinkleClientError, ConnectionError):
 
 
 class SessionLostError(TwinkleClientError, ConnectionError):
-    """The server ended the session, and with it its adapters and processors. Saved checkpoints are still there."""
+    """The server has ended the session with its adapters and processors. Saved checkpoints still exist."""
 
     def __init__(self, session_id: str, reason: str) -> None:
         super().__init__(
@@ -84,23 +84,23 @@ class AuthenticationError(ResponseError, PermissionError):
 
 
 class NotFoundError(ResponseError, LookupError):
-    """404: nothing of this token's has that name."""
+    """404: this token has nothing with that name."""
 
 
 class GoneError(ResponseError, LookupError):
-    """410: it was there, and will not come back."""
+    """410: the object that the request names existed once and will not come back."""
 
 
 class LimitError(ResponseError, RuntimeError):
-    """429: a limit of this token's, which waiting until the deadline did not change."""
+    """429: a limit of this token was reached, and still so when the deadline for retries had passed."""
 
 
 class ServerError(ResponseError, RuntimeError):
-    """The server failed, or gave an answer that nobody can read."""
+    """The server failed, or its answer is not valid."""
 
 
 def invalid(field: str, value: object, allowed: str) -> InvalidRequestError:
-    """A request that is not worth sending."""
+    """Return the error for a wrong argument, found before the request is sent."""
     shown = repr(value)
     shown = shown if len(shown) <= 120 else shown[:119] + "…"
     return InvalidRequestError(f"{field}: got {shown}, allowed: {allowed}")

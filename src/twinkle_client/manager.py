@@ -1,4 +1,4 @@
-"""Where scripts written for other servers look for the client and its error: see :mod:`twinkle_client.client`."""
+"""Compatibility path: scripts for other servers import the client from here; see :mod:`twinkle_client.client`."""
 
 from twinkle_client.client.session import TwinkleClient
 from twinkle_client.errors import TwinkleClientError

@@ -1,4 +1,4 @@
-"""The library's preprocessors, on the server: for :meth:`Dataset.map`, or to be called on columns."""
+"""The library's preprocessors, run on the server: for :meth:`Dataset.map`, or called with columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class Preprocessor(RemoteObject):
-    """Turns a batch of columns into a batch of new columns."""
+    """A preprocessor: it turns a batch of columns into a batch of new columns."""
 
     processor_type: ClassVar[str] = "preprocessor"
 

@@ -1,4 +1,4 @@
-"""What makes a batch of rows, on the server."""
+"""The input processor, which makes a batch of rows on the server."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,7 +10,8 @@ __all__ = ["InputProcessor"]
 
 
 class InputProcessor(RemoteObject):
-    """The library's processor. Models on a server need none: ``model.set_processor("InputProcessor", …)`` is enough."""
+    """The library's InputProcessor. A model does not need this object: ``model.set_processor("InputProcessor", …)`` is
+    enough."""
 
     processor_type: ClassVar[str] = "processor"
 

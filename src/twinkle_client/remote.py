@@ -1,9 +1,10 @@
-"""Objects of the library that live on the server: made by class name, called by method name.
+"""Objects of the library's classes that live on the server: created by class name, called by method name.
 
-An object is made when it is first needed. Given as an argument it travels as its id. Code never does.
+An object is created on the server when it is first needed. As an argument of a request it is sent as its id. Code is
+never sent.
 
-Below it is what all mirrors of the library's classes share: names of classes and models, and the options of their
-constructors that a server decides about.
+The functions below are shared by all client classes that mirror a class of the library: they check names of classes
+and models, and log which constructor options the server ignores.
 """
 
 import logging
@@ -33,16 +34,16 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PATH = "/processor/twinkle"
-# Classes of these packages are known to every server by name.
+# Every server knows the classes of these packages by name.
 _KNOWN_PACKAGES = frozenset({"torch", "twinkle", "twinkle_client"})
 _EXHAUSTED = "iterator exhausted"
 
 
 class RemoteObject:
-    """An object of the class ``class_type`` on the server, with ``options`` for its constructor.
+    """An object of the class ``class_type`` on the server; ``options`` are the arguments of its constructor.
 
-    ``parameters`` are the names of the constructor's positional arguments. ``class_type`` is the name of the Python
-    class unless a class says otherwise.
+    ``parameters`` are the names of the constructor's positional arguments. ``class_type`` is by default the name of the
+    Python class.
     """
 
     processor_type: ClassVar[str]
@@ -64,7 +65,7 @@ class RemoteObject:
 
     @property
     def processor_id(self) -> str:
-        """``pid:…``; asking for it makes the object."""
+        """Return the object's id, ``pid:…``. The first access creates the object on the server."""
         with self._lock:
             if self._processor_id is None:
                 fields = {"processor_type": self.processor_type, "class_type": self.class_type, **self.options}
@@ -73,13 +74,13 @@ class RemoteObject:
             return self._processor_id
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """The result of a method."""
+        """Call a method of the object on the server and return its result."""
         fields = {"processor_id": self.processor_id, "function": function, **arguments}
         answer = self.client.post(f"{_PATH}/call", encode(fields), once=True)
         return parsed(ProcessorCallResponse, answer, self.client.base_url).result
 
     def close(self) -> None:
-        """Drops the object on the server; the end of the session does it, too."""
+        """Delete the object on the server. The end of the session deletes it as well."""
         with self._lock:
             made = self._processor_id is not None
         if made:
@@ -95,9 +96,10 @@ class RemoteObject:
 
 
 def next_of(iterator: RemoteObject, **arguments: Any) -> Any:
-    """The next item of an iterator on the server; StopIteration at its end.
+    """Return the next item of an iterator on the server; raise StopIteration at its end.
 
-    The end is a 410, as is a session or a batch that is gone: those are errors, not an end.
+    The server answers 410 at the end, but also for a session or a batch that is gone. The text of the answer tells
+    them apart; in the latter cases the error is raised.
     """
     try:
         return iterator.call("__next__", **arguments)
@@ -111,14 +113,14 @@ def next_of(iterator: RemoteObject, **arguments: Any) -> Any:
 
 
 def component(field: str, what: object, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A class's name and its constructor's arguments, from a name, a class of the library, or a remote object."""
+    """Return class name and constructor arguments of ``what``: a name, a class of the library, or a remote object."""
     if isinstance(what, RemoteObject):
         return what.class_type, {**what.options, **options}
     return class_name(field, what), dict(options)
 
 
 def function_argument(field: str, what: object) -> "str | RemoteObject":
-    """What a dataset's map and filter take: a name or a remote object."""
+    """Return the argument of a dataset's map or filter: a remote object, or the name of a class of the library."""
     return what if isinstance(what, RemoteObject) else class_name(field, what)
 
 
@@ -138,7 +140,7 @@ def class_name(field: str, what: object) -> str:
 def _named(
     class_type: str, parameters: tuple[str, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments travel by name."""
+    """Return all arguments by name, as requests carry them."""
     if len(arguments) > len(parameters):
         raise TypeError(f"{class_type}: {len(arguments)} positional arguments, at most {len(parameters)} are known")
     named = dict(zip(parameters, arguments, strict=False))
@@ -152,7 +154,7 @@ def _named(
 
 
 def model_name(model_id: str) -> str:
-    """Without the scheme: ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``."""
+    """Return a model id without its scheme: ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``."""
     name = model_id.split("://", 1)[-1] if isinstance(model_id, str) else ""
     if not name:
         raise invalid("model_id", model_id, "the id of a model that the server has")
@@ -160,20 +162,20 @@ def model_name(model_id: str) -> str:
 
 
 def service_path(service: str, name: str) -> str:
-    """service: model or sampler. The name may hold slashes."""
+    """Return the path of a model's routes; ``service`` is model or sampler. The name may contain slashes."""
     return f"/{service}/{quote(name.strip('/'))}/twinkle"
 
 
 def left_to_server(what: str, **options: object) -> None:
-    """Say once which of the ``options`` were given (are not None), and that ``what`` does not use them.
+    """Log once which of the ``options`` were given (are not None) although ``what`` does not use them.
 
-    They are options of the library's classes about devices, memory and processes, which the server decides about.
+    They are options of the library's classes about devices, memory and processes, which are the server's decision.
     """
     given = tuple(sorted(name for name, value in options.items() if value is not None))
     if given:
         _say_once(what, given)
 
 
-@cache  # a script makes many of them
+@cache  # log once, even if a script makes many objects
 def _say_once(what: str, names: tuple[str, ...]) -> None:
-    logger.info("%s: the server decides about %s; what the script says is not used", what, ", ".join(names))
+    logger.info("%s: the server decides about %s; the script's values are not used", what, ", ".join(names))

@@ -21,7 +21,10 @@ Trajectories = Sequence[Mapping[str, Any]]
 
 
 class Reward(RemoteObject):
-    """A number for each trajectory's completion; right answers are in the trajectories unless they are given."""
+    """A reward: it returns a number for each trajectory's completion.
+
+    The right answers are read from the trajectories unless ``ground_truths`` are given.
+    """
 
     processor_type: ClassVar[str] = "reward"
 

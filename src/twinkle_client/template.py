@@ -1,4 +1,4 @@
-"""Templates on the server: encode and decode without a tokenizer here."""
+"""Templates on the server, which encode and decode without a tokenizer on the client's machine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,11 +1,11 @@
-"""The tinker SDK, versions 0.16 to 0.36, against a Twinkle server.
+"""Use the tinker SDK, versions 0.16 to 0.36, with a Twinkle server.
 
-Where the server is and who asks are variables that the SDK reads itself. Three of its methods check what is said to
-them more narrowly than our server does; they are wrapped, not replaced, so that the rest of them stays the version's:
+The SDK reads the server's address and the API key from environment variables. Three of its methods accept less than our
+server does. They are wrapped, not replaced, so that each version of the SDK keeps the rest of its behaviour:
 
-- a key need not begin with ``tml-``. The SDK's check gets one that does, requests carry the real one, and a header by
-  which the server knows that any key will do where it issues none;
-- addresses may begin with ``twinkle://``, which is ``tinker://`` to both sides.
+- a key need not begin with ``tml-``. The SDK's check gets a key with that prefix; requests carry the real key, and an
+  additional header that tells a server which issues no keys to accept any key;
+- addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``.
 """
 
 import functools
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 _KEY_PREFIXES = ("tml-", "eyJ")
 _MARK = "_twinkle_wrapped"
-_AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; before that the client checks its key itself
+_AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; in earlier versions the client class checks the key
 
 
 def init_tinker_client(base_url: str | None = None, api_key: str | None = None, **unused: object) -> None:
-    """Call it before ``tinker.ServiceClient()``; calling it again changes the server and the key.
+    """Prepare the tinker SDK, before ``tinker.ServiceClient()``. A second call changes the server and the key.
 
-    Without arguments: TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN, else TINKER_BASE_URL and TINKER_API_KEY, else a
-    server on this machine that issues no keys. Scripts that give both clients the same keywords may go on doing so: of
-    the others, which mean something to ``init_twinkle_client`` alone, the log says that they are not used.
+    Without arguments the server is that of TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN, else of TINKER_BASE_URL and
+    TINKER_API_KEY, else one on this machine that issues no keys. Other keywords of ``init_twinkle_client`` are
+    accepted, so that scripts can pass the same keywords to both functions; a log line says that they are not used.
     """
     patch_tinker()
     set_tinker_variables(base_url, api_key)
@@ -42,7 +42,7 @@ def init_tinker_client(base_url: str | None = None, api_key: str | None = None, 
 
 
 def patch_tinker() -> None:
-    """Wrap the installed SDK, once; where the server is and who asks stays as it was."""
+    """Wrap the methods of the installed SDK, once. Does not change the server's address or the key."""
     if find_spec("tinker") is None:
         raise MissingPackageError("init_tinker_client needs the tinker SDK: pip install 'tinker>=0.16,<0.37'")
     if find_spec(_AUTH_MODULE) is not None:
@@ -54,7 +54,7 @@ def patch_tinker() -> None:
 
 
 def _wrap_key_provider(module: ModuleType) -> None:
-    """0.18 and later: an object of the class adds the key to each request."""
+    """Wrap the class that adds the key to each request, for SDK versions from 0.18 on."""
     provider = module.ApiKeyAuthProvider
     if _is_wrapped(provider.__init__):
         return
@@ -77,7 +77,7 @@ def _wrap_key_provider(module: ModuleType) -> None:
 
 
 def _wrap_client(module: ModuleType) -> None:
-    """Up to 0.16."""
+    """Wrap the client class, which holds the key, for SDK versions before 0.18."""
     client = module.AsyncTinker
     if _is_wrapped(client.__init__):
         return

@@ -46,7 +46,7 @@ def test_a_copy_is_another_one():
     [
         (called("sub", {}), "Error: unknown tool 'sub'; known: add"),
         ({}, "Error: unknown tool ''; known: add"),
-        (called("add", "{'a'"), "Error: the arguments of 'add' are no JSON"),
+        (called("add", "{'a'"), "Error: the arguments of 'add' are not JSON"),
         (called("add", "[1]"), "Error: the arguments of 'add' are a list, not a mapping"),
         (called("add", {"a": 1}), "Error: KeyError: 'b'"),
         (called("add", None), "Error: KeyError: 'a'"),

@@ -17,7 +17,7 @@ def test_a_proxy_has_the_type_and_the_remote_functions_of_its_class(rows):
     assert isinstance(rows, Rows)
     assert repr(rows) == "<Rows 'rows-0' on 2 workers of group 'work'>"
     assert (rows.remote_group, rows.instance_id, rows.device_mesh.world_size) == ("work", "rows-0", 2)
-    with pytest.raises(AttributeError, match=r"Rows.rank is on the workers of group 'work' .*by_data"):
+    with pytest.raises(AttributeError, match=r"Rows.rank is not a remote function.* of group 'work'; .*by_data"):
         rows.rank()
 
 

@@ -108,7 +108,7 @@ def test_resources_that_are_not_there(resources, monkeypatch, group, message):
 
 def test_resources_that_are_in_use(resources, monkeypatch):
     monkeypatch.setattr(resources, "_SECONDS_TO_WAIT", 0.1)
-    with pytest.raises(ResourcesError, match=r"of all these, 0 are free"):
+    with pytest.raises(ResourcesError, match=r"0 of these are free"):
         twinkle.initialize("ray", groups=[DeviceGroup("cards", 4, "GPU")])
 
 

@@ -1,9 +1,9 @@
-"""The options of training scripts: ``args = CLI.from_args()`` at a script's head.
+"""The options of training scripts: ``args = CLI.from_args()`` at the start of a script.
 
-args        what there is to set, in groups
-fields      which group and field a key means, and texts as values of a field's type
-sources     where settings come from: ``.env``, the environment, a YAML file, the command line
-resolver    one source after another into the groups
+args        the options and their defaults, in groups
+fields      find the group and field of a key, and convert texts to the field's type
+sources     the sources of settings: ``.env``, the environment, a YAML file, the command line
+resolver    apply one source after another to the groups
 """
 
 from twinkle.cli.args import (

@@ -1,7 +1,8 @@
-"""What a training script can be told, in groups, with what holds if nobody says anything.
+"""The options of training scripts, in groups, with their defaults.
 
-Scripts pick what they need; a group as a dict (``get_…_args``) leaves out what is None. A name that two groups have
-belongs to the one that is marked; the other's is ``<group>_<name>``.
+Scripts use the groups they need; ``get_…_args`` returns a group as a dict without the options that are None. If two
+groups have a field of the same name, the plain name means the field that is marked as primary; the other one is called
+``<group>_<name>``.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +26,7 @@ __all__ = [
     "TrainingArgs",
 ]
 
-PRIMARY = "primary"  # in a field's metadata: the name alone means this one
+PRIMARY = "primary"  # in a field's metadata: the plain name means this field, see above
 
 
 @dataclass
@@ -222,7 +223,7 @@ class CheckpointArgs:
 
 @dataclass
 class Args:
-    """``extra`` holds what was said under names that no group has: a script's own options."""
+    """All options of a script. ``extra`` holds options whose names no group has: the script's own."""
 
     model: ModelArgs = field(default_factory=ModelArgs)
     lora: LoraArgs = field(default_factory=LoraArgs)
@@ -242,11 +243,11 @@ class Args:
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The groups by name, in order."""
+        """Return the groups by name, in order."""
         return {each.name: vars(self)[each.name] for each in fields(self) if each.name != "extra"}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of ``key`` in the first group that has it, else in ``extra``."""
+        """Return the value of ``key`` in the first group that has it, else in ``extra``, else ``default``."""
         for group in self.groups.values():
             if key in vars(group):
                 return vars(group)[key]
@@ -260,7 +261,7 @@ class Args:
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in one dict; a name that an earlier group has taken is ``<group>_<name>``."""
+        """Return all options in one dict; a name that an earlier group has already becomes ``<group>_<name>``."""
         flat: dict[str, Any] = {}
         for name, group in self.groups.items():
             for key, value in asdict(group).items():
@@ -268,11 +269,11 @@ class Args:
         return {**self.extra, **flat}
 
     def get_model_args(self) -> dict[str, Any]:
-        """Without a ``model_id`` of its own, the template's."""
+        """Return the group; without a ``model_id`` of its own it gets the template's."""
         return _said({**asdict(self.model), "model_id": self.model.model_id or self.template.model_id})
 
     def get_lora_args(self) -> dict[str, Any]:
-        """The arguments of PEFT's ``LoraConfig``."""
+        """Return the arguments of PEFT's ``LoraConfig``."""
         lora = self.lora
         return {
             "target_modules": lora.lora_target_modules or "all-linear",
@@ -285,14 +286,14 @@ class Args:
         return _said(asdict(self.dataset))
 
     def get_template_args(self) -> dict[str, Any]:
-        """Without a ``model_id`` of its own, the model's."""
+        """Return the group; without a ``model_id`` of its own it gets the model's."""
         return _said({**asdict(self.template), "model_id": self.template.model_id or self.model.model_id})
 
     def get_training_args(self) -> dict[str, Any]:
         return _said(asdict(self.training))
 
     def get_optimizer_args(self) -> dict[str, Any]:
-        """``learning_rate`` as ``lr``, as optimizers call it."""
+        """Return the group with ``learning_rate`` renamed to ``lr``, as optimizers call it."""
         said = _said(asdict(self.optimizer))
         return {"lr" if name == "learning_rate" else name: value for name, value in said.items()}
 

@@ -1,4 +1,4 @@
-"""Which group and field a key means, and how what a person writes becomes a value of that field."""
+"""Find the group and field of a key, and convert what a person writes to a value of that field."""
 
 from collections.abc import Mapping
 from dataclasses import Field, fields
@@ -10,13 +10,13 @@ from twinkle.errors import InvalidInputError
 
 __all__ = ["ConfigRegistry", "ValueCaster", "normalized"]
 
-# Words that are values, whatever their case.
+# Words that are read as values, in upper or lower case.
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
     **dict.fromkeys(("none", "null", "~"), None),
 }
-# The values of a type, for errors.
+# How error messages describe the allowed values of a type.
 _NAMES: dict[type, str] = {
     bool: "true or false",
     int: "an integer",
@@ -26,12 +26,12 @@ _NAMES: dict[type, str] = {
     dict: "a mapping (in a YAML file)",
     NoneType: "none",
 }
-# Other names of fields that people use.
+# Common other names of fields.
 _ALIASES = {"lr": "learning_rate", "num_gpus": "nproc_per_node", "max_new_tokens": "max_tokens"}
 
 
 class ConfigRegistry:
-    """Finds the field that a key means. ``groups``: by name, each a dataclass or an instance of one."""
+    """The index of fields by key. ``groups`` maps names to dataclasses or instances of dataclasses."""
 
     def __init__(self, groups: Mapping[str, Any]) -> None:
         owners: dict[str, list[tuple[str, Field[Any]]]] = {}
@@ -44,7 +44,7 @@ class ConfigRegistry:
         self._by_key |= {name: (_owner(name, group_fields), name) for name, group_fields in owners.items()}
 
     def resolve(self, key: str) -> tuple[str, str] | None:
-        """Return group and field, by the field's name, an alias of it, or ``<group>_<field>``; None: no field's."""
+        """Return group and field for a field's name, an alias, or ``<group>_<field>``; None if no field matches."""
         name = normalized(key)
         return self._by_key.get(_ALIASES.get(name, name))
 
@@ -67,11 +67,11 @@ def _owner(name: str, group_fields: list[tuple[str, Field[Any]]]) -> str:
 
 
 class ValueCaster:
-    """Reads what a person writes as a value."""
+    """Conversion of what a person writes into values."""
 
     @staticmethod
     def auto_cast(text: str) -> Any:
-        """Return True, False, None, a number, a list of such between commas, else the text."""
+        """Return the text as True, False, None, a number, or a list (values between commas); else the text itself."""
         stripped = text.strip()
         if stripped.lower() in _WORDS:
             return _WORDS[stripped.lower()]
@@ -86,7 +86,10 @@ class ValueCaster:
 
     @staticmethod
     def coerce_to_field(key: str, value: Any, hint: Any) -> Any:
-        """Return ``value`` as a field of the type ``hint`` takes it. A text is read first, unless the field is one."""
+        """Return ``value`` as a value of the type ``hint``; raise if it does not fit.
+
+        A text is first read with :meth:`auto_cast`, unless the field takes a text.
+        """
         kinds = _kinds(hint)
         if isinstance(value, str) and str not in kinds:
             value = ValueCaster.auto_cast(value)

@@ -1,4 +1,4 @@
-"""One source after another into the groups; later ones win."""
+"""Apply the sources of settings to the groups, one after another; later sources override earlier ones."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,18 @@ __all__ = ["CLI", "ConfigResolver"]
 
 
 class ConfigResolver:
-    """Puts settings into ``args``; what is nobody's goes to ``args.extra``."""
+    """Sets the fields of ``args``; settings that match no field go to ``args.extra``."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
         self.registry = ConfigRegistry(args.groups)
 
     def apply(self, mapping: Mapping[str, Any], cast_strings: bool = False) -> None:
-        """Set what ``mapping`` names; a value that a field does not take is an error. ``cast_strings``: texts of
-        ``extra``, whose type nobody knows, are read as numbers and the like."""
+        """Set the fields that ``mapping`` names; raise if a field does not take its value.
+
+        ``cast_strings``: texts that go to ``extra``, where no type is declared, are read with
+        :meth:`ValueCaster.auto_cast`.
+        """
         for key, value in mapping.items():
             found = self.registry.resolve(key)
             if normalized(key) == "use_megatron":
@@ -37,18 +40,18 @@ class ConfigResolver:
                 self.args.extra[normalized(key)] = cast
 
     def _choose_backend(self, value: Any) -> None:
-        """Scripts for both backends take Megatron unless the strategy is this one."""
+        """Apply ``use_megatron``: scripts for both backends use Megatron unless ``strategy`` is native_fsdp."""
         if not ValueCaster.coerce_to_field("use_megatron", value, bool):
             self.args.model.strategy = "native_fsdp"
 
     def _warn_of_near_miss(self, key: str) -> None:
         near = difflib.get_close_matches(normalized(key), self.registry.all_keys(), n=1, cutoff=0.85)
         if near:
-            get_logger().warning(f"option {key!r} is nobody's and goes to args.extra; did you mean {near[0]!r}?")
+            get_logger().warning(f"option {key!r} is unknown and goes to args.extra; did you mean {near[0]!r}?")
 
 
 class CLI:
-    """What the head of a training script calls."""
+    """The entry point for training scripts."""
 
     @staticmethod
     def from_args(
@@ -56,10 +59,11 @@ class CLI:
         env_file: str | Path | None = None,
         config_file: str | Path | None = None,
     ) -> Args:
-        """Defaults, then ``.env``, then ``TWINKLE_…`` variables, then a YAML file, then the command line.
+        """Return the options: defaults, overridden in this order by ``.env``, ``TWINKLE_…`` variables, a YAML file and
+        the command line.
 
-        argv: None is this program's. config_file: a YAML file; ``--config`` names another. (``config`` of the server's
-        group is ``--server-config``.)
+        argv: by default this program's arguments. config_file: a YAML file, unless ``--config`` names another one.
+        (The option ``config`` of the server's group is ``--server-config``.)
         """
         args = Args()
         resolver = ConfigResolver(args)

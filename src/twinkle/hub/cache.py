@@ -1,8 +1,8 @@
 """The cache of model folders: an entry is whole or absent, and is built by one process at a time.
 
 An entry is built in a hidden work directory beside it and renamed into place, so a process that dies leaves nothing
-that looks like a model. The lock is the kernel's: it goes with its process, and whoever gets it next clears away the
-dead one's work directory.
+that looks like a model. The lock is a file lock of the kernel, which is released when its process dies; the process
+that takes it next deletes the work directory that the dead process left.
 """
 
 import os
@@ -20,9 +20,9 @@ __all__ = ["announce", "cached_folder"]
 
 
 def cached_folder(key: str, build: Callable[[Path, Path], None]) -> Path:
-    """The folder of ``key`` (a relative path), made by ``build(folder, scratch)`` if it is not there yet.
+    """Return the cached folder of ``key`` (a relative path); call ``build(folder, scratch)`` if it does not exist yet.
 
-    ``build`` fills ``folder``; ``scratch`` is for what it needs on the way and goes away afterwards.
+    ``build`` fills ``folder``; ``scratch`` is a directory for its temporary files and is deleted afterwards.
     """
     cache_dir = read_environment().cache_dir
     entry = cache_dir / key
@@ -75,7 +75,7 @@ def _locked(entry: Path) -> Iterator[None]:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """Without this a power cut soon after the rename could leave a complete-looking entry with empty files."""
+    """Sync all files, or a power cut soon after the rename could leave an entry that looks complete but is empty."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -83,5 +83,5 @@ def _flush_to_disk(folder: Path) -> None:
 
 
 def announce(stage: str) -> None:
-    """One line per stage; stdout stays free for the program's own output."""
+    """Print one progress line to stderr; stdout stays free for the program's own output."""
     print(f"twinkle: {stage}", file=sys.stderr, flush=True)

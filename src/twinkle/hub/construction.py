@@ -1,4 +1,4 @@
-"""Components as users name them: an instance, a class, the name of a built-in class, or a plugin id."""
+"""Construct components from what users pass: an instance, a class, the name of a built-in class, or a plugin id."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def construct(what: object, base: type[T], package: str, init_args: Mapping[str, Any]) -> T | Callable[..., Any]:
-    """An instance of ``base``, or a plain function as it is.
+    """Return an instance of ``base``, or ``what`` itself if it is a plain function.
 
-    A name is looked up in the public names of ``package``, a class is called with ``init_args``; an instance or a
-    function cannot take any.
+    A name is looked up in the public names of ``package``, a class is called with ``init_args``; with an instance or
+    a function, ``init_args`` must be empty.
     """
     if isinstance(what, str):
         what = Plugin.load_plugin(what, base) if Plugin.is_plugin_id(what) else _built_in(what, base, package)
@@ -36,7 +36,7 @@ def construct(what: object, base: type[T], package: str, init_args: Mapping[str,
 
 
 def construct_instance(what: object, base: type[T], package: str, init_args: Mapping[str, Any]) -> T:
-    """The same where a function will not do."""
+    """Do what :func:`construct` does, but refuse plain functions: the result is an instance of ``base``."""
     built = construct(what, base, package, init_args)
     if not isinstance(built, base):
         raise InvalidInputError(
@@ -46,9 +46,9 @@ def construct_instance(what: object, base: type[T], package: str, init_args: Map
 
 
 def check_options(made: type, options: Mapping[str, Any], given: int = 0) -> None:
-    """Refuses ``options`` that the constructor of ``made`` does not know, or that lack one it cannot do without.
+    """Raise if ``options`` has a name that the constructor of ``made`` does not take, or lacks a required parameter.
 
-    The first ``given`` parameters are the caller's own and no options.
+    The first ``given`` parameters are passed by the caller and are not options.
     """
     parameters = dict(list(inspect.signature(made).parameters.items())[given:])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a Hugging Face folder with bf16 weights, without torch or Transformers."""
+"""Convert a GGUF file into a Hugging Face folder with bf16 weights, without torch or Transformers."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -46,8 +46,8 @@ def convert_gguf(source: Path, folder: Path) -> None:
 def _write_bf16(path: Path, tensors: Iterable[tuple[str, NDArray[np.float32]]]) -> None:
     """Write a safetensors file: length of the header (8 bytes), header (JSON), data.
 
-    By hand, because the safetensors library takes bf16 from torch only; its untyped entry point changed between 0.7
-    and 0.8.
+    Written by hand, because the safetensors library accepts bf16 only as torch tensors, and its untyped entry point
+    changed between 0.7 and 0.8.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     chunks: list[bytes] = []
@@ -57,7 +57,7 @@ def _write_bf16(path: Path, tensors: Iterable[tuple[str, NDArray[np.float32]]]) 
         start, end = end, end + len(chunks[-1])
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # readers map the file: the data has to be aligned
+    encoded += b" " * (-len(encoded) % 8)  # readers memory-map the file, so the data has to be aligned
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.writelines(chunks)

@@ -1,4 +1,4 @@
-"""A GGUF file, read: its metadata fields and its tensors, still quantized."""
+"""Read a GGUF file: its metadata fields and its tensors, still quantized."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +15,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What llama.cpp knows about a model: fields by their GGUF key, tensors by their GGUF name."""
+    """The content of a GGUF file: metadata fields by their GGUF key, tensors by their GGUF name."""
 
     name: str
     fields: dict[str, Any]
     tensors: dict[str, ReaderTensor]
 
     def require(self, key: str, kind: type[T]) -> T:
-        """The value of a field that the conversion cannot do without."""
+        """Return the value of a field; raise UnsupportedError if it is missing or not a ``kind``."""
         value = self.fields.get(key)
         if not isinstance(value, kind):
             raise UnsupportedError(f"{self.name} needs a field {key!r} of type {kind.__name__}, it has {value!r}")
         return value
 
     def get(self, key: str, default: T) -> T:
-        """The value of a field that may be left out."""
+        """Return the value of an optional field, or ``default``; raise if it is present with another type."""
         return self.require(key, type(default)) if key in self.fields else default
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read all fields; tensors are mapped from disk and read when used."""
+    """Open a GGUF file and read all its fields; tensors are memory-mapped and read when used."""
     try:
         reader = GGUFReader(path)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The Llama architecture in GGUF terms: its config fields, its tensor names, its order of rotary dimensions.
 
-Done here and not through Transformers' ``gguf_file=``: with 5.22 the model it loads refuses to be saved, it needs torch
-and accelerate, and it takes two to three times as long.
+The conversion is done here and not through Transformers' ``gguf_file=``: with Transformers 5.22 the loaded model cannot
+be saved, loading needs torch and accelerate, and it takes two to three times as long.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _LAYER_PARTS = {
 
 
 def llama_config(file: GgufFile) -> dict[str, object]:
-    """The shape and constants of the model, in Transformers' names."""
+    """Return the model's shape and constants as the fields of a Transformers config."""
     heads = file.require("llama.attention.head_count", int)
     hidden = file.require("llama.embedding_length", int)
     head_dim = file.get("llama.attention.key_length", hidden // heads)
@@ -57,7 +57,7 @@ def llama_config(file: GgufFile) -> dict[str, object]:
 
 
 def llama_tensors(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """All weights in fp32, one at a time, with Transformers' names."""
+    """Yield all weights in fp32, one at a time, under their Transformers names."""
     heads = file.require("llama.attention.head_count", int)
     key_value_heads = file.get("llama.attention.head_count_kv", heads)
     for source, target in _tensor_names(file).items():
@@ -70,9 +70,9 @@ def llama_tensors(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def _tensor_names(file: GgufFile) -> dict[str, str]:
-    """GGUF name to Transformers name; a tensor too many or too few means that this is not a plain, whole Llama."""
+    """Map GGUF tensor names to Transformers names; raise if a tensor of a plain Llama is missing or one is unknown."""
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    if "output.weight" in file.tensors:  # else the head is the embedding
+    if "output.weight" in file.tensors:  # otherwise the output head shares the embedding's weights
         names["output.weight"] = "lm_head.weight"
     for layer in range(file.require("llama.block_count", int)):
         for source, target in _LAYER_PARTS.items():
@@ -86,7 +86,7 @@ def _tensor_names(file: GgufFile) -> dict[str, str]:
 
 
 def _halves_from_pairs(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's order of a head's rows: it rotates neighbours (2i, 2i+1), Transformers (i, i + head_dim/2)."""
+    """Reorder a head's rows: llama.cpp rotates the pairs (2i, 2i+1), Transformers the pairs (i, i + head_dim/2)."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

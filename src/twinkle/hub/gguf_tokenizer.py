@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, rebuilt from its metadata.
 
-Transformers' own conversion does not do what ``tokenizer.ggml.pre`` says about cutting the text before the merges: 5.22
-gives other ids than the model was trained on where spaces precede a digit, 5.5 adds a bos token as well.
+Transformers' own conversion ignores ``tokenizer.ggml.pre``, which says how text is split before the merges: where
+spaces precede a digit, 5.22 gives other ids than those the model was trained on; 5.5 also adds a bos token.
 """
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +18,7 @@ _USER_DEFINED = 4
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """A byte-level BPE tokenizer with the file's vocabulary and merges."""
+    """Return a byte-level BPE tokenizer with the file's vocabulary and merges."""
     _refuse_other_tokenizers(file)
     tokens: list[str] = file.require("tokenizer.ggml.tokens", list)
     types: list[int] = file.require("tokenizer.ggml.token_type", list)
@@ -48,7 +48,7 @@ def _refuse_other_tokenizers(file: GgufFile) -> None:
 
 
 def gguf_token_ids(file: GgufFile) -> TokenIds:
-    """The ids of the tokens with a role; a model without a padding token pads with its eos."""
+    """Return the ids of bos, eos and padding; a model without a padding token pads with its eos token."""
     eos = file.require("tokenizer.ggml.eos_token_id", int)
     return TokenIds(
         bos=file.require("tokenizer.ggml.bos_token_id", int),
@@ -58,7 +58,7 @@ def gguf_token_ids(file: GgufFile) -> TokenIds:
 
 
 def gguf_special_tokens(file: GgufFile) -> SpecialTokens:
-    """The same tokens as text."""
+    """Return bos, eos, padding and, if the file has one, the unknown token as text."""
     tokens: list[str] = file.require("tokenizer.ggml.tokens", list)
     ids = gguf_token_ids(file)
     unk = "tokenizer.ggml.unknown_token_id"

@@ -1,4 +1,4 @@
-"""Hugging Face's side of the hub operations."""
+"""The hub operations for Hugging Face."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ __all__ = ["HFHub"]
 
 
 class HFHub:
-    """huggingface_hub and ``datasets.load_dataset``, with their own caches and credentials."""
+    """The hub operations through huggingface_hub and ``datasets.load_dataset``, with their caches and credentials."""
 
     @classmethod
     def try_login(cls, token: str | None) -> bool:
-        """Log in with ``token``; without one, say whether the machine is logged in already."""
+        """Log in with ``token``; without one, return whether this machine is logged in already."""
         _require("logging in to Hugging Face")
         from huggingface_hub import get_token, login
 
@@ -31,7 +31,7 @@ class HFHub:
 
     @classmethod
     def create_model_repo(cls, repo_id: str, token: str | None, private: bool) -> str:
-        """Make the repository unless it is there; returns its address."""
+        """Create the repository unless it exists, and return its URL."""
         _require(f"hf://{repo_id}")
         from huggingface_hub import create_repo
 
@@ -40,7 +40,7 @@ class HFHub:
 
     @classmethod
     def push_to_hub(cls, upload: Upload) -> str:
-        """Make the repository if need be and commit the folder to it; returns the commit's address."""
+        """Create the repository if needed, commit the folder to it, and return the commit's URL."""
         cls.create_model_repo(upload.repo_id, upload.token, upload.private)
         from huggingface_hub import upload_folder
 
@@ -53,7 +53,7 @@ class HFHub:
                 commit_message=upload.commit_message,
                 commit_description=upload.commit_description,
                 token=upload.token,
-                # the default branch has another name on each hub
+                # the default branch is "master" on ModelScope and "main" here
                 revision="main" if upload.revision == "master" else upload.revision,
                 ignore_patterns=None if upload.ignore_patterns is None else list(upload.ignore_patterns),
             )
@@ -66,7 +66,7 @@ class HFHub:
         with _errors(DownloadError, f"cannot load the dataset hf://{request.dataset_id}"):
             return load_dataset(
                 request.dataset_id,
-                # "default" is what a dataset with one subset calls it; None finds that one whatever its name
+                # a dataset with one subset usually calls it "default"; None finds it whatever its name is
                 name=None if request.subset_name == "default" else request.subset_name,
                 split=request.split,
                 streaming=request.streaming,
@@ -83,7 +83,7 @@ class HFHub:
 
     @classmethod
     def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
-        """Return the size of what :meth:`download_model` would fetch, as the hub tells it."""
+        """Return how many bytes :meth:`download_model` would fetch, according to the hub."""
         _require(f"hf://{model_id}")
         from huggingface_hub import HfApi
 
@@ -134,8 +134,8 @@ def _require(purpose: str) -> None:
 
 @contextmanager
 def _errors(kind: type[TwinkleError], what: str) -> Iterator[None]:
-    """The client library's errors as one of ours."""
-    # The base of all its HTTP errors; which HTTP library it belongs to depends on the version.
+    """Turn errors of the client library into a ``kind`` whose message starts with ``what``."""
+    # The base class of the library's HTTP errors; it comes from requests or httpx, depending on the version.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     try:

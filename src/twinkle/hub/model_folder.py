@@ -1,7 +1,7 @@
-"""The files of a Hugging Face style model folder, as far as we write them ourselves.
+"""Write the config and tokenizer files of a Hugging Face style model folder.
 
-They are written as plain JSON, not with ``save_pretrained``, so that what is in the cache does not depend on the
-version of Transformers that happened to fill it.
+They are written as plain JSON, not with ``save_pretrained``, so that the content of the cache does not depend on the
+installed version of Transformers.
 """
 
 import json
@@ -20,7 +20,7 @@ __all__ = ["SpecialTokens", "TokenIds", "require_model_folder", "write_config", 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens with a role; ``unk`` is None for vocabularies that can spell anything."""
+    """The special tokens as text; ``unk`` is None for vocabularies that can encode any text."""
 
     bos: str
     eos: str
@@ -30,7 +30,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """The ids of those tokens, for the model's own config."""
+    """The ids of the special tokens, for the model's config."""
 
     bos: int
     eos: int
@@ -48,12 +48,12 @@ def write_tokenizer(
     folder: Path, tokenizer: "Tokenizer", special: SpecialTokens, chat_template: str | None, max_length: int
 ) -> None:
     """Write the files that AutoTokenizer reads."""
-    # to_str rather than save: save reports a full disk as a bare Exception
+    # to_str rather than save, which raises a bare Exception when the disk is full
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if chat_template is not None:  # base models have none
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     config: dict[str, object] = {
-        # the generic class takes tokenizer.json as it is; LlamaTokenizer would rebuild it with another pre-tokenizer
+        # the generic class uses tokenizer.json unchanged; LlamaTokenizer would rebuild it with another pre-tokenizer
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": special.bos,
         "eos_token": special.eos,
@@ -67,7 +67,7 @@ def write_tokenizer(
 
 
 def require_model_folder(folder: Path) -> Path:
-    """``folder``, if Transformers can find a model in it."""
+    """Return ``folder``; raise UnsupportedError if it has no config.json."""
     if not (folder / "config.json").is_file():
         raise UnsupportedError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     return folder

@@ -51,7 +51,7 @@ class LocalFolderId:
 
 @dataclass(frozen=True)
 class PypiId:
-    """``pypi://package[==version]``; the package name is normalised, no version leaves the choice to the resolver."""
+    """``pypi://package[==version]``. The package name is normalised; without a version the resolver chooses one."""
 
     package: str
     version: str | None
@@ -59,7 +59,7 @@ class PypiId:
 
 @dataclass(frozen=True)
 class RandomId:
-    """``random://name?seed=N``: a known architecture whose weights are made from a seed."""
+    """``random://name?seed=N``: a known architecture whose weights are drawn from a seed."""
 
     name: str
     seed: int
@@ -74,7 +74,7 @@ _FORMS = (
 _REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.A
 )
-# The package and version become arguments of pip: neither may start with a dash.
+# Package and version become arguments of pip, so neither may start with a dash.
 _REQUIREMENT = re.compile(
     r"(?P<package>[a-z0-9]([a-z0-9._-]*[a-z0-9])?)(==(?P<version>[a-z0-9][a-z0-9.!+_-]*))?", re.A | re.I
 )
@@ -82,7 +82,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def parse_model_id(text: str) -> ModelId:
-    """Say which model ``text`` names, without touching the network; of the disk only asks if a directory exists."""
+    """Parse a model id. Uses no network; on disk it only checks whether a directory of that name exists."""
     scheme, separator, rest = text.partition("://")
     if separator:
         if scheme not in _PARSERS:
@@ -117,7 +117,7 @@ def _parse_pypi(rest: str) -> PypiId:
     match = _REQUIREMENT.fullmatch(rest)
     if match is None:
         raise InvalidInputError("model id", f"pypi://{rest}", "pypi://package[==version]")
-    package = re.sub(r"[-_.]+", "-", match["package"]).lower()  # as package indexes compare names
+    package = re.sub(r"[-_.]+", "-", match["package"]).lower()  # as package indexes normalise names
     return PypiId(package, match["version"])
 
 
@@ -136,7 +136,7 @@ def _parse_random(rest: str) -> RandomId:
 
 
 def _seed(text: str) -> int:
-    # isdecimal alone would let other scripts' digits in, int() alone would let "1_0" and " 1" in
+    # isdecimal alone would accept digits of other scripts; int() alone would accept "1_0" and " 1"
     if not (text.isascii() and text.isdecimal()) or len(text) > 19 or int(text) > _LARGEST_SEED:
         raise InvalidInputError("seed", text, f"an integer from 0 to {_LARGEST_SEED}")
     return int(text)
@@ -156,7 +156,10 @@ _MODEL_ROUTES = "/model/"
 
 
 def build_model_alias_map(applications: Iterable[Mapping[str, object]]) -> dict[str, str]:
-    """The public name of every model application (what follows ``/model/`` in its route) to its model id."""
+    """Map the public name of each model application (the part of its route after ``/model/``) to its model id.
+
+    Applications whose public name equals their model id need no alias and are left out.
+    """
     aliases: dict[str, str] = {}
     for application in applications:
         prefix, args = application.get("route_prefix"), application.get("args")
@@ -172,10 +175,10 @@ def build_model_alias_map(applications: Iterable[Mapping[str, object]]) -> dict[
 
 
 def load_model_alias_map() -> dict[str, str]:
-    """The aliases in TWINKLE_MODEL_ID_ALIASES."""
+    """Return the aliases in TWINKLE_MODEL_ID_ALIASES."""
     return dict(read_environment().model_id_aliases)
 
 
 def resolve_model_id_alias(model_id: str) -> str:
-    """The model id behind an alias; anything else is returned as it is."""
+    """Return the model id behind an alias, or ``model_id`` itself if it is not an alias."""
     return load_model_alias_map().get(model_id, model_id)

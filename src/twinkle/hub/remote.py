@@ -1,7 +1,7 @@
-"""Downloads from the model hubs, through their own client libraries and into their own caches.
+"""Download models from the hubs, through the hubs' client libraries and into the caches of those libraries.
 
-Their caches are used, not ours, because that is where a user's other tools have already put the same models; both
-libraries resume broken downloads and lock what they write.
+The libraries' caches are used, not Twinkle's, because a user's other tools may have put the same models there already.
+Both libraries resume broken downloads and lock the files that they write.
 """
 
 from pathlib import Path
@@ -31,11 +31,11 @@ _DUPLICATES = [
 
 
 def download_from_hugging_face(model: HuggingFaceId) -> Path:
-    """The snapshot folder of a Hugging Face repository."""
+    """Download a Hugging Face repository if needed, and return its folder."""
     try:
         from huggingface_hub import snapshot_download
 
-        # The base of all its HTTP errors; which HTTP library it belongs to depends on the version.
+        # The base class of the library's HTTP errors; it comes from requests or httpx, depending on the version.
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
     except ImportError as error:
         raise MissingDependencyError("huggingface_hub", "transformers", f"hf://{model.name}") from error
@@ -52,7 +52,7 @@ def download_from_hugging_face(model: HuggingFaceId) -> Path:
 
 
 def download_from_modelscope(model: ModelScopeId) -> Path:
-    """The snapshot folder of a ModelScope repository."""
+    """Download a ModelScope repository if needed, and return its folder."""
     try:
         from modelscope import snapshot_download
         from modelscope.hub.errors import HubError  # since 1.38; before that its errors had no common base

@@ -1,4 +1,4 @@
-"""What the two hubs have in common: the requests one can make of them, and how names say which one is meant."""
+"""The interface of a hub, the types of its requests, and the prefixes of names that choose a hub."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ __all__ = [
 Source = Literal["hf", "ms"]
 RepoType = Literal["model", "dataset"]
 
-# What a template or a config lookup can do without.
+# Files that are not downloaded when only a config or tokenizer is needed.
 WEIGHT_FILES = (
     "*.bin",
     "*.gguf",
@@ -42,7 +42,7 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Upload:
-    """A folder on its way into a repository. Without a ``path_in_repo`` it goes to the top."""
+    """One upload of a folder to a repository; without ``path_in_repo``, to the top of the repository."""
 
     repo_id: str
     folder_path: Path
@@ -57,7 +57,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """A dataset of a hub; ``options`` are further arguments of ``datasets.load_dataset``, checked by the caller."""
+    """One request to load a dataset; ``options`` are further arguments of ``datasets.load_dataset``."""
 
     dataset_id: str
     subset_name: str
@@ -69,7 +69,7 @@ class DatasetRequest:
 
 
 class Hub(Protocol):
-    """One hub's side of :class:`twinkle.hub.HubOperation`. Ids come without a source prefix."""
+    """The interface of a hub, used by :class:`HubOperation`. Ids have no ``hf://`` or ``ms://`` prefix."""
 
     @classmethod
     def try_login(cls, token: str | None) -> bool: ...
@@ -100,12 +100,12 @@ class Hub(Protocol):
 
 
 def bytes_of(files: Iterable[tuple[str, int | None]], ignore_patterns: Sequence[str]) -> int:
-    """Return the size of all files, (name, bytes) each, that match none of the patterns."""
+    """Return the total size of those ``files``, (name, bytes) pairs, that match none of the patterns."""
     return sum(size or 0 for name, size in files if not any(fnmatchcase(name, pattern) for pattern in ignore_patterns))
 
 
 def split_source(name: str) -> tuple[Source, str]:
-    """``hf://x`` and ``ms://x`` taken apart; a name without a prefix is ModelScope's."""
+    """Split ``hf://x`` or ``ms://x`` into hub and name; a name without a prefix is on ModelScope."""
     scheme, separator, rest = name.partition("://")
     if not separator:
         return "ms", name

@@ -1,4 +1,4 @@
-"""From a model id to a folder on this machine."""
+"""Resolve a model id to a folder on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ __all__ = ["LocalModel", "load_tokenizer", "resolve"]
 class LocalModel:
     """A model that can be loaded: a Hugging Face style folder.
 
-    With a ``random_seed`` the folder holds config and tokenizer only, and the loader makes the weights on the device
+    With a ``random_seed`` the folder holds config and tokenizer only, and the loader draws the weights on the device
     from that seed. None means that the weights are in the folder.
     """
 
@@ -39,7 +39,7 @@ class LocalModel:
 
 
 def resolve(model_id: str) -> LocalModel:
-    """Find the model, downloading and converting it the first time."""
+    """Return the local folder of a model, downloading and converting the model the first time."""
     parsed = parse_model_id(resolve_model_id_alias(model_id))
     match parsed:
         case HuggingFaceId():
@@ -56,7 +56,7 @@ def resolve(model_id: str) -> LocalModel:
 
 
 def load_tokenizer(model_id: str) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer; downloads the whole model if it is not on this machine yet."""
+    """Return the model's tokenizer; downloads the whole model if it is not on this machine yet."""
     path = resolve(model_id).path
     from transformers import AutoTokenizer
 

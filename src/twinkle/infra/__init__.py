@@ -1,4 +1,7 @@
-"""How a program runs: its mode, its seed, its devices, and what its processes share. Ray comes when it is used."""
+"""How a program runs: its mode, seed and devices, and how its processes share the work.
+
+Ray and torch are imported when they are first used.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -38,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name != "collect_tensor_dict":  # which needs torch
+    if name != "collect_tensor_dict":  # imported on first use, because it needs torch
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from twinkle.infra.tensor_collect import collect_tensor_dict
 

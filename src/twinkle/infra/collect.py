@@ -1,15 +1,15 @@
-"""How the results of workers become one.
+"""Combine the results of a call on several workers into one result. The value of ``collect`` says how:
 
-none           a list, or the result itself if there is one worker
-flatten        one list, array or tensor of all workers' items
-mean, avg      the mean over workers; of dicts for every key (a list where values are not numbers)
-sum            the sum, likewise
-first          the first worker's
-last_pp        a list of those of the last pipeline stage
-last_pp_first  the first of those
+none           the list of all results, or the result itself if there is one worker
+flatten        one list, array or tensor with the items of all workers
+mean, avg      the mean over workers; for dicts the mean of each key (a list of the values if they are not numbers)
+sum            the sum over workers; for dicts the sum of each key, with the same exception
+first          the result of the first worker
+last_pp        the list of the results of the last pipeline stage
+last_pp_first  the first result of the last pipeline stage
 function       ``fn(results, device_mesh=mesh)``
 
-If all workers return tuples, each place of the tuple is collected for itself.
+If all workers return tuples of one length, each position of the tuple is collected separately.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def check_collect(collect: Collect) -> None:
 
 
 def collect_results(collect: Collect, results: list[Any], mesh: DeviceMesh, workers: Sequence[int], of: int) -> Any:
-    """What the driver gets of the results of some ``workers`` of ``of``."""
+    """Return what the driver gets for the ``results`` of the worker numbers ``workers``; ``of`` is the group's size."""
     if not results:
         return results
     if callable(collect):

@@ -1,4 +1,5 @@
-"""What was made where: the names of components, and their meshes for the drawing of :func:`get_device_placement`."""
+"""The components that this program has made: their names and groups, and the meshes that the drawing of
+:func:`get_device_placement` shows."""
 
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ __all__ = ["Component", "components", "forget_components", "name_component", "re
 
 @dataclass(frozen=True)
 class Component:
-    """An object on a worker group, or in this process (``group`` None: in the first group)."""
+    """One object on a worker group, or in this process. With ``group`` None it is drawn in every group."""
 
     name: str
     group: str | None
@@ -24,7 +25,7 @@ _counts: Counter[str] = Counter()
 
 
 def name_component(class_name: str, instance_id: str | None) -> str:
-    """``instance_id``, or the class's name with the number of its instances so far."""
+    """Return ``instance_id``, or without one the class's name with a running number, such as ``data_loader-0``."""
     if instance_id is not None:
         if instance_id in _components:
             raise InvalidInputError("instance_id", instance_id, "a name that no other component has")
@@ -35,8 +36,8 @@ def name_component(class_name: str, instance_id: str | None) -> str:
 
 
 def record_component(class_name: str, name: str | None, group: str | None, mesh: object) -> None:
-    """Note where a component is. In one process, where nobody addresses it, its class's name will do."""
-    if isinstance(mesh, DeviceMesh):  # a data loader takes other meshes too, which cannot be drawn
+    """Record where a component runs. Without a ``name`` (in one process) it is recorded under its class's name."""
+    if isinstance(mesh, DeviceMesh):  # a data loader also accepts other kinds of mesh, which cannot be drawn
         name = class_name if name is None else name
         _components[name] = Component(name, group, mesh)
 

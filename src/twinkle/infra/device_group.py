@@ -11,11 +11,11 @@ __all__ = ["DeviceGroup", "GroupPlan", "WorkerPlan", "find_group", "plan_groups"
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that components are made on, by the group's name (``remote_group=``).
+    """A named group of devices; components are made on it with ``remote_group=<name>``.
 
-    ``ranks`` are the devices' numbers over all machines, ``nproc_per_node`` on each, or how many there are: then they
-    follow those of the group before. A group of CPU processes takes a number of them only. ``gpus_per_worker`` devices
-    next to each other belong to one worker process.
+    ``ranks`` is a list of device numbers, counted over all machines with ``nproc_per_node`` devices each, or just how
+    many devices the group has: then its ranks follow those of the group before it. For a CPU group it must be a number,
+    the number of processes. Each worker process gets ``gpus_per_worker`` consecutive devices of the list.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """A worker process: on the ``node``-th machine, with these of its devices."""
+    """The place of one worker process: the machine's number and the numbers of the devices it uses there."""
 
     node: int
     devices: tuple[int, ...]
@@ -55,7 +55,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group with its ranks numbered and its workers placed."""
+    """A group after planning: its ranks are numbered and each worker has a machine and devices."""
 
     name: str
     platform: type[Platform]
@@ -69,7 +69,7 @@ class GroupPlan:
 
 
 def plan_groups(groups: Sequence[DeviceGroup], nproc_per_node: int, ncpu_proc_per_node: int) -> tuple[GroupPlan, ...]:
-    """Number the ranks and place the workers; what contradicts itself is refused."""
+    """Number the ranks and place the workers of all groups; raise if groups overlap or their settings do not fit."""
     for field, value in (("nproc_per_node", nproc_per_node), ("ncpu_proc_per_node", ncpu_proc_per_node)):
         if value < 1:
             raise InvalidInputError(field, value, "a number ≥ 1")
@@ -93,7 +93,7 @@ def plan_groups(groups: Sequence[DeviceGroup], nproc_per_node: int, ncpu_proc_pe
 
 
 def find_group(plans: Sequence[GroupPlan], name: str) -> GroupPlan:
-    if not plans:  # the environment says Ray, and nobody has called initialize
+    if not plans:  # TWINKLE_MODE is ray, and initialize was not called
         raise InvalidInputError("remote_group", name, "a group of initialize(mode='ray', groups=[…]): call that first")
     found = {plan.name: plan for plan in plans}
     if name not in found:
@@ -104,7 +104,7 @@ def find_group(plans: Sequence[GroupPlan], name: str) -> GroupPlan:
 def _check_names_and_platforms(groups: Sequence[DeviceGroup]) -> None:
     names = [group.name for group in groups]
     if not names or len(set(names)) != len(names):
-        raise InvalidInputError("groups", names, "one or more groups, each with a name of its own")
+        raise InvalidInputError("groups", names, "one or more groups with different names")
     kinds = {group.platform.name for group in groups} - {CPU.name}
     if len(kinds) > 1:
         raise InvalidInputError("device_type of groups", sorted(kinds), "one kind of accelerator, beside CPU")
@@ -116,7 +116,7 @@ def _numbered(ranks: list[int] | int, first_free: int) -> tuple[int, ...]:
 
 def _cpu_plan(group: DeviceGroup, per_node: int) -> GroupPlan:
     if not isinstance(group.ranks, int):
-        raise InvalidInputError(f"ranks of group {group.name!r}", group.ranks, "a number: CPU processes are all alike")
+        raise InvalidInputError(f"ranks of group {group.name!r}", group.ranks, "a number, for CPU processes")
     ranks = tuple(range(group.ranks))
     return GroupPlan(group.name, CPU, ranks, 1, tuple(WorkerPlan(rank // per_node, ()) for rank in ranks))
 
@@ -124,7 +124,7 @@ def _cpu_plan(group: DeviceGroup, per_node: int) -> GroupPlan:
 def _accelerator_plan(group: DeviceGroup, ranks: tuple[int, ...], per_node: int) -> GroupPlan:
     if group.platform is MPS:
         raise UnsupportedError(
-            f"device_type of group {group.name!r}: MPS devices cannot be shared out; use mode='local'"
+            f"device_type of group {group.name!r}: MPS devices cannot be divided among workers; use mode='local'"
         )
     workers = []
     for start in range(0, len(ranks), group.gpus_per_worker):

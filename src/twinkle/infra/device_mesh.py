@@ -1,4 +1,4 @@
-"""How processes share the work: along which dimensions, and which process stands where."""
+"""The device mesh: how ranks are arranged along the dimensions of parallelism, and this process's place among them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ _DIMENSIONS = ("fsdp", "pp", "dp", "cp", "tp", "ep", "ep_fsdp")
 class DeviceMesh:
     """Ranks in an array with one named dimension for each kind of parallelism.
 
-    dp and fsdp share out the rows of a batch (``data_rank`` of ``data_world_size``); pp the layers, tp their insides,
-    cp and ulysses the sequence. Ranks along those work on the same rows. ``ep_size``, ``etp_size``, ``ep_fsdp_size``,
-    ``vpp_size`` and ``ulysses_size`` describe how ranks of the other dimensions are used, and add no dimension.
+    dp and fsdp divide the rows of a batch (``data_rank`` of ``data_world_size``); pp divides the layers, tp the
+    matrices inside a layer, cp and ulysses the sequence. Ranks that differ only along pp, tp, cp or ulysses work on the
+    same rows. ``ep_size``, ``etp_size``, ``ep_fsdp_size``, ``vpp_size`` and ``ulysses_size`` describe how the ranks of
+    the other dimensions are used, and add no dimension.
 
-    What this process is follows from its RANK at the time of asking. If there are fewer processes than ranks
-    (``gpus_per_worker``), process r stands for the ranks from r · ranks / processes on.
+    The place of this process is computed from its RANK at each call. If there are fewer processes than ranks
+    (``gpus_per_worker`` > 1), process r has the n = ranks / processes ranks from r · n on; r · n is its own rank.
     """
 
     mesh: np.ndarray
@@ -73,9 +74,10 @@ class DeviceMesh:
         device_type: str | None = None,
         sequence_parallel: bool = False,
     ) -> "DeviceMesh":
-        """Ranks in the order fsdp, pp, dp, cp, tp, the last one fastest. Dimensions not given are absent, but for dp.
+        """Return a mesh of the given sizes, in the order fsdp, pp, dp, cp, tp with tp varying fastest.
 
-        ``world_size`` 1 is whatever the sizes make; another number must be that.
+        Dimensions without a size are absent, except dp, which then has size 1. A ``world_size`` other than 1 must
+        equal the product of the sizes; 1 means that it is not checked.
         """
         given = {"fsdp": fsdp_size, "pp": pp_size, "dp": dp_size or 1, "cp": cp_size, "tp": tp_size}
         sizes = {name: size for name, size in given.items() if size is not None}
@@ -115,7 +117,7 @@ class DeviceMesh:
 
     @property
     def order(self) -> str:
-        """Megatron's name for the order of dimensions, the fastest first."""
+        """Return Megatron's name for the order of dimensions, the fastest first."""
         return "tp-cp-ep-dp-pp"
 
     def has_dim(self, name: str) -> bool:
@@ -130,7 +132,7 @@ class DeviceMesh:
 
     @property
     def dp_world_size(self) -> int:
-        """0 where the dimension is absent; so for the others."""
+        """Return the size of dp, or 0 if the mesh has no such dimension. The other sizes below follow the same rule."""
         return self._size_or_zero("dp")
 
     @property
@@ -161,7 +163,10 @@ class DeviceMesh:
 
     @property
     def dp_rank(self) -> int | None:
-        """None where the dimension is absent, or this process is not of the mesh; so for the others."""
+        """Return this process's index along dp; None if the mesh has no dp, or this process is not in the mesh.
+
+        The other ranks below follow the same rule.
+        """
         return self._own_coordinate("dp")
 
     @property
@@ -188,22 +193,25 @@ class DeviceMesh:
 
     @property
     def data_world_size(self) -> int:
-        """How many parts a batch is cut into."""
+        """Return into how many parts a batch is divided."""
         return max(1, max(1, self.dp_world_size) * max(1, self.fsdp_world_size) // (self.ulysses_size or 1))
 
     @property
     def data_rank(self) -> int:
-        """Which of them this process gets; 0 for a process that was not launched with others."""
+        """Return which part of a batch this process gets; 0 for a process that was not started by a launcher."""
         rank = self._own_rank()
         return 0 if rank is None else self.get_data_rank_from_global_rank(rank)
 
     def get_data_rank_from_global_rank(self, rank: int) -> int:
-        """fsdp counts fastest. A rank that is not of the mesh: 0."""
+        """Return which part of a batch a rank gets; 0 for a rank that is not in the mesh. fsdp varies fastest."""
         dp, fsdp = self._coordinate("dp", rank) or 0, self._coordinate("fsdp", rank) or 0
         return (dp * max(1, self.fsdp_world_size) + fsdp) // (self.ulysses_size or 1)
 
     def get_slice(self, total_length: int, rank: int | None = None) -> slice:
-        """A data rank's part of ``total_length`` items: contiguous; the first ranks get one more if need be."""
+        """Return the contiguous part of ``total_length`` items that a data rank gets (default: this process's).
+
+        If the items do not divide evenly, the first data ranks get one more each.
+        """
         data_rank = self.data_rank if rank is None else rank
         size, extra = divmod(total_length, self.data_world_size)
         start = data_rank * size + min(data_rank, extra)
@@ -212,7 +220,7 @@ class DeviceMesh:
     # --- ranks with a role --------------------------------------------------------------------------------------------
 
     def get_tp_ranks(self) -> list[int]:
-        """Those that share their layers with this process, itself among them."""
+        """Return the ranks of this process's tensor-parallel group, including its own."""
         return self._neighbours("tp")
 
     def get_tp_last_ranks(self) -> list[int]:
@@ -240,7 +248,7 @@ class DeviceMesh:
         return self._is_among(rank, self.get_pp_last_ranks())
 
     def get_collect_ranks(self) -> list[int]:
-        """One rank for each part of a batch, whose results stand for it: the smallest of the last pipeline stage."""
+        """Return, for each part of a batch, the rank whose result is used: the smallest of the last pipeline stage."""
         first: dict[int, int] = {}
         for rank in sorted(self.get_pp_last_ranks()):
             first.setdefault(self.get_data_rank_from_global_rank(rank), rank)
@@ -249,13 +257,19 @@ class DeviceMesh:
     # --- torch.distributed --------------------------------------------------------------------------------------------
 
     def create_process_group(self, dims: str | Sequence[str]) -> "torch.distributed.ProcessGroup":
-        """A new group of the ranks that differ from this process along ``dims`` only. All processes must call it."""
+        """Create a process group of the ranks that differ from this process only along ``dims``.
+
+        This is a collective operation: all processes must call it.
+        """
         from twinkle.infra.process_groups import new_group
 
         return new_group(self, self._checked(dims))
 
     def get_dim_group(self, dims: str | Sequence[str]) -> "torch.distributed.ProcessGroup":
-        """The same, made once. All processes must ask for their groups in the same order."""
+        """Return the group of :meth:`create_process_group`, created on first use.
+
+        All processes must ask for their groups in the same order, because creating one is collective.
+        """
         from twinkle.infra.process_groups import dim_group
 
         return dim_group(self, self._checked(dims))
@@ -266,7 +280,7 @@ class DeviceMesh:
         return torch_mesh(self)
 
     def ranks_along(self, dims: Sequence[str]) -> list[list[int]]:
-        """All ranks, in lists of those that differ along ``dims`` only."""
+        """Return all ranks, grouped into lists of ranks that differ only along ``dims``."""
         axes = [self._axis(name) for name in dims]
         moved = np.moveaxis(self.mesh, axes, range(-len(axes), 0))
         return moved.reshape(-1, prod(self.mesh.shape[axis] for axis in axes)).tolist()

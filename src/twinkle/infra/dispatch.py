@@ -1,9 +1,9 @@
-"""How the arguments of a call are shared out over workers.
+"""Divide the arguments of a call among workers. The value of ``dispatch`` says how:
 
-all       every worker gets them as they are
-slice     every list is cut into as many contiguous parts as there are workers
-slice_dp  every list and tensor, also in dicts, is cut into as many parts as the mesh cuts a batch into; workers that
-          share a part (tensor, pipeline, context parallel) get the same
+all       every worker gets all arguments unchanged
+slice     every list is divided into as many contiguous parts as there are workers
+slice_dp  every list and tensor, also inside dicts, is divided into as many parts as the mesh divides a batch into;
+          workers that differ only in their tensor, pipeline or context parallel rank get the same part
 function  ``fn(n_workers, i, args, kwargs, device_mesh=mesh)`` returns the i-th worker's args and kwargs
 """
 
@@ -23,7 +23,7 @@ Dispatch = Literal["all", "slice", "slice_dp"] | Callable[..., Arguments]
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a call is one worker's: the ``index``-th of ``count``, and the same for the rows of a batch."""
+    """One worker's share of a call: part ``index`` of ``count``; of a batch, part ``data_index`` of ``data_count``."""
 
     index: int
     count: int
@@ -38,7 +38,10 @@ def check_dispatch(dispatch: Dispatch) -> None:
 
 
 def shares(mesh: DeviceMesh, workers: Sequence[int], of: int) -> list[Share]:
-    """The shares of some ``workers`` of ``of``. A worker with several devices stands for several ranks of the mesh."""
+    """Return the share of each of the worker numbers ``workers``; ``of`` is the group's size.
+
+    If the mesh has more ranks than there are workers, a worker's share is that of the first of its ranks.
+    """
     step = mesh.world_size // of
     data_ranks = [mesh.get_data_rank_from_global_rank(worker * step) for worker in workers]
     parts = sorted(set(data_ranks))
@@ -49,7 +52,7 @@ def shares(mesh: DeviceMesh, workers: Sequence[int], of: int) -> list[Share]:
 
 
 def dispatch_arguments(dispatch: Dispatch, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """One worker's arguments."""
+    """Return one worker's arguments."""
     if callable(dispatch):
         return dispatch(share.count, share.index, args, kwargs, device_mesh=share.mesh)
     if dispatch == "all":
@@ -78,7 +81,7 @@ def _batch_part(value: Any, share: Share) -> Any:
 
 
 def _is_batched_tensor(value: Any) -> bool:
-    torch = cast("Any", sys.modules.get("torch"))  # a tensor cannot exist unless torch is loaded: do not load it to ask
+    torch = cast("Any", sys.modules.get("torch"))  # if torch is not loaded, no tensor exists
     return torch is not None and isinstance(value, torch.Tensor) and value.ndim > 0
 
 

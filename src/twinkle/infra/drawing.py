@@ -1,4 +1,4 @@
-"""A drawing of groups, ranks and parallel dimensions."""
+"""Draw device groups, their ranks, and how components are laid out on them, as text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,9 +18,9 @@ _MOST_ROWS, _MOST_COLUMNS, _MOST_GRIDS, _MOST_RANKS = 6, 10, 4, 16
 
 
 def get_device_placement(device_group: DeviceGroup | Sequence[DeviceGroup] | None = None) -> str:
-    """Which groups there are, on which ranks, and how the components on them are laid out, as text of 80 columns.
+    """Return a drawing, 80 columns wide, of the groups, their ranks, and the layout of the components on them.
 
-    Without an argument: the groups of ``initialize``, or the processes of this program.
+    Without an argument it shows the groups that ``initialize`` got, or without groups the processes of this program.
     """
     lines = ["Device placement"]
     for plan in _plans(device_group):
@@ -67,7 +67,10 @@ def _sizes_text(mesh: DeviceMesh) -> str:
 
 
 def _grids(mesh: DeviceMesh) -> Iterator[str]:
-    """The ranks along dimensions that have several: the last across, the one before down, others grid by grid."""
+    """Yield the lines of grids of ranks, over the dimensions larger than 1.
+
+    The last dimension runs across, the second to last down; there is one grid for each index of the others.
+    """
     names = mesh.mesh_dim_names or tuple(f"dim{axis}" for axis in range(mesh.mesh.ndim))
     active = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
     if not active:

@@ -1,4 +1,4 @@
-"""``twinkle.initialize``: what a program decides once, before it makes anything."""
+"""``twinkle.initialize``: the settings that a program makes once, before it constructs components."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _DEFAULT_SEED = 42
 
 @dataclass(frozen=True)
 class Settings:
-    """What :func:`initialize` was told. ``seed`` None: nothing was seeded. ``plans``: the groups, if any were given."""
+    """The settings of :func:`initialize`. ``seed`` None: nothing was seeded. ``plans``: the groups, if any."""
 
     mode: Mode = "local"
     seed: int | None = None
@@ -48,19 +48,20 @@ def initialize(
     name: str | None = None,
     notifier: Notifier | None = None,
 ) -> None:
-    """Seed everything, set up logging, and say where components run.
+    """Seed all random generators, set up logging, and choose where components run.
 
-    What is not given here is taken from the environment (TWINKLE_MODE, TWINKLE_NAME, TWINKLE_NOTIFIER,
-    TWINKLE_FULL_DETERMINISM), else ``mode`` is local.
+    Arguments that are not given are taken from the environment (TWINKLE_MODE, TWINKLE_NAME, TWINKLE_NOTIFIER,
+    TWINKLE_FULL_DETERMINISM); the default ``mode`` is local.
 
-    ``mode`` local: in this process, or in each of those that torchrun started. ``ray``: what is constructed with
-    ``remote_group=`` runs on workers of that one of ``groups``, on a cluster that this process is connected to already,
-    that RAY_ADDRESS names, or that is started here.
+    ``mode`` local: components run in this process, or in each process that torchrun started. ``ray``: components that
+    are constructed with ``remote_group=`` run on the workers of that group of ``groups``. The Ray cluster is the one
+    that this process is connected to already, else the one that RAY_ADDRESS names, else one that is started here.
 
-    ``nproc_per_node`` and ``ncpu_proc_per_node`` are how many devices, or processes of a CPU group, one machine has.
-    ``global_device_mesh`` is for components that are given none; by default the processes share the rows of a batch.
-    ``lazy_collect``: calls through proxies return promises, which cost nothing to hand on. ``name`` is the program's,
-    for its log lines; ``notifier`` is told of an exception that nobody caught.
+    ``nproc_per_node`` is the number of devices, ``ncpu_proc_per_node`` the number of processes of a CPU group, on one
+    machine. ``global_device_mesh`` is the mesh of components that are given none; by default the processes divide the
+    rows of a batch. ``lazy_collect``: calls through proxies return promises (:class:`LazyResult`), which can be passed
+    to other components without copying the data to this process. ``name`` is the program's name in log lines;
+    ``notifier`` is notified of an uncaught exception.
     """
     global _settings
     told = read_environment()
@@ -85,7 +86,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """End the workers, give their resources back, and forget what :func:`initialize` was told."""
+    """End the workers, release their resources, and reset the settings of :func:`initialize`."""
     global _settings
     if _settings.mode == "ray":
         from twinkle.infra.ray_resources import release
@@ -97,18 +98,18 @@ def shutdown() -> None:
 
 
 def current_settings() -> Settings:
-    """Those of :func:`initialize`; before it, the mode that the environment says."""
+    """Return the settings of :func:`initialize`; before it is called, the defaults with the mode of TWINKLE_MODE."""
     return _settings if _settings != Settings() else replace(_settings, mode=read_environment().mode)
 
 
 def restore_settings(settings: Settings) -> None:
-    """Make a worker process what its driver says."""
+    """Take over the driver's settings in a worker process."""
     global _settings
     _settings = settings
 
 
 def current_seed() -> int:
-    """The seed of what was given none: TWINKLE_SEED, else that of :func:`initialize`, else 42."""
+    """Return the seed for components that are given none: TWINKLE_SEED, else that of :func:`initialize`, else 42."""
     for seed in (read_environment().seed, _settings.seed):
         if seed is not None:
             return seed
@@ -116,9 +117,9 @@ def current_seed() -> int:
 
 
 def _local_mesh(plans: tuple[GroupPlan, ...], mesh: DeviceMesh | None) -> DeviceMesh:
-    """Every group, and the mesh, is all processes that were launched together."""
+    """Return the mesh for mode local, where each group and the mesh must contain all processes of the launch."""
     world_size = read_launch().world_size
-    processes = f"{world_size}: this program has so many processes (torchrun starts more, mode='ray' other ones)"
+    processes = f"{world_size}, the number of processes of this program (start more with torchrun, or use mode='ray')"
     for plan in plans:
         if len(plan.ranks) != world_size:
             raise InvalidInputError(f"ranks of group {plan.name!r}", list(plan.ranks), processes)
@@ -140,7 +141,7 @@ def _prepare_ray(plans: tuple[GroupPlan, ...]) -> None:
 
 @contextmanager
 def process_lock(name: str) -> Iterator[None]:
-    """Run the body in one process at a time. The lock is the kernel's: a process that dies gives it back."""
+    """Run the body in one process at a time. The lock is a file lock, released by the kernel if its process dies."""
     from filelock import FileLock
 
     folder = read_environment().cache_dir / "locks"

@@ -1,4 +1,4 @@
-"""Results of calls on worker groups that are handed on unseen."""
+"""Promises of results: a driver can pass the result of one remote call to another without fetching it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ __all__ = ["LazyResult", "Origin", "has_lazy", "resolved"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose call it was: a component's on a group, and the numbers of the workers that run it."""
+    """The call that a result comes from: component, group, method, and the worker numbers that run it.
+
+    ``of`` is the number of workers in the group.
+    """
 
     component: str
     group: str
@@ -23,10 +26,10 @@ class Origin:
 
 
 class LazyResult:
-    """A promise of a call's result: call it for the result, or give it to another remote function.
+    """A promise of a call's result: call it to get the result, or pass it to another remote function.
 
-    There it is resolved on the receiving workers; this process never holds the data. Items, length and iteration are
-    those of the result, and wait for it.
+    A promise that is passed on is resolved by the receiving workers; the data never comes to this process. Indexing,
+    ``len`` and iteration wait for the result and apply to it. ``when_seen`` is called when the result is first fetched.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class LazyResult:
         self._mesh = mesh
         self._timeout = timeout
         self._when_seen = when_seen
-        self._result: list[Any] = []  # one item once it is there
+        self._result: list[Any] = []  # empty until the result is fetched, then one item
 
     def __call__(self) -> Any:
         if not self._result:
@@ -75,12 +78,12 @@ class LazyResult:
 
 
 def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is a promise among the arguments, or among the items of one. Deeper, rows are only data."""
+    """Return whether an argument, or an item of a list, tuple or dict argument, is a promise; no deeper."""
     return any(isinstance(item, LazyResult) for value in (*args, *kwargs.values()) for item in _items(value))
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The same arguments with results instead of promises."""
+    """Return the arguments with each promise replaced by its result."""
     return tuple(_resolved(value) for value in args), {name: _resolved(value) for name, value in kwargs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The kinds of device a process can run on, and which process this is among those that were launched together."""
+"""The kinds of device that a process can run on, and the rank of this process among all processes of its launch."""
 
 import shutil
 import sys
@@ -13,7 +13,7 @@ __all__ = ["CPU", "GPU", "MPS", "NPU", "Platform", "ensure_hccl_socket_env", "is
 
 class Platform:
     """A kind of device. Methods take its name (``"GPU"``, ``"CUDA"``, ``"NPU"``, ``"MPS"``, ``"CPU"``, in any case);
-    None is the kind that this machine has."""
+    None means the kind that this machine has."""
 
     name: ClassVar[str]
     prefix: ClassVar[str]
@@ -33,17 +33,17 @@ class Platform:
 
     @staticmethod
     def visible_device_env(platform: str | None = None) -> str | None:
-        """The variable that limits a process to some devices; None where there is none."""
+        """Return the variable that limits a process to some devices; None if this platform has none."""
         return Platform.get_platform(platform).visible_variable or None
 
     @staticmethod
     def device_prefix(platform: str | None = None) -> str:
-        """torch's name of the device type."""
+        """Return torch's name of the device type, such as ``cuda``."""
         return Platform.get_platform(platform).prefix
 
     @staticmethod
     def get_local_device(idx: int | None = None, *, platform: str | None = None) -> str:
-        """torch's name of a device: that of this process's local rank, if no number is given."""
+        """Return torch's name of a device, such as ``cuda:0``; by default the device of this process's local rank."""
         found = Platform.get_platform(platform)
         if not found.visible_variable:
             return found.prefix
@@ -51,12 +51,12 @@ class Platform:
 
     @staticmethod
     def device_backend(platform: str | None = None) -> str:
-        """torch.distributed's backend."""
+        """Return the name of the torch.distributed backend."""
         return Platform.get_platform(platform).backend
 
     @staticmethod
     def get_rank() -> int:
-        """−1: this process was not launched with others."""
+        """Return this process's rank; −1 if it was not started by a launcher."""
         return read_launch().rank
 
     @staticmethod
@@ -94,9 +94,9 @@ class Platform:
 
     @staticmethod
     def get_peer_index(target_size: int, rank: int | None = None, world_size: int | None = None) -> slice:
-        """Which of ``target_size`` things belong to this process: a contiguous part of all, evenly cut.
+        """Return which of ``target_size`` items belong to this process: a contiguous part, with all parts about equal.
 
-        With fewer things than processes several share one.
+        If there are fewer items than processes, several processes share one item.
         """
         launch = read_launch()
         rank = max(0, launch.rank) if rank is None else rank
@@ -109,18 +109,18 @@ class Platform:
 
     @staticmethod
     def get_device_rng_state(platform: str | None = None) -> Any:
-        """The state of the device's random numbers, a tensor; None where the device is not there."""
+        """Return the state of the device's random generator, a tensor; None if the device does not exist."""
         return device_rng_state(Platform.device_prefix(platform))
 
     @staticmethod
     def set_device_rng_state(state: Any, *, platform: str | None = None) -> None:
-        """Give back what :meth:`get_device_rng_state` returned; None changes nothing."""
+        """Restore a state that :meth:`get_device_rng_state` returned; None changes nothing."""
         if state is not None:
             set_device_rng_state(Platform.device_prefix(platform), state)
 
 
 class GPU(Platform):
-    """NVIDIA's."""
+    """NVIDIA GPUs."""
 
     name = "GPU"
     prefix = "cuda"
@@ -129,7 +129,7 @@ class GPU(Platform):
 
 
 class NPU(Platform):
-    """Ascend's."""
+    """Ascend NPUs."""
 
     name = "NPU"
     prefix = "npu"
@@ -138,7 +138,7 @@ class NPU(Platform):
 
 
 class MPS(Platform):
-    """Apple's."""
+    """Apple GPUs."""
 
     name = "MPS"
     prefix = "mps"
@@ -147,7 +147,7 @@ class MPS(Platform):
 
 
 class CPU(Platform):
-    """No accelerator."""
+    """The CPU: no accelerator."""
 
     name = "CPU"
     prefix = "cpu"
@@ -159,12 +159,15 @@ _PLATFORMS: dict[str, type[Platform]] = {"GPU": GPU, "CUDA": GPU, "NPU": NPU, "M
 
 
 def is_master() -> bool:
-    """Whether this process is the first of all, or the only one."""
+    """Return whether this process is the first of its launch, or the only one."""
     return Platform.is_master()
 
 
 def ensure_hccl_socket_env(master_port: int) -> None:
-    """Give a job of several its own ports on shared machines, derived from its master port, unless they are set."""
+    """Set HCCL's port variables, unless they are set, to ports derived from the job's master port.
+
+    So several jobs can share a machine without using the same ports.
+    """
     base = master_port % 8000
     set_variable_defaults(
         {
@@ -176,7 +179,7 @@ def ensure_hccl_socket_env(master_port: int) -> None:
 
 
 def _found_here() -> str:
-    """By the driver's tool, which is there without torch; asking torch would load it."""
+    """Return the platform of this machine, found by the driver's command line tool: asking torch would import it."""
     for platform, tool in ((NPU, "npu-smi"), (GPU, "nvidia-smi")):
         if shutil.which(tool) and not hides_devices(platform.visible_variable):
             return platform.name

@@ -1,4 +1,4 @@
-"""torch.distributed's groups along the dimensions of a mesh."""
+"""Process groups of torch.distributed along the dimensions of a mesh."""
 
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ _groups: "WeakKeyDictionary[DeviceMesh, dict[Dims, dist.ProcessGroup]]" = WeakKe
 
 
 def dim_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
-    """The group of this process along ``dims``, made when it is first asked for."""
+    """Return the group of this process along ``dims``, created on first use."""
     made = _groups.setdefault(mesh, {})
     if dims not in made:
         made[dims] = new_group(mesh, dims)
@@ -25,10 +25,11 @@ def dim_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
 
 
 def new_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
-    # Every process takes part in making every group, also those it is not in: torch.distributed counts them alike.
+    # Every process must take part in creating every group, including those it is not in: torch.distributed requires
+    # that all processes create the same groups in the same order.
     own, _ = dist.new_subgroups_by_enumeration(mesh.ranks_along(dims))
     if own is None:
-        raise RuntimeError(f"rank {dist.get_rank()} is not of the mesh of {mesh.world_size} ranks")
+        raise RuntimeError(f"rank {dist.get_rank()} is not in the mesh of {mesh.world_size} ranks")
     return own
 
 

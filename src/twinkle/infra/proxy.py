@@ -1,8 +1,8 @@
-"""What stands on the driver for an object on a worker group.
+"""Proxies: the driver's handles of objects on a worker group.
 
-A proxy has those methods of the object's class that are remote functions (or driver functions, which run here), and
-nothing else; ``isinstance`` takes it for an instance of the class. It can be sent to workers: there its calls return
-results, not promises.
+A proxy has only those methods of the object's class that are remote functions or driver functions (which run in the
+caller's process); ``isinstance`` treats it as an instance of the class. A proxy can be sent to workers, where its calls
+return results, not promises.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ __all__ = ["RemoteProxy", "start_component"]
 
 
 class RemoteProxy:
-    """Base of all proxies. Their classes are made by :func:`_proxy_class`, one for each remote class."""
+    """The base of all proxies. :func:`_proxy_class` makes a subclass of it for each remote class."""
 
     def __init__(self, remote_class: type, workers: "WorkerGroup") -> None:
         self._remote_class = remote_class
@@ -47,12 +47,12 @@ class RemoteProxy:
         return self._workers.origin.component
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what pickle and others look for
+        if name.startswith("_"):  # optional attributes that pickle and others probe for
             raise AttributeError(name)
         known = ", ".join(sorted(remote_methods(self._remote_class)))
         raise AttributeError(
-            f"{self._remote_class.__name__}.{name} is on the workers of group {self.remote_group!r} and not a remote "
-            f"function; those are: {known}"
+            f"{self._remote_class.__name__}.{name} is not a remote function, and the object is on the workers of group "
+            f"{self.remote_group!r}; remote functions: {known}"
         )
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ def start_component(
     plan = find_group(settings.plans, remote_group)
     from twinkle.infra.ray_workers import start_workers
 
-    bound = signature(cls).bind(*args, **kwargs)  # a wrong argument shows before any process starts
+    bound = signature(cls).bind(*args, **kwargs)  # raises for a wrong argument before any process is started
     mesh = _mesh_for(plan, bound.arguments.get("device_mesh"), settings, execute, takes_mesh)
     if takes_mesh:
         bound.arguments["device_mesh"] = mesh

@@ -1,7 +1,7 @@
-"""Ray itself: connecting to a cluster, and reserving machines, devices and CPUs for the groups of a program.
+"""Connect to a Ray cluster, and reserve machines, devices and CPUs for the groups of a program.
 
-Devices are reserved by one placement group with a bundle on each machine, and so are the CPUs of CPU groups. Workers
-then run inside these bundles without asking for more: several components may share a device.
+One placement group, with a bundle on each machine, reserves the devices; another one reserves the CPUs of CPU groups.
+Workers run inside these bundles and request no resources themselves, so several components can share a device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from twinkle.infra.platform import GPU, NPU
 __all__ = ["WorkerPlace", "acquire", "release", "worker_places"]
 
 _VISIBLE = [platform.visible_variable for platform in (GPU, NPU)]
-_SECONDS_TO_WAIT = 60.0  # for resources that the cluster has and others use at the moment
+_SECONDS_TO_WAIT = 60.0  # for resources that the cluster has, but that are in use at the moment
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where Ray is to start a worker, and what the worker is told about it."""
+    """The Ray options that start a worker in its place, and the environment variables that the worker gets."""
 
     options: Mapping[str, Any]
     variables: Mapping[str, str]
@@ -33,7 +33,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placement group with one bundle for each of ``nodes``, and the devices in it by the names they have there."""
+    """A placement group with one bundle for each of ``nodes``. ``devices``: each bundle's device ids on its machine."""
 
     group: Any
     nodes: tuple[int, ...]
@@ -42,7 +42,8 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What this program holds. ``started``: it connected by itself, and disconnects at the end."""
+    """The resources that this program holds. ``started``: :func:`acquire` connected to Ray, so :func:`release`
+    disconnects."""
 
     plans: tuple[GroupPlan, ...]
     accelerators: Reservation | None
@@ -54,12 +55,12 @@ _cluster: Cluster | None = None
 
 
 def acquire(plans: tuple[GroupPlan, ...]) -> None:
-    """Connect, and reserve what ``plans`` need. Asking for the same again changes nothing."""
+    """Connect to Ray and reserve what ``plans`` need. A second call with the same plans changes nothing."""
     global _cluster
     if _cluster is not None and ray.is_initialized():
         if plans != _cluster.plans:
             names = [plan.name for plan in plans]
-            raise InvalidInputError("groups", names, "those of the first initialize(); shutdown() comes before others")
+            raise InvalidInputError("groups", names, "those of the first initialize(); call shutdown() before others")
         return
     started = not ray.is_initialized()
     if started:
@@ -75,7 +76,7 @@ def acquire(plans: tuple[GroupPlan, ...]) -> None:
 
 
 def release() -> None:
-    """Give everything back; workers in it end."""
+    """Release all reservations; this ends the workers that run in them."""
     global _cluster
     if _cluster is None:
         return
@@ -100,7 +101,7 @@ def worker_places(plan: GroupPlan) -> list[WorkerPlace]:
         strategy = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=bundle)
         variables = {"NNODES": str(len(nodes)), "NODE_RANK": str(nodes.index(worker.node))}
         if plan.on_cpu:
-            variables |= dict.fromkeys(_VISIBLE, "")  # a CPU process takes no device that happens to be there
+            variables |= dict.fromkeys(_VISIBLE, "")  # a CPU process must not use devices of its machine
         else:
             names = reservation.devices[bundle]
             variables[plan.platform.visible_variable] = ",".join(names[device] for device in worker.devices)
@@ -109,7 +110,10 @@ def worker_places(plan: GroupPlan) -> list[WorkerPlace]:
 
 
 def _reserve_accelerators(plans: Sequence[GroupPlan]) -> Reservation | None:
-    """On every machine all devices up to the last that is used: Ray gives numbers of them, not certain ones."""
+    """Reserve on every machine all devices up to the last one that is used.
+
+    Ray reserves a number of devices, not particular ones: to use device 3 of a machine, devices 0 to 3 are reserved.
+    """
     if not plans:
         return None
     resource = plans[0].platform.name
@@ -143,7 +147,7 @@ def _reserve_cpus(plans: Sequence[GroupPlan]) -> Reservation | None:
 
 
 def _placed(resource: str, needed: Mapping[int, float], advice: str) -> Any:
-    """A placement group with a bundle of so much of a resource on one machine each."""
+    """Return a placement group with one bundle per machine; ``needed`` is how much of ``resource`` each bundle has."""
     wanted = [needed[node] for node in sorted(needed)]
     there = sorted((node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"]), reverse=True)
     enough = zip(sorted(wanted, reverse=True), there, strict=False)
@@ -154,7 +158,7 @@ def _placed(resource: str, needed: Mapping[int, float], advice: str) -> Any:
     if not group.wait(_SECONDS_TO_WAIT):
         remove_placement_group(group)
         free = ray.available_resources().get(resource, 0.0)
-        raise ResourcesError(f"{problem}; of all these, {free:g} are free and the others in use")
+        raise ResourcesError(f"{problem}; {free:g} of these are free, the others are in use")
     return group
 
 
@@ -164,5 +168,5 @@ def _listed(amounts: Sequence[float], resource: str) -> str:
 
 
 def _device_names(resource: str) -> list[str]:
-    """Runs where devices were given to it."""
+    """Return the ids of the devices that Ray gave to this task."""
     return list(ray.get_runtime_context().get_accelerator_ids()[resource])

@@ -1,4 +1,4 @@
-"""Waiting for what workers return, and for their failures."""
+"""Wait for the results of workers, and raise their failures."""
 
 import re
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from twinkle.infra.lazy_result import Origin
 
 __all__ = ["gather"]
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes for terminals
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colour codes of terminals, which Ray writes into error texts
 
 
 def gather(refs: Sequence[Any], origin: Origin, timeout: float | None) -> list[Any]:
-    """The values of all ``refs``. The first failure is raised when it happens, whoever else is still at work."""
+    """Return the values of all ``refs``. The first failure is raised at once, even if other workers are still busy."""
     deadline = None if timeout is None else monotonic() + timeout
     waiting = {ref: place for place, ref in enumerate(refs)}
     values: list[Any] = [None] * len(refs)
@@ -41,17 +41,17 @@ def _value(ref: Any, origin: Origin, worker: int) -> Any:
         raise cause from None
     except RayActorError as error:
         raise WorkerDiedError(origin.component, origin.group, origin.method, worker, str(error)) from error
-    except RayError as error:  # the result is lost, or cannot be read here
+    except RayError as error:  # the result is lost, or cannot be deserialized here
         error.add_note(f"the result of {_place(origin, worker)}")
         raise
 
 
 def _cause(error: RayTaskError) -> BaseException:
-    """What the worker raised; Ray wraps it once for every process on the way."""
+    """Return the exception that the worker raised. Ray wraps it once for each process that it passes through."""
     cause: BaseException = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause
-    if isinstance(cause, RayError):  # what was raised cannot be sent: Ray has its text
+    if isinstance(cause, RayError):  # the original exception cannot be pickled: Ray sends its text
         return RuntimeError(str(cause))
     return cause
 

@@ -1,7 +1,7 @@
-"""Worker groups: a component's real objects, each in a Ray actor of its own, and the calls to them.
+"""Worker groups: the real objects of a component, each in its own Ray actor, and the calls to them.
 
-A promised call returns two Ray objects: the result, and a small flag. The group keeps the flag's reference to hear of a
-failure, which does not keep a large result alive.
+A call that returns a promise makes two Ray objects: the result, and a small flag. The group keeps a reference to the
+flag only, to notice a failure; so it does not keep a large result alive.
 """
 
 import sys
@@ -33,21 +33,24 @@ __all__ = ["WorkerGroup", "start_workers"]
 
 
 class Worker:
-    """An actor: the process of one rank. A call returns its result and a flag: whether there was none any more."""
+    """The Ray actor of one rank, in a process of its own.
+
+    Each call returns a result and a flag; the flag is True if an iterator was at its end and there is no result.
+    """
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
-        # Before anything is imported that looks at them, torch above all. Ray's runtime_env would do it too, and start
-        # an interpreter more for every worker.
+        # Set before the import of anything that reads them, above all torch. Ray's runtime_env could set them too, but
+        # would start an additional interpreter for every worker.
         set_variables(variables)
         self._name = name
         self._object: Any = None
         self._iterators: dict[str, Iterator[Any]] = {}
 
-    def __repr__(self) -> str:  # Ray shows it before the lines that this process prints
+    def __repr__(self) -> str:  # Ray prefixes the lines that this process prints with it
         return self._name
 
     def meeting_place(self) -> tuple[str, int]:
-        """Where torch.distributed's processes of this group can find each other, if this is the first of them."""
+        """Return an address and a free port on this machine, for torch.distributed. The group asks its first worker."""
         address = ray.util.get_node_ip_address()
         return address, find_free_port(address)
 
@@ -63,18 +66,18 @@ class Worker:
         self._object = cls(*args, **kwargs)
 
     def call(self, method: str, dispatch: Dispatch, share: Share | None, arguments: Arguments) -> tuple[Any, bool]:
-        """``share`` None: the arguments are this worker's already."""
+        """Call a method of the object. With ``share`` None the arguments are this worker's own and are not divided."""
         args, kwargs = arguments
         if share is not None:
             args, kwargs = dispatch_arguments(dispatch, share, *resolved(args, kwargs))
-        # Of the type, as the interpreter does it for __len__ and the like.
+        # Looked up on the type, as the interpreter does for __len__ and other special methods.
         return _sendable(getattr(type(self._object), method)(self._object, *args, **kwargs)), False
 
     def iterate(self, iterator: str) -> None:
         self._iterators[iterator] = iter(self._object)
 
     def advance(self, iterator: str | None) -> tuple[Any, bool]:
-        """The next item of an iterator, or of the object itself; the flag says that there is none."""
+        """Return the next item of an iterator (None: of the object itself), or None with the flag True at its end."""
         try:
             return next(self._object if iterator is None else self._iterators[iterator]), False
         except StopIteration:
@@ -84,18 +87,18 @@ class Worker:
 
 
 class WorkerGroup:
-    """The driver's end of a component's workers."""
+    """The driver's handle of a component's workers."""
 
     def __init__(self, actors: tuple[Any, ...], mesh: DeviceMesh, origin: Origin, lazy_collect: bool | None) -> None:
         self.actors = actors
         self.mesh = mesh
         self.origin = origin
-        self._lazy_collect = lazy_collect  # None: as the method says, else as initialize() was told
+        self._lazy_collect = lazy_collect  # None: the method's setting, else that of initialize()
         self._numbers = count()
-        self._unseen: dict[int, tuple[Origin, list[Any]]] = {}  # flags of calls whose results nobody has looked at
+        self._unseen: dict[int, tuple[Origin, list[Any]]] = {}  # flags of promises whose results were not fetched yet
 
     def for_workers(self) -> "WorkerGroup":
-        """The same for code in another process, which expects results."""
+        """Return a copy for code in a worker process, where calls return results instead of promises."""
         return WorkerGroup(self.actors, self.mesh, self.origin, lazy_collect=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +112,7 @@ class WorkerGroup:
         origin = replace(self.origin, method=method, workers=workers)
         parts = shares(self.mesh, workers, len(self.actors))
         sent: list[tuple[Dispatch, Share | None, Any]]
-        if has_lazy(args, kwargs):  # each worker resolves them and takes its own share
+        if has_lazy(args, kwargs):  # each worker resolves the promises, then takes its own share
             arguments = ray.put((args, kwargs))
             sent = [(dispatch, part, arguments) for part in parts]
         elif dispatch == "all" and len(workers) > 1:
@@ -124,15 +127,19 @@ class WorkerGroup:
         return self._promise(refs, origin, spec) if lazy else self._collected(refs, origin, spec)
 
     def iterate(self, spec: RemoteSpec) -> Iterator[Any]:
-        """Start an iteration on the workers; its items come one by one."""
-        name = uuid4().hex  # other processes may iterate over the same objects
+        """Start an iteration on the workers, and return an iterator that fetches one item at a time."""
+        name = uuid4().hex  # unique, because other processes may iterate over the same objects
         workers = self._chosen(spec.execute)
         origin = replace(self.origin, method="__iter__", workers=workers)
         gather([self.actors[worker].iterate.remote(name) for worker in workers], origin, spec.timeout)
         return RemoteIterator(self, name, spec)
 
     def next_item(self, iterator: str | None, spec: RemoteSpec) -> Any:
-        """The driver waits until it knows that there is one; a promised item stays where it is."""
+        """Return the next item, or a promise of it; raise StopIteration at the end.
+
+        Even for a promise the driver waits for the flag that says whether there is an item; the item itself stays on
+        the cluster.
+        """
         self.raise_unseen()
         workers = self._chosen(spec.execute)
         origin = replace(self.origin, method="__next__", workers=workers)
@@ -145,7 +152,7 @@ class WorkerGroup:
         return LazyResult([item for item, _ in refs], origin, spec.collect, self.mesh, spec.timeout)
 
     def raise_unseen(self) -> None:
-        """Raise the failure of an earlier call whose promise nobody has called, or it might never be noticed."""
+        """Raise the failure of an earlier call whose promise was never fetched; otherwise it might go unnoticed."""
         for number, (origin, flags) in list(self._unseen.items()):
             done = set(ray.wait(flags, num_returns=len(flags), timeout=0)[0])
             finished = [(flag, worker) for flag, worker in zip(flags, origin.workers, strict=True) if flag in done]
@@ -165,7 +172,7 @@ class WorkerGroup:
         return tuple(workers[:1] if execute == "first" else workers)
 
     def _remote(self, worker: int, method: str, lazy: bool) -> Any:
-        """Result and flag come as two objects where the result is to stay on the cluster."""
+        """Return a method of an actor. A lazy call makes two objects of result and flag; the result can stay there."""
         return getattr(self.actors[worker], method).options(num_returns=2 if lazy else 1)
 
     def _collected(self, refs: list[Any], origin: Origin, spec: RemoteSpec) -> Any:
@@ -179,7 +186,7 @@ class WorkerGroup:
         number = next(self._numbers)
         self._unseen[number] = (origin, [flag for _, flag in refs])
         seen = partial(self._unseen.pop, number, None)
-        # Where the first result is the answer, nobody fetches the others: their flags tell of failures.
+        # If only the first result is used, the other workers' flags are waited for instead, to notice their failures.
         first = spec.collect == "first"
         values = [flag if first and place else value for place, (value, flag) in enumerate(refs)]
         return LazyResult(values, origin, spec.collect, self.mesh, spec.timeout, seen)
@@ -194,7 +201,7 @@ class WorkerGroup:
 
 
 class RemoteIterator:
-    """An iteration that runs on the workers."""
+    """The driver's iterator over an iteration that runs on the workers."""
 
     def __init__(self, workers: WorkerGroup, name: str, spec: RemoteSpec) -> None:
         self._workers = workers
@@ -225,7 +232,7 @@ def start_workers(
     execute: Execute,
     settings: Settings,
 ) -> WorkerGroup:
-    """Construct ``cls`` in one new process for each worker of the group, or for its first."""
+    """Construct ``cls`` in one new process for each worker of the group, or only for the first (``execute`` first)."""
     places = worker_places(plan)[: 1 if execute == "first" else None]
     shared = _shared_variables(settings)
     actors = tuple(
@@ -239,7 +246,7 @@ def start_workers(
     with ExitStack() as failed:
         failed.callback(workers.end)
         (master,) = gather([actors[0].meeting_place.remote()], origin, None)
-        # To the object its process is one of a local program: what it makes is made there.
+        # The object sees a local program: components that it constructs are made in its own process.
         local = replace(settings, mode="local", plans=(plan,), mesh=mesh)
         told = ray.put((master, local, cls, args, kwargs))
         gather([actor.construct.remote(told) for actor in actors], origin, None)
@@ -248,7 +255,7 @@ def start_workers(
 
 
 def _sendable(result: Any) -> Any:
-    if "torch" not in sys.modules:  # then there are no tensors
+    if "torch" not in sys.modules:  # then the result has no tensors
         return result
     from twinkle.infra.tensor_collect import on_host
 
@@ -256,20 +263,20 @@ def _sendable(result: Any) -> Any:
 
 
 def _shared_variables(settings: Settings) -> dict[str, str]:
-    """What every worker is told: our own variables, and nothing else of this process's environment."""
+    """Return the variables that every worker gets: Twinkle's own, and no others of this process's environment."""
     variables = twinkle_variables()
     if settings.seed is not None:
         variables["TWINKLE_SEED"] = str(settings.seed)
     if settings.name is not None:
         variables["TWINKLE_NAME"] = settings.name
     variables["TWINKLE_FULL_DETERMINISM"] = "1" if settings.full_determinism else "0"
-    variables["TWINKLE_MODE"] = "local"  # of what the worker makes itself
+    variables["TWINKLE_MODE"] = "local"  # for components that the worker itself constructs
     variables["TWINKLE_SESSION_ID"] = read_environment().session_id
     return variables
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """As torchrun would set them, except that each process sees its own devices only: its local rank is always 0."""
+    """Return the variables that torchrun would set. Each process sees only its own devices, so its local rank is 0."""
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    # and so the logger cannot know by it who is to be quiet
+    # The logger cannot use the local rank to silence all but the first process: it gets a level instead.
     return variables if rank == 0 else {**variables, "LOG_LEVEL": "ERROR"}

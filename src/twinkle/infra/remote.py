@@ -1,8 +1,9 @@
-"""``remote_class`` and ``remote_function``: what can run on worker groups, and how it is called there.
+"""``remote_class`` and ``remote_function``: decorators for classes and methods that can run on worker groups.
 
-A decorated method stays the function that it is; the decorator notes beside it how arguments are shared out and results
-put together. A decorated class makes its instances as before, except that under Ray a call with ``remote_group=``
-starts workers and returns a proxy to them. ``instance_id=`` names the workers; without it they are counted by class.
+A decorated method stays the same function; the decorator records on it how arguments are divided among workers and how
+results are combined. A decorated class makes its instances as before, except that under Ray a call with
+``remote_group=`` starts workers and returns a proxy to them. ``instance_id=`` names the component; without it the name
+is made from the class and a running number.
 """
 
 from collections.abc import Callable
@@ -43,8 +44,8 @@ class RemoteSpec:
     """How a method is called on a worker group.
 
     ``execute``: on the first worker, on all, or on those that belong to the calling process (peer). ``sync``: wait for
-    the result. ``lazy_collect``: return a promise of the result; None is what ``initialize`` was told. ``timeout``:
-    seconds to wait for the result; None is for ever.
+    the result. ``lazy_collect``: return a promise of the result; None means the setting of ``initialize``. ``timeout``:
+    seconds to wait for the result; None means no limit.
     """
 
     dispatch: Dispatch = "slice"
@@ -68,9 +69,9 @@ def remote_function(
     lazy_collect: bool | None = None,
     timeout: float | None = None,
 ) -> Callable[[F], F]:
-    """Let a method be called through a proxy. See :class:`RemoteSpec` and the modules ``dispatch`` and ``collect``.
+    """Decorate a method that can be called through a proxy. See :class:`RemoteSpec`, ``dispatch`` and ``collect``.
 
-    Methods that override it in subclasses are called the same way, unless they are decorated themselves.
+    Overrides in subclasses are called the same way, unless they are decorated themselves.
     """
     spec = RemoteSpec(dispatch, execute, collect, sync, lazy_collect, timeout)
 
@@ -82,14 +83,14 @@ def remote_function(
 
 
 def _describe(function: Any, spec: RemoteSpec) -> None:
-    """Note on a function how it is called; also by the names under which scripts look for it."""
+    """Record on a function how it is called, also under the attribute names that existing scripts read."""
     function.remote_spec = spec
     function._dispatch, function._execute, function._collect = spec.dispatch, spec.execute, spec.collect
     function._sync, function._lazy_collect = spec.sync, spec.lazy_collect
 
 
 def remote_methods(cls: type) -> dict[str, RemoteSpec]:
-    """What can be called through a proxy of ``cls``."""
+    """Return the methods that can be called through a proxy of ``cls``, and how each is called."""
     found: dict[str, RemoteSpec] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -99,7 +100,7 @@ def remote_methods(cls: type) -> dict[str, RemoteSpec]:
 
 
 def driver_function(function: F) -> F:
-    """Let a method run where it is called, with the proxy for an object that is elsewhere."""
+    """Decorate a method that runs in the caller's process; for an object on workers, ``self`` is then its proxy."""
     cast("Any", function).on_driver = True
     return function
 
@@ -114,9 +115,9 @@ def driver_methods(cls: type) -> dict[str, Callable[..., Any]]:
 
 
 def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
-    """Let a class be constructed on a worker group: on its first worker, or on all of them.
+    """Decorate a class that can be constructed on a worker group: on its first worker, or on all of them.
 
-    A constructor that takes ``device_mesh`` and is given none gets that of ``initialize``.
+    A constructor that takes ``device_mesh`` and is given none gets the mesh of ``initialize``.
     """
     _check_execute(execute)
 
@@ -125,7 +126,7 @@ def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
         _replace_new(cls, execute, takes_mesh)
         _replace_init(cls, takes_mesh)
         for name, spec in remote_methods(cls).items():
-            if isinstance(vars(cls).get(name), FunctionType):  # overrides are called like what they override
+            if isinstance(vars(cls).get(name), FunctionType):  # an override is called like the method that it overrides
                 _describe(vars(cls)[name], spec)
         return cls
 
@@ -149,7 +150,7 @@ def _replace_new(cls: type, execute: Execute, takes_mesh: bool) -> None:
 
 
 def _replace_init(cls: type, takes_mesh: bool) -> None:
-    """Python hands the arguments of ``__new__`` to ``__init__``: where nothing is remote, ours end here."""
+    """Wrap ``__init__``: remove ``remote_group`` and ``instance_id``, which Python passes to it as to ``__new__``."""
     original: Callable[..., None] = cast("Any", cls).__init__
 
     @wraps(original)
@@ -157,7 +158,7 @@ def _replace_init(cls: type, takes_mesh: bool) -> None:
         self: object, *args: Any, remote_group: str | None = None, instance_id: str | None = None, **kwargs: Any
     ) -> None:
         settings = current_settings()
-        if remote_group is not None and settings.plans:  # it has no effect here, but must be the name of a group
+        if remote_group is not None and settings.plans:  # no effect in this mode, but it must be the name of a group
             find_group(settings.plans, remote_group)
         if takes_mesh and settings.mode == "local":
             kwargs = _with_mesh(original, self, args, kwargs, settings.mesh)

@@ -1,4 +1,4 @@
-"""Model outputs of several workers as those of one."""
+"""Merge the model outputs of several workers into one output."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ _PADDING = -200  # no label, no token and hardly a log-probability is −200
 
 
 def collect_tensor_dict(outputs: Sequence[Mapping[str, Any]], device_mesh: "DeviceMesh") -> dict[str, Any]:
-    """Of ranks with the same rows one is kept; then every key is put together over ranks.
+    """Merge the outputs key by key, using one output for each part of a batch where several ranks had the same rows.
 
-    Lists are joined; tensors and arrays of different lengths are padded at their ends with −200 and joined along the
-    first dimension, and so are lists of tensors (one of one dimension is a row); dicts likewise by key; other values
-    become lists, except that ``loss`` is averaged.
+    Lists are concatenated. Tensors and arrays of different lengths are padded at their ends with −200 and concatenated
+    along the first dimension; so are lists of tensors, where a tensor of one dimension is one row. Dicts are merged key
+    by key. Other values become lists, except that ``loss`` is averaged.
     """
     if not outputs:
         return {}
@@ -40,7 +40,7 @@ def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """The same with its tensors in host memory: a process that has no such device could not read them."""
+    """Return ``value`` with its tensors moved to host memory: a process without the device could not load them."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def _joined(values: list[Any]) -> Any:
 
 
 def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows; all dimensions but the first get the largest size."""
+    """Concatenate rows into one tensor; every dimension but the first is padded to the largest size."""
     dims = max(1, max(tensor.ndim for tensor in tensors))
     rows = [tensor.reshape((1,) * (dims - tensor.ndim) + tensor.shape) for tensor in tensors]
     sizes = [max(row.shape[dim] for row in rows) for dim in range(1, dims)]

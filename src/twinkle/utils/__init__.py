@@ -1,6 +1,6 @@
-"""Small things that everybody needs: logging, ports, optional packages, and whether code from outside may run.
+"""Small utilities for all packages: logging, ports, optional packages, and the check whether remote code is trusted.
 
-Scripts import these names, and some that live elsewhere, from here. Each is imported when it is first used.
+Scripts import these names, and some that are defined in other packages, from here. Each is imported on first use.
 """
 
 from importlib import import_module

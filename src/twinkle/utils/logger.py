@@ -16,7 +16,7 @@ Ranks = Literal["master", "all"]
 
 
 class TwinkleLogger(logging.Logger):
-    """A logger that can also say things once, on a condition, or on every process of a machine."""
+    """A logger that can also log a message once, on a condition, or on every process of a machine (``ranks="all"``)."""
 
     def __init__(self, name: str, level: int = logging.NOTSET) -> None:
         super().__init__(name, level)
@@ -29,7 +29,7 @@ class TwinkleLogger(logging.Logger):
         self._log_on(ranks, logging.WARNING, msg, args, kwargs)
 
     def info_once(self, msg: str, hash_id: str | None = None) -> None:
-        """Say it the first time; ``hash_id`` names what counts as the same, by default the text itself."""
+        """Log a message the first time only. Messages with the same ``hash_id`` (default: the text) count as one."""
         self._once(logging.INFO, msg, hash_id)
 
     def warning_once(self, msg: str, hash_id: str | None = None) -> None:
@@ -57,7 +57,7 @@ class TwinkleLogger(logging.Logger):
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Our handler, told apart from those that others add."""
+    """The handler that we add; a class of its own tells it apart from handlers that others add."""
 
 
 def get_logger(
@@ -66,14 +66,14 @@ def get_logger(
     file_mode: Literal["a", "w"] = "w",
     only_local_master: bool = True,
 ) -> TwinkleLogger:
-    """The logger ``twinkle``; a second call changes its level or adds a file.
+    """Return the logger ``twinkle``; a second call can change its level or add a file.
 
-    Processes other than the first of their machine log errors only, unless ``only_local_master`` is False.
+    All processes of a machine but the first log errors only, unless ``only_local_master`` is False.
     """
     environment = read_environment()
     logger = _the_logger()
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
-        logger.propagate = False  # our own handler shows it; the root's would show it twice
+        logger.propagate = False  # our handler prints the records; the root's handler would print them again
         _add_handler(logger, _Console())
     if log_file is not None and str(Path(log_file).absolute()) not in _files(logger):
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def _the_logger() -> TwinkleLogger:
         logger = logging.getLogger(_NAME)
     finally:
         manager.loggerClass = before
-    if not isinstance(logger, TwinkleLogger):  # someone asked logging for this name first
+    if not isinstance(logger, TwinkleLogger):  # logging.getLogger was called with this name first
         raise TypeError(f"the logger {_NAME!r} exists already as a {type(logger).__name__}: call get_logger() earlier")
     return logger
 

@@ -8,17 +8,17 @@ __all__ = ["find_free_port", "find_node_ip"]
 
 
 def find_node_ip() -> str | None:
-    """The address under which other machines reach this one; None without a network."""
+    """Return the address under which other machines reach this one; None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nobody's address: only the route is looked up, nothing is sent
+            probe.connect(("192.0.2.1", 9))  # a reserved address: UDP connect only looks up the route, nothing is sent
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def find_free_port(address: str = "", start_port: int | None = None, retry: int = 100) -> int:
-    """A port nobody listens on: any, or the first of ``retry`` ports from ``start_port`` on."""
+    """Return a free port: any, or the first free one of the ``retry`` ports from ``start_port`` on."""
     if start_port is None:
         return _bound_port(address, 0)
     for port in range(start_port, start_port + retry):
@@ -26,7 +26,7 @@ def find_free_port(address: str = "", start_port: int | None = None, retry: int 
             return _bound_port(address, port)
         except OSError:
             continue
-    raise InvalidInputError("start_port", start_port, f"a port with a free one among the {retry} that follow")
+    raise InvalidInputError("start_port", start_port, f"a port with a free one among the {retry} ports from it on")
 
 
 def _bound_port(address: str, port: int) -> int:

@@ -1,4 +1,4 @@
-"""Is an optional package installed, and in the right version?"""
+"""Check whether an optional package is installed, and in the right version."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def requires(package: str) -> None:
 
 
 def exists(package: str) -> bool:
-    """Whether :func:`requires` would pass."""
+    """Return whether :func:`requires` would not raise."""
     try:
         requires(package)
     except ImportError:

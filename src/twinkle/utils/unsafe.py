@@ -1,6 +1,6 @@
-"""Whether code from outside may run in this process: plugins from a hub, functions sent by a client.
+"""Check whether remote code may run in this process: plugins from a hub, functions sent by a client.
 
-It may not, unless TWINKLE_TRUST_REMOTE_CODE is set.
+It may run only if TWINKLE_TRUST_REMOTE_CODE is on.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ __all__ = ["check_unsafe", "trust_remote_code"]
 
 
 def trust_remote_code() -> bool:
-    """Whether TWINKLE_TRUST_REMOTE_CODE is on."""
+    """Return whether TWINKLE_TRUST_REMOTE_CODE is on."""
     return read_environment().trust_remote_code
 
 
 def check_unsafe(*args: object, **kwargs: object) -> None:
-    """Refuse functions and classes among the arguments, in containers too, unless remote code is trusted."""
+    """Raise if a function or class is among the arguments, also inside containers, unless remote code is trusted."""
     if trust_remote_code():
         return
     for name, value in [*enumerate(args), *kwargs.items()]:

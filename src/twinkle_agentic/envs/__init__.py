@@ -1,4 +1,4 @@
-"""Environments: what is done in them is rewarded."""
+"""Environments, in which a model acts and gets rewards."""
 
 from twinkle_agentic.envs.env import Env, StepResult
 from twinkle_agentic.envs.env_pool import EnvPool, EnvPoolAdapter

@@ -1,4 +1,4 @@
-"""What an environment is."""
+"""The interface of an environment."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ __all__ = ["Env", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an action led to: what is seen now, the reward of the action, whether the episode is over."""
+    """The result of an action: the new observation, the action's reward, and whether the episode is over."""
 
     observation: str = ""
     reward: float = 0.0
@@ -23,25 +23,25 @@ class StepResult:
 
 
 class Env(ABC):
-    """One episode at a time. A context manager: it is closed at the end."""
+    """An environment with one episode at a time. As a context manager it is closed at the end."""
 
     @abstractmethod
     def reset(self, trajectory: Mapping[str, Any] | None = None) -> StepResult:
-        """Begin an episode; ``trajectory`` is the row that it is for, where the environment looks at it."""
+        """Start an episode. ``trajectory`` is the row that the episode is for; an environment may ignore it."""
 
     @abstractmethod
     def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult: ...
 
     def tools(self) -> list[Tool]:
-        """The actions that it knows, as chat templates list tools. None: actions have no names of their own."""
+        """Return the actions as tools for chat templates. An empty list: actions have no names of their own."""
         return []
 
     def evaluate(self, trajectory: Mapping[str, Any]) -> float:
-        """The reward of a whole trajectory, of an environment that judges at the end."""
+        """Return the reward of a whole trajectory, in environments that reward only at the end."""
         raise UnsupportedError(f"{type(self).__name__}: evaluate: it rewards actions, not whole trajectories")
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the resources of the environment."""
         return
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Many environments at once, on the workers of a group or in this process."""
+"""A pool of environments, on the workers of a group or in this process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["EnvPool", "EnvPoolAdapter"]
 
 
 def _the_owners(results: Sequence[Any], *, device_mesh: DeviceMesh) -> Any:
-    """Of all workers, the one that has the place has an answer."""
+    """Return the one result that is not None: only the worker that owns the place has an answer."""
     return next(result for result in results if result is not None)
 
 
@@ -28,9 +28,10 @@ _by_owners = remote_function(dispatch="all", collect=_all_in_order, lazy_collect
 
 @remote_class()
 class EnvPool:
-    """``pool_size`` places, each for an environment that is made when it is first reset; a worker has every n-th.
+    """A pool of ``pool_size`` places. The environment of a place is made when the place is first reset.
 
-    env_kwargs: the arguments of :class:`OpenEnv`.
+    The places are divided among n workers: worker r owns the places r, r + n, r + 2n, … Every call goes to all workers,
+    and the owner of the place answers. env_kwargs: the arguments of :class:`OpenEnv`.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class EnvPool:
 
     @_by_owners
     def reset_batch(self, indices: Sequence[int]) -> dict[int, StepResult]:
-        """By place."""
+        """Reset several places and return their results by place."""
         return {idx: self._reset(idx) for idx in indices if self._owns(idx)}
 
     @_by_owners
     def step_batch(self, actions: Mapping[int, tuple[str, Mapping[str, Any]]]) -> dict[int, StepResult]:
-        """By place, from a tool's name and arguments for each."""
+        """Act in several places (a tool's name and arguments for each) and return the results by place."""
         return {idx: self._env(idx).step(*action) for idx, action in actions.items() if self._owns(idx)}
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
@@ -73,7 +74,7 @@ class EnvPool:
 
     @driver_function
     def get_adapters(self, n: int) -> list["EnvPoolAdapter"]:
-        """The first ``n`` places, each as an environment."""
+        """Return the first ``n`` places, each as an environment."""
         return [EnvPoolAdapter(self, idx) for idx in range(n)]
 
     def _owns(self, idx: int) -> bool:
@@ -93,7 +94,7 @@ class EnvPool:
 
 
 class EnvPoolAdapter(Env):
-    """One place of a pool. ``tools``: the actions, where a model is to call them by names of their own."""
+    """One place of a pool as an environment. ``tools``: the actions, if a model calls them by names of their own."""
 
     def __init__(self, pool: EnvPool, idx: int, tools: Sequence[Tool] = ()) -> None:
         self._pool = pool
@@ -115,6 +116,6 @@ class EnvPoolAdapter(Env):
 
 
 def _answer(result: StepResult | None, idx: int) -> StepResult:
-    if result is None:  # under torchrun every process has a pool, and its own places in it
-        raise InvalidInputError("idx", idx, "a place that this process has: its rank, and every n-th from there")
+    if result is None:  # under torchrun every process has a pool and owns some of its places
+        raise InvalidInputError("idx", idx, "a place of this process: its rank, and every n-th place from there on")
     return result

@@ -1,4 +1,4 @@
-"""An environment as a tool: a call is an action, its answer what is seen then."""
+"""An environment as a tool: a call is an action, and its answer is the observation after the action."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _ANYTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass
 class _Episode:
-    """What came of an environment's actions so far; all tools of one environment share it."""
+    """The last result and the total reward of an episode; all tools of one environment share it."""
 
     last_result: StepResult | None = None
     reward: float = 0.0
@@ -26,7 +26,7 @@ class _Episode:
 
 
 class EnvTool(Tool):
-    """``parameters``: a JSON schema of the arguments. The environment must have been reset."""
+    """A tool that acts in an environment, which must be reset first. ``parameters``: a JSON schema."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class EnvTool(Tool):
 
     @classmethod
     def from_env(cls, env: Env) -> list["EnvTool"]:
-        """One for each action that the environment names; one for all of them if it names none."""
+        """Return one tool for each action that the environment names, or one tool for all if it names none."""
         tools = [_from_info(env, info) for info in env.tools()] or [cls(env)]
         for tool in tools:
             tool._episode = tools[0]._episode
@@ -59,7 +59,7 @@ class EnvTool(Tool):
 
     @property
     def episode_reward(self) -> float:
-        """The sum of all rewards so far."""
+        """Return the sum of all rewards of the episode so far."""
         return self._episode.reward
 
     def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Environments of the OpenEnv project: a client of one that runs as a service, or one in this process.
+"""Environments of the OpenEnv project: a client of an environment that runs as a service, or one in this process.
 
-Theirs have ``reset()`` and ``step(action)``; what comes back has an observation, a reward and ``done``, or is the
-observation and has the other two itself. Clients that are asynchronous have ``sync()``, which is used.
+An OpenEnv environment has ``reset()`` and ``step(action)``. Their result either has an observation, a reward and
+``done``, or is itself the observation, with the attributes ``reward`` and ``done``. Asynchronous clients have a method
+``sync()``, which returns a synchronous client; that one is used.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class _Observation(Protocol):
 
 @runtime_checkable
 class _Model(Protocol):
-    """Pydantic's."""
+    """A pydantic model."""
 
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
@@ -51,11 +52,12 @@ class _Closable(Protocol):
 
 
 class OpenEnv(Env):
-    """``env_name``: the package of an environment, which has one class named ``…Env`` and one named ``…Action``; or
-    give the classes themselves. ``env_kwargs`` make the environment: ``base_url`` of a service, most often.
+    """An environment of the OpenEnv project.
 
-    action_mapper: from a tool's name and arguments to an action, or to its fields; without one the arguments are the
-    fields.
+    ``env_name``: the package of an environment, which has one class named ``…Env`` (or ``…Environment``) and one named
+    ``…Action``; or give the classes with ``env_cls`` and ``action_cls``. ``env_kwargs``: the arguments of the
+    environment's class, most often the ``base_url`` of a service. ``action_mapper``: a function from a tool's name and
+    arguments to an action or to its fields; without one the arguments are the fields.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class OpenEnv(Env):
         action_mapper: ActionMapper | None = None,
     ) -> None:
         if (env_name is None) == (env_cls is None):
-            raise InvalidInputError("env_name", env_name, "either it or env_cls")
+            raise InvalidInputError("env_name", env_name, "either env_name or env_cls")
         package = None if env_name is None else _package(env_name)
         if package is not None:
             env_cls = _only_class(package, ("Env", "Environment"), "env_cls")
@@ -100,14 +102,14 @@ def _package(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(name, "none: it is an environment's own", "OpenEnv") from error
+        raise MissingDependencyError(name, "none: it is the package of an environment", "OpenEnv") from error
 
 
 def _only_class(package: ModuleType, endings: tuple[str, ...], option: str) -> type:
     classes = {name: value for name, value in vars(package).items() if isclass(value) and name.endswith(endings)}
     if len(set(classes.values())) != 1:
         found = ", ".join(sorted(classes)) or "none"
-        raise InvalidInputError(option, None, f"a class of {package.__name__}, which has not one but: {found}")
+        raise InvalidInputError(option, None, f"a class of {package.__name__}, which must have one but has: {found}")
     return next(iter(classes.values()))
 
 
@@ -122,7 +124,7 @@ def _step_result(result: Any) -> StepResult:
 
 
 def _text(observation: Any) -> str:
-    """What a model reads: a text as it is, anything else as JSON."""
+    """Return an observation as the text that a model reads: a text unchanged, anything else as JSON."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, _Model):

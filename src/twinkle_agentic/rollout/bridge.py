@@ -1,4 +1,4 @@
-"""What tools said, appended to the tokens that were sampled; the client has the same need, and the code."""
+"""Append tool answers to sampled tokens. The code is shared with the client and lives there."""
 
 from twinkle_client.rollout.bridge import BridgeTemplate, extend_with_bridge
 

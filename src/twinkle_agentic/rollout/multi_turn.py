@@ -1,4 +1,4 @@
-"""Conversations with tools, sampled here: the client's rounds over a sampler of the library, and traces of them."""
+"""Conversations with tools over a sampler of the library in this process: the client's rollout, with traces."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class SamplesPrompts(Protocol):
 
 @dataclass(frozen=True)
 class _OneAdapter:
-    """A sampler that is asked for one adapter, always."""
+    """A sampler that always samples with the same adapter."""
 
     sampler: SamplesPrompts
     adapter_name: str
@@ -39,13 +39,15 @@ class _OneAdapter:
 
 
 class MultiTurnRollout:
-    """Each round samples all conversations that still go on in one call. A conversation ends when the model calls no
-    tool, is cut off, or has ``max_turns`` turns or ``max_trajectory_tokens`` tokens.
+    """Conversations of several turns. Each round samples all unfinished conversations in one call.
 
-    tool_manager: from a call to its answer. adapter_name: with whose weights; "" is the base model.
-    success_callback: whether a finished trajectory counts as one that succeeded; it gets the key ``success``.
-    trace_dir: finished conversations are appended there as JSON lines, one file for each ``global_step``;
-    trace_callback: gets each such line as a dict.
+    A conversation ends when the model calls no tool, when its answer is cut off by ``max_tokens``, or when it has
+    ``max_turns`` turns or ``max_trajectory_tokens`` tokens.
+
+    tool_manager: a function from a tool call to its answer. adapter_name: the adapter to sample with; "" is the base
+    model. success_callback: returns whether a finished trajectory succeeded; the answer is stored under the key
+    ``success``. trace_dir: finished conversations are appended there as JSON lines, one file for each ``global_step``.
+    trace_callback: is called with each such line as a dict.
     """
 
     def __init__(
@@ -84,10 +86,11 @@ class MultiTurnRollout:
         tool_manager: Tools | Sequence[Tools] | None = None,
         global_step: int | None = None,
     ) -> list[Trajectory]:
-        """The trajectories, in order, with the final feature (tokens, labels, messages) and ``logprobs`` (or None),
-        ``turns``, ``stop_reason``, ``truncated``.
+        """Return the trajectories, in order, with the final feature (tokens, labels, messages) and ``logprobs`` (or
+        None), ``turns``, ``stop_reason`` and ``truncated``.
 
-        tool_manager: another one for this call, or one for each trajectory. global_step: a number for the trace.
+        tool_manager: one for this call instead of the constructor's, or one for each trajectory. global_step: a number
+        for the trace.
         """
         done = self._rounds(trajectories, sampling_params=sampling_params, tool_manager=tool_manager)
         if self._success_callback is not None:

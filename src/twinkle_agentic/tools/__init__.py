@@ -1,4 +1,4 @@
-"""What a model can call."""
+"""Tools, which a model can call."""
 
 from twinkle_agentic.tools.tool import Tool
 from twinkle_agentic.tools.tool_manager import ToolManager

@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The interface of a tool."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ __all__ = ["Tool", "tool_name"]
 
 
 class Tool(ABC):
-    """Something that a model can call by name."""
+    """A tool that a model can call by name."""
 
     @abstractmethod
     def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
-        """What the model is told. An exception is told to it as an error."""
+        """Run the tool and return the text for the model. The model sees an exception as an error text."""
 
     @abstractmethod
     def tool_info(self) -> ToolInfo:
-        """Its name, what it does and its parameters (a JSON schema), as chat templates list tools."""
+        """Return the tool's name, description and parameters (a JSON schema), in the format of chat templates."""
 
 
 def tool_name(tool: Tool) -> str:
-    """The name by which a model calls it; "" if it has none."""
+    """Return the name by which a model calls a tool; "" if it has none."""
     function: Mapping[str, Any] = tool.tool_info().get("function") or {}
     return str(function.get("name") or "")

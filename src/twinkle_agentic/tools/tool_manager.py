@@ -1,4 +1,4 @@
-"""Tools under their names: runs what a model calls, and tells it what went wrong."""
+"""The manager of tools: it runs the tools that a model calls, and reports errors to the model as text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ Tools = Mapping[str, Tool] | Sequence[Tool]
 
 
 class ToolManager:
-    """``tools``: a list, in which each has the name that its ``tool_info`` says, or a mapping of names."""
+    """Tools by name. ``tools``: a list of tools, named by their ``tool_info``, or a mapping of names to tools."""
 
     def __init__(self, tools: Tools | None = None) -> None:
         self._tools: dict[str, Tool] = {}
@@ -28,27 +28,27 @@ class ToolManager:
             raise TypeError(f"tools: got a {type(tools).__name__}, allowed: a list of tools, or a mapping")
 
     def register(self, tool: Tool) -> None:
-        """A tool of the same name is replaced."""
+        """Add a tool; it replaces a tool of the same name."""
         _require_tool(tool)
         self._add(tool_name(tool), tool)
 
     def unregister(self, name: str) -> None:
-        """Unknown names are ignored."""
+        """Remove a tool; unknown names are ignored."""
         self._tools.pop(name, None)
 
     def names(self) -> list[str]:
         return list(self._tools)
 
     def copy(self) -> "ToolManager":
-        """Another manager of the same tools."""
+        """Return another manager with the same tools."""
         return ToolManager(self._tools)
 
     def tool_infos(self) -> list[ToolInfo]:
-        """What a trajectory's ``tools`` are, for the prompt."""
+        """Return the descriptions of all tools, for the key ``tools`` of a trajectory."""
         return [tool.tool_info() for tool in self._tools.values()]
 
     def __call__(self, tool_call: Mapping[str, Any]) -> str:
-        """What the model is told of a call: the tool's answer, or a text that begins with ``Error:``."""
+        """Run a tool call and return the tool's answer, or a text for the model that begins with ``Error:``."""
         function: Mapping[str, Any] = tool_call.get("function") or {}
         name, arguments = str(function.get("name") or ""), function.get("arguments")
         if name not in self._tools:
@@ -56,12 +56,12 @@ class ToolManager:
         try:
             arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
         except json.JSONDecodeError as error:
-            return f"Error: the arguments of {name!r} are no JSON: {error}"
+            return f"Error: the arguments of {name!r} are not JSON: {error}"
         if not isinstance(arguments, Mapping):
             return f"Error: the arguments of {name!r} are a {type(arguments).__name__}, not a mapping"
         try:
             return str(self._tools[name](name, arguments))
-        except Exception as error:  # noqa: BLE001 - a tool raises what it likes, and it is the model that must hear of it
+        except Exception as error:  # noqa: BLE001 - tools may raise anything; the model gets the error
             get_logger().debug("tool %r failed", name, exc_info=True)
             return f"Error: {type(error).__name__}: {error}"
 

@@ -1,13 +1,19 @@
-"""The numbers of an adapter's requests, 1, 2, …: by them the server keeps their order and knows what it has done.
+"""The sequence numbers of an adapter's requests: 1, 2, …
 
-One request of an adapter is under way at a time. While it is not known what became of one (its connection was lost for
-too long, the server was away, or the program was interrupted), its number is not given to another: the same request
-again gets the same number, and before any other the open one is sent once more. The server answers it from memory if it
-has done it.
+The server runs the requests of an adapter in the order of their numbers. If a number comes again with the same body, it
+returns the stored outcome instead of running the request again.
 
-A number that the server never used must be given to the next request, or that one waits for it in vain. What the server
-took, done or refused, it answers with the number; what it refused before that (no such session, no such adapter, too
-large, too much at once, a full disk) has none.
+One request of an adapter is in flight at a time. If its outcome is unknown (the connection was lost for too long, the
+server was down, or the program was interrupted), the request stays open and its number is not given to another request.
+Sending the same request again uses the same number. Before any other request, the open one is sent once more. Example:
+``step`` is sent as number 7 and the connection breaks; the next ``forward`` first sends ``step`` as number 7 again, and
+then goes out as number 8.
+
+A number that the server never accepted must be given to the next request, because the server runs number 8 only after
+number 7. An answer to a request that the server accepted, done or failed, carries the number (``X-Twinkle-Seq-Id``). An
+error without it means that the request was refused earlier (no such session, no such adapter, too large, too many
+requests, a full disk), and its number is still free. Exceptions are the statuses in ``_FATE_UNKNOWN``, which leave the
+request open, and those in :func:`_took_number`.
 """
 
 import threading
@@ -20,32 +26,37 @@ __all__ = ["AdapterSequence"]
 
 Post = Callable[[str, bytes], Any]
 
-# Of the server that is going down or coming back, or of a proxy before it: the request may have arrived all the same.
+# Statuses of a server that is stopping or starting, or of a proxy in front of it: the server may have the request.
 _FATE_UNKNOWN = frozenset({408, 502, 503, 504, *range(520, 600)})
-# The number is another request's, whatever this one was.
+# The server has this number with another body: the number is used.
 _CONFLICT = 409
 
 
 class AdapterSequence:
+    """Sends the requests of one adapter, one at a time, and numbers them. Threads may share it."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._number = 1
         self._open: tuple[str, bytes] | None = None
 
     def send(self, path: str, body: bytes, post: Post) -> Any:
-        """``body``: a JSON object with at least one key, to which the number is added."""
+        """Send a request and return its answer; first send an open request again, if it is another one.
+
+        ``body``: a JSON object with at least one key, to which the number is added.
+        """
         with self._lock:
             if self._open is not None and self._open != (path, body):
                 self._settle(post)
             return self._send(path, body, post)
 
     def _settle(self, post: Post) -> None:
-        """The caller of the open request has given up on its answer, whatever it is."""
+        """Send the open request again, to learn its outcome. The answer is dropped: its caller has seen an error."""
         assert self._open is not None
         try:
             self._send(*self._open, post)
         except (InvalidRequestError, ResponseError):
-            if self._open is not None:  # still nobody knows
+            if self._open is not None:  # its outcome is still unknown
                 raise
 
     def _send(self, path: str, body: bytes, post: Post) -> Any:
@@ -65,7 +76,7 @@ class AdapterSequence:
 
 
 def _took_number(error: InvalidRequestError | ResponseError) -> bool:
-    """Also of an answer that says it was done, and cannot be read."""
+    """Return whether the server has used the number. An unreadable answer with status 2xx means that it has."""
     return error.seq_id is not None or error.status == _CONFLICT or 200 <= (error.status or 0) < 300
 
 

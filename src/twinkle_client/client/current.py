@@ -1,4 +1,4 @@
-"""The client that models, samplers and datasets use unless they are given one."""
+"""The default client, which models, samplers and datasets use unless they are given one."""
 
 import threading
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def init_twinkle_client(
     retry_deadline: float = 300.0,
     seed: int | None = None,
 ) -> TwinkleClient:
-    """A :class:`TwinkleClient`, which is the default one from now on; an earlier one goes on with what it has."""
+    """Return a new :class:`TwinkleClient` and make it the default. Objects that use an earlier one keep it."""
     global _default
     client = TwinkleClient(
         base_url,
@@ -48,25 +48,27 @@ def initialize(
     name: str | None = None,
     groups: object = None,
 ) -> TwinkleClient:
-    """``twinkle.initialize`` for a script that moved to a server: the default client, of the environment's server.
+    """Create the default client; the counterpart of ``twinkle.initialize`` for scripts that moved to a server.
 
-    The seeds of adapters and of shuffling dataloaders are made from ``seed``; ``name`` is kept with the session.
+    The server is that of TWINKLE_SERVER_URL. The seeds of adapters and of shuffling dataloaders are derived from
+    ``seed``; ``name`` is stored with the session.
     """
     if mode != "local":
-        raise invalid("mode", mode, "'local': where the server computes is the server's business")
+        raise invalid("mode", mode, "'local': the server decides where it computes")
     if groups is not None:
-        raise invalid("groups", groups, "None: on which processes the server computes is the server's business")
+        raise invalid("groups", groups, "None: the server decides on which processes it computes")
     if full_determinism:
         raise invalid("full_determinism", True, "False: requests of several clients share batches on the server")
     return init_twinkle_client(seed=seed, session_metadata=None if name is None else {"name": name})
 
 
 def current_client() -> TwinkleClient | None:
-    """The default one, if there is one."""
+    """Return the default client, or None."""
     return _default
 
 
 def default_client() -> TwinkleClient:
+    """Return the default client; raise InvalidRequestError if there is none."""
     if _default is None:
         raise InvalidRequestError(
             "there is no client yet: call init_twinkle_client() (or initialize()) first, or give client=…"

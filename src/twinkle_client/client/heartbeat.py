@@ -1,4 +1,4 @@
-"""Tells the server every few seconds that its client is alive, and notices when the session is gone."""
+"""Heartbeats: tell the server every few seconds that the client is alive, and notice when the session is gone."""
 
 import logging
 import threading
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """A daemon thread. ``beat`` sends one sign of life and raises what came back.
+    """The daemon thread that sends heartbeats. ``beat`` sends one heartbeat and raises the server's error, if any.
 
-    A server that knows the session no more has lost it: that is logged once and kept in ``lost``. A server that cannot
-    be reached may come back: the thread goes on.
+    If the server no longer knows the session, the session is lost: that is logged once, the reason is stored in
+    ``lost``, and the thread ends. If the server cannot be reached, it may come back, and the thread goes on.
     """
 
     def __init__(self, session_id: str, interval: float, beat: Callable[[], object]) -> None:
@@ -34,7 +34,7 @@ class Heartbeat:
             self._thread.join(2.0)
 
     def mark_lost(self, reason: str) -> None:
-        """Of whoever notices first."""
+        """Record that the session is lost and stop. Called by this thread or by a request, whichever notices first."""
         if self.lost is None:
             self.lost = reason
             logger.warning("session %s is gone: %s", self._session_id, reason)
@@ -54,7 +54,7 @@ class Heartbeat:
             if not self._failing and not self._stop.is_set():
                 logger.warning("a heartbeat of session %s failed: %s", self._session_id, error)
             self._failing = True
-        except RuntimeError:  # its connections were closed under it
+        except RuntimeError:  # the transport was closed while a heartbeat was being sent
             if not self._stop.is_set():
                 raise
         else:

@@ -1,7 +1,7 @@
-"""From what a program holds to JSON: arrays and tensors to lists, remote objects to their ids, never NaN.
+"""Encode request bodies as JSON: arrays and tensors as lists, remote objects as their ids, never NaN.
 
-``json`` walks the ordinary values at C speed and asks :func:`_plain` about all others. Only when that fails is a body
-walked in Python, to leave out what need not travel or to name what is wrong.
+``json`` encodes ordinary values at C speed and calls :func:`_plain` for all others. Only if that fails is the body
+walked in Python, to leave out values that are not needed or to name the value that is wrong.
 """
 
 import json
@@ -22,14 +22,14 @@ _CODE = "the name of a class, as text: code is never shipped to the server"
 
 @runtime_checkable
 class Wired(Protocol):
-    """Something with a form of its own on the wire: a remote object, a batch of a remote dataloader, a DatasetMeta."""
+    """An object that defines its own wire format: a remote object, a batch of a remote dataloader, a DatasetMeta."""
 
     def to_wire(self) -> Any: ...
 
 
 @runtime_checkable
 class HasTolist(Protocol):
-    """Arrays, tensors and their scalars, of whatever library."""
+    """An array, a tensor or a scalar of one, of any library."""
 
     def tolist(self) -> Any: ...
 
@@ -39,10 +39,10 @@ class _NotJsonError(TypeError):
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """A request's body.
+    """Return a request's body.
 
-    Beside ``input_ids`` a row may hold anything; a key there that JSON cannot say (an image, say, or a conversation
-    around one) is left out. Anywhere else it is an error that names the place.
+    A row with ``input_ids`` may hold other values beside it; those that JSON cannot express (an image, or messages that
+    contain one) are left out. Anywhere else such a value is an error that names the place.
     """
     try:
         return _dumps(body)
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(value: Any, path: str) -> Any:
-    """The value with the extras of encoded rows left out; raises for the first thing that cannot be said in JSON."""
+    """Return the value without the extras of encoded rows; raise for the first value that JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         raise invalid(path, value, "a finite number")
     if value is None or isinstance(value, str | int | float):
@@ -85,7 +85,7 @@ def _checked(value: Any, path: str) -> Any:
     try:
         plain = _plain(value)
     except _NotJsonError:
-        allowed = _CODE if callable(value) else "what JSON can say, an array or a tensor"
+        allowed = _CODE if callable(value) else "a JSON value, an array or a tensor"
         raise invalid(path, value, allowed) from None
     return _checked(plain, path)
 
@@ -95,6 +95,6 @@ def _can_travel(value: Any) -> bool:
         _dumps(value)
     except _NotJsonError:
         return False
-    except ValueError:  # it is not finite: that is no reason to leave it out, and is said where it is walked
+    except ValueError:  # NaN or infinity: do not leave it out; _checked raises an error that names its place
         return True
     return True

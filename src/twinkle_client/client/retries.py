@@ -1,8 +1,8 @@
-"""When a request is sent again, and after how long. No input or output: the transport asks, and sleeps.
+"""Decide whether and when a request is sent again. This module does no I/O: the transport asks it, and sleeps.
 
-Only what may become better by itself is retried: connections that fail, answers that do not come, 408, 429, 502, 503,
-504, and 507 (a full disk, on which nothing was kept). Every request of the client may be sent twice (numbers of
-adapters' verbs and idempotency keys see to it).
+Only failures that may pass by themselves are retried: failed connections, missing answers, 408, 429, 502, 503, 504, and
+507 (the server's disk is full and it stored nothing). Every request of the client may be sent twice:
+sequence numbers of verbs and idempotency keys let the server recognise the requests that must not run twice.
 """
 
 import random
@@ -14,15 +14,15 @@ from email.utils import parsedate_to_datetime
 __all__ = ["Backoff", "RetryPolicy", "retry_after_seconds"]
 
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504, 507})
-_MOST_DOUBLINGS = 32  # far beyond any longest wait; more of them would soon be too large for a float
+_MOST_DOUBLINGS = 32  # far beyond any longest_wait; many more doublings would overflow a float
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """``deadline``: seconds from the first failure of a request until it is given up; 0 means no second try.
+    """How long a request is retried. ``deadline``: seconds from its first failure until it is given up; 0: no retry.
 
-    The wait doubles from ``first_wait`` to ``longest_wait``, and a random half of it is left out: clients that lost one
-    server must not all come back at once.
+    The wait doubles from ``first_wait`` to ``longest_wait``, and up to half of it is left out at random, so that
+    clients that lost the same server do not all come back at the same moment.
     """
 
     deadline: float = 300.0
@@ -31,7 +31,7 @@ class RetryPolicy:
 
 
 class Backoff:
-    """The waits of one request."""
+    """The sequence of waits between the attempts of one request."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -39,7 +39,7 @@ class Backoff:
         self._first_failure = 0.0
 
     def next_wait(self, server_asked: float | None = None) -> float | None:
-        """Seconds to wait after a failure; None: it is given up. ``server_asked`` is what Retry-After said."""
+        """Return the seconds to wait after a failure; None to give up. ``server_asked``: the seconds of Retry-After."""
         now = time.monotonic()
         if not self._failures:
             self._first_failure = now
@@ -57,7 +57,7 @@ class Backoff:
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """What the header Retry-After says, as seconds or as a date; None without one that makes sense."""
+    """Return the seconds of the header Retry-After (a number or a date); None if it is missing or invalid."""
     text = headers.get("retry-after", "").strip()
     if not text:
         return None

@@ -58,17 +58,18 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _NO_RETRIES = RetryPolicy(deadline=0.0)
-_BEAT_SECONDS = 10.0  # how long a sign of life, or the last one, may take
-# Requests that wait at the same time; threads that wait cost little.
+_BEAT_SECONDS = 10.0  # the timeout of a heartbeat and of the request that ends the session
+# How many asynchronous calls can wait at the same time, each in a thread; waiting threads cost little.
 _ASYNC_CALLS = 64
 
 
 class TwinkleClient:
-    """A server, a token and a session. Threads may share it.
+    """A session with a server. Threads may share it.
 
-    base_url: with or without /api/v1, else TWINKLE_SERVER_URL; api_key: else TWINKLE_SERVER_TOKEN. ``timeout`` is how
-    long a server may be silent in the middle of a request, and ``retry_deadline`` how long one is tried again after its
-    first failure, both in seconds. ``seed`` is what adapters and dataloaders without one of their own are seeded by.
+    base_url: the server's address with or without /api/v1, by default TWINKLE_SERVER_URL; api_key: by default
+    TWINKLE_SERVER_TOKEN. ``timeout``: how long the server may be silent during a request; ``retry_deadline``: how
+    long a request is retried after its first failure; both in seconds. ``seed``: the seed of adapters and dataloaders
+    that are given none.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class TwinkleClient:
         except BaseException:
             self._transport.close()
             raise
-        # Its own connections: a sign of life never waits for one that requests hold.
+        # Heartbeats have their own connections, so that they never wait for a connection that requests hold.
         self._beats = Transport(address, self.api_key, _NO_RETRIES, _BEAT_SECONDS, http_transport)
         self._heartbeat = Heartbeat(self.session_id, session_heartbeat_interval, self._beat)
         atexit.register(self.close)
@@ -118,9 +119,10 @@ class TwinkleClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the session: its adapters leave the device, what was saved stays. Further requests are errors.
+        """End the session: its adapters leave the device, saved checkpoints stay. Further requests raise an error.
 
-        A server that takes longer than ten seconds over it is left to it: it was told, and needs nobody to listen.
+        If the server takes longer than ten seconds, this returns without waiting for its answer: the server has the
+        request and ends the session by itself.
         """
         with self._lock:
             if self._closed:
@@ -132,7 +134,7 @@ class TwinkleClient:
             self._heartbeat.stop()
             if self._heartbeat.lost is None:
                 self._finish_session()
-        finally:  # whoever loses patience leaves nothing behind here
+        finally:  # also after KeyboardInterrupt
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
             self._beats.close()
@@ -141,7 +143,7 @@ class TwinkleClient:
     # --- the session ------------------------------------------------------------------------------------------------
 
     def create_session(self, metadata: Mapping[str, Any] | None = None) -> str:
-        """One more session, kept alive by whoever asked for it. The constructor has made the client's own."""
+        """Open another session, which the caller must keep alive; the constructor has opened the client's own."""
         body = {"metadata": None if metadata is None else dict(metadata)}
         answer = self._send(Call("POST", self._gateway("create_session"), encode(body), headers=_one_key()))
         return self._parsed(CreateSessionResponse, answer).session_id
@@ -151,15 +153,15 @@ class TwinkleClient:
         self._beats.send(Call("POST", self._gateway("session_heartbeat"), body))
 
     def _finish_session(self) -> None:
-        """Servers that have no such route, or never heard of it, end the session when it stays silent."""
+        """Ask the server to end the session. If it does not, it ends the session when heartbeats stay away."""
         body = encode({"session_id": self.session_id})
         call = Call("POST", self._gateway("finish_session"), body, headers=self._session_headers())
         try:
             self._beats.send(call)
         except ConnectionLostError as error:
             logger.warning(
-                "the end of session %s is not confirmed (%s): the server goes on with it by itself, at the latest when "
-                "the session has been silent for a while; its adapters are kept as checkpoints",
+                "the server did not confirm the end of session %s (%s); it ends the session by itself, at the latest "
+                "when heartbeats stay away for a while, and keeps its adapters as checkpoints",
                 self.session_id,
                 error,
             )
@@ -197,15 +199,15 @@ class TwinkleClient:
         return self._get(TrainingRun, f"training_runs/{quote(run_id, safe='')}")
 
     def find_training_run_by_model(self, base_model: str) -> list[TrainingRun]:
-        """Of the newest hundred."""
+        """Return those of the newest hundred runs that have this base model."""
         return [run for run in self.list_training_runs(limit=100) if run.base_model == base_model]
 
     def list_checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Oldest first."""
+        """Return the checkpoints of a run, oldest first."""
         return self._get(CheckpointsListResponse, f"training_runs/{quote(run_id, safe='')}/checkpoints").checkpoints
 
     def get_checkpoint_path(self, run_id: str, checkpoint_id: str) -> ParsedCheckpointTwinklePath:
-        """checkpoint_id: ``weights/<name>`` or ``sampler_weights/<name>``."""
+        """Return the paths of a checkpoint; its id is ``weights/<name>`` or ``sampler_weights/<name>``."""
         address = f"checkpoint_path/{quote(run_id, safe='')}/{quote(checkpoint_id)}"
         answer = self._get(CheckpointPathResponse, address)
         return ParsedCheckpointTwinklePath(
@@ -236,16 +238,16 @@ class TwinkleClient:
     # --- curves -------------------------------------------------------------------------------------------------------
 
     def log_metrics(self, run_id: str, values: Mapping[str, float], step: int | None = None) -> MetricPoint:
-        """Numbers for the run's curves, a reward for instance; without a step they belong to the newest one.
+        """Add numbers, such as a reward, to the run's metrics; without ``step``, at the newest optimizer step.
 
-        A request whose answer was lost is sent again, and its point may then be there twice.
+        A request whose answer was lost is sent again, and its point may then be stored twice.
         """
         body = encode({"step": step, "values": {name: float(value) for name, value in values.items()}})
         answer = self._send(Call("POST", self._gateway(f"training_runs/{quote(run_id, safe='')}/metrics"), body))
         return self._parsed(MetricPoint, answer)
 
     def get_metrics(self, run_id: str, since: int = 0) -> list[MetricPoint]:
-        """All points after number ``since``, oldest first: what the server measured, and what clients logged."""
+        """Return all points after number ``since``, oldest first, both measured by the server and logged by clients."""
         address, points, more = f"training_runs/{quote(run_id, safe='')}/metrics", [], True
         while more:
             answer = self._get(RunMetricsResponse, address, {"since": str(since)})
@@ -256,7 +258,10 @@ class TwinkleClient:
     # --- for models, samplers and remote objects ----------------------------------------------------------------------
 
     def post(self, path: str, body: bytes, *, once: bool = False) -> Any:
-        """A request of this session; ``once`` gives it a key by which the server knows that it has done it before."""
+        """Send a POST request of this session and return the answer's JSON.
+
+        ``once`` adds an idempotency key, by which the server recognises the request if it is sent again.
+        """
         headers = self._session_headers() | (_one_key() if once else {})
         return self._send(Call("POST", path, body, headers=headers))
 
@@ -264,12 +269,12 @@ class TwinkleClient:
         return self._send(Call("GET", path, headers=self._session_headers()))
 
     def sequence(self, model: str, adapter_name: str) -> AdapterSequence:
-        """The numbers of an adapter's requests: one for all handles of this session."""
+        """Return the sequence of an adapter's requests, which all model objects of this session share."""
         with self._lock:
             return self._sequences.setdefault((model, adapter_name), AdapterSequence())
 
     def adapter_seed(self, model: str, adapter_name: str) -> int | None:
-        """Made from the client's seed, the same for the same adapter in every run of a script."""
+        """Return a seed derived from the client's seed, the same for an adapter's name each time a script runs."""
         if self.seed is None:
             return None
         digest = hashlib.sha256(f"{self.seed}\n{model}\n{adapter_name}".encode()).digest()
@@ -277,7 +282,7 @@ class TwinkleClient:
 
     @property
     def thread_pool(self) -> ThreadPoolExecutor:
-        """In which asynchronous calls wait."""
+        """Return the thread pool in which asynchronous calls wait for their answers."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_ASYNC_CALLS, thread_name_prefix="twinkle-client")
@@ -289,7 +294,7 @@ class TwinkleClient:
         return f"{self.route_prefix}/{address}"
 
     def _get(self, kind: type[AnswerT], address: str, query: Mapping[str, str] | None = None) -> AnswerT:
-        # Without the session: runs and checkpoints outlive it.
+        # Without the session header: runs and checkpoints outlive the session.
         return self._parsed(kind, self._send(Call("GET", self._gateway(address), query=query or {})))
 
     def _session_headers(self) -> dict[str, str]:
@@ -313,7 +318,10 @@ class TwinkleClient:
             raise SessionLostError(self.session_id, error.detail) from error
 
     def _says_session_is_lost(self, error: InvalidRequestError | NotFoundError | GoneError) -> bool:
-        """By its code. Servers that send none name the session itself, not a run in it (``<session>-<adapter>``)."""
+        """Return whether an error means that the session is lost: by its code, else by its text.
+
+        Servers that send no code name the session in the text. A run's id, ``<session>-<adapter>``, must not match.
+        """
         if error.code is not None:
             return error.code == SESSION_LOST
         return bool(re.search(rf"{re.escape(str(self.session_id))}(?![\w-])", error.detail))
@@ -323,7 +331,7 @@ class TwinkleClient:
 
 
 def parsed(kind: type[AnswerT], answer: Any, url: str) -> AnswerT:
-    """An answer as the protocol has it."""
+    """Return an answer as a type of the protocol; raise ServerError if it does not fit."""
     try:
         return kind.model_validate(answer)
     except ValidationError as error:

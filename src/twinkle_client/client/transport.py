@@ -1,4 +1,4 @@
-"""One server over HTTP: a pool of connections, retries, and the one place where answers become errors."""
+"""HTTP to one server: a connection pool, retries, and the translation of error answers into exceptions."""
 
 import json
 import logging
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 _API = "/api/v1"
 _LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=30.0)
 _CONNECT_SECONDS = 10.0
-# What a server that works would not do; the next try may find one that does.
+# Failures of the connection; the next attempt may succeed.
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 _REFUSED = (400, 405, 409, 411, 413, 415, 422)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request, which may be sent several times. ``path`` comes after /api/v1; ``body`` is JSON."""
+    """One request, which may be sent several times. ``path`` is appended to …/api/v1; ``body`` is JSON."""
 
     method: str
     path: str
@@ -47,7 +47,7 @@ class Call:
 
 
 class Transport:
-    """Sends calls to ``base_url`` in the name of ``api_key``. Threads may share it."""
+    """The HTTP connections to ``base_url``, with ``api_key`` in each request. Threads may share it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Transport:
         timeout: float,
         http_transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """timeout: seconds without a byte of the answer; http_transport: instead of the network, for tests."""
+        """timeout: seconds without a byte of the answer; http_transport: replaces the network in tests."""
         self.base_url = with_api(base_url)
         self.retries = retries
         bearer = f"Bearer {api_key}"
@@ -70,7 +70,7 @@ class Transport:
         )
 
     def send(self, call: Call, retries: RetryPolicy | None = None) -> Any:
-        """The answer's JSON; None for an empty one."""
+        """Send a request, with retries, and return the answer's JSON; None for an empty answer."""
         backoff = Backoff(retries or self.retries)
         while True:
             server_asked: float | None = None
@@ -110,18 +110,18 @@ class Transport:
 
 
 def with_api(base_url: str) -> str:
-    """``http://host:8000``, with or without a slash or /api/v1 behind it, to the address that routes are under."""
+    """Return ``base_url``, given with or without a final slash or /api/v1, with /api/v1 and without a final slash."""
     address = base_url.rstrip("/")
     return address if address.endswith(_API) else address + _API
 
 
 def needs_certificates(address: str) -> bool:
-    """Reading them all takes longer than most requests: they are left out only where there can be no TLS."""
+    """Return whether httpx must load the CA certificates, which takes longer than most requests: False without TLS."""
     return not address.lower().startswith("http:") or has_tls_proxy()
 
 
 def error_of(response: httpx.Response) -> TwinkleClientError:
-    """The error that an answer stands for, with what the server said of it for people and for programs."""
+    """Return the exception for an error answer, with the server's text, its code, and the sequence number."""
     detail, code = _said(response)
     error = _error_of(response.status_code, detail, str(response.url))
     number = response.headers.get(NUMBER_HEADER, "")
@@ -157,7 +157,7 @@ def _content(response: httpx.Response) -> Any:
 
 
 def _said(response: httpx.Response) -> tuple[str, str | None]:
-    """The server's own words and its code: the fields ``detail`` and ``code``, else the text of a proxy in between."""
+    """Return text and code of an error answer: the fields ``detail`` and ``code``, else the body, as of a proxy."""
     try:
         content = json.loads(response.content)
     except ValueError:

@@ -1,1 +1,1 @@
-"""The import path under which scripts and servers look for :mod:`twinkle_client.common.serialize`; nothing else."""
+"""Compatibility path: scripts and servers import :mod:`twinkle_client.common.serialize` from here."""

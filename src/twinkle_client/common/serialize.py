@@ -1,7 +1,8 @@
-"""Objects as arguments of a request: text for those of our own, whatever they are made of, and never code.
+"""Serialize objects as arguments of a request; code is never serialized.
 
-A DatasetMeta and a LoraConfig (also the library's and PEFT's) become JSON text that says what it is. The client's own
-requests are written by :mod:`twinkle_client.client.json_body`; this is for programs that write some by themselves.
+A DatasetMeta and a LoraConfig (also the library's and PEFT's) become JSON text that contains the name of the type. The
+client encodes its own requests with :mod:`twinkle_client.client.json_body`; this module is for programs that write
+requests themselves.
 """
 
 import json
@@ -22,7 +23,7 @@ _RANGE, _LIST = "range", "list"
 
 
 def serialize_object(value: object) -> Any:
-    """Text for a DatasetMeta, a LoraConfig or a mapping; a pydantic model's fields; plain values as they are."""
+    """Return JSON text for a DatasetMeta, LoraConfig or mapping, the fields of a pydantic model, or a plain value."""
     if value is None or isinstance(value, str | int | float | list):
         return value
     if isinstance(value, BaseModel):
@@ -33,13 +34,14 @@ def serialize_object(value: object) -> Any:
         return config_text(value, "all-linear")
     if isinstance(value, Mapping):
         return json.dumps(dict(value), allow_nan=False)
-    raise invalid("value", value, "what JSON can say, a DatasetMeta, a LoraConfig or a pydantic model; code never is")
+    raise invalid("value", value, "a JSON value, a DatasetMeta, a LoraConfig or a pydantic model, but no code")
 
 
 def deserialize_object(value: Any) -> Any:
-    """What :func:`serialize_object` was given. Text that is no JSON object or list is itself, and so is all else.
+    """Return the object that :func:`serialize_object` was given.
 
-    A LoraConfig comes back as ours, with the fields that it has.
+    Text that is not a JSON object or list, and values that are not text, are returned unchanged. A LoraConfig is
+    returned as :class:`twinkle_client.LoraConfig`, with the fields that this class has.
     """
     if not isinstance(value, str):
         return value
@@ -48,7 +50,7 @@ def deserialize_object(value: Any) -> Any:
     except ValueError:
         return value
     if not isinstance(content, dict | list):
-        return value  # "8" is a text, too
+        return value  # a text such as "8" stays a text
     if not isinstance(content, dict) or TYPE_KEY not in content:
         return content
     kind = content.pop(TYPE_KEY)

@@ -1,4 +1,4 @@
-"""Datasets that live on the server, and the metas that say what is in them."""
+"""Datasets on the server, and the metas that describe their rows."""
 
 from twinkle_client.dataset.dataset import (
     Dataset,

@@ -1,4 +1,4 @@
-"""The library's datasets on the server. Methods change them there and return nothing; rows stay until asked for."""
+"""The library's datasets on the server. Methods change a dataset there; rows are downloaded only when accessed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypedDict, Unpack
@@ -12,7 +12,7 @@ __all__ = ["Dataset", "IterableDataset", "IterablePackingDataset", "LazyDataset"
 Row = dict[str, Any]
 AnyMeta = DatasetMeta | MetaFields
 
-# Arguments of the `datasets` library that a server takes; it refuses values that would change how it works.
+# Arguments of the `datasets` library that a server accepts; it refuses values that would change how the server works.
 
 
 class LoadOptions(TypedDict, total=False):
@@ -21,7 +21,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class MapOptions(TypedDict, total=False):
-    """``batched`` may be given and is always True."""
+    """The options of map. ``batched`` is accepted and always treated as True."""
 
     batch_size: int
     batched: bool
@@ -34,7 +34,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class FilterOptions(TypedDict, total=False):
-    """``batched`` may be given and is always False."""
+    """The options of filter. ``batched`` is accepted and always treated as False."""
 
     batched: bool
     desc: str
@@ -45,7 +45,7 @@ class FilterOptions(TypedDict, total=False):
 
 
 class Dataset(RemoteObject):
-    """A table of rows. What ``map`` and ``filter`` apply is named, or is an object of :mod:`twinkle_client`."""
+    """A table of rows. ``map`` and ``filter`` take a class's name or an object of :mod:`twinkle_client`, no code."""
 
     processor_type: ClassVar[str] = "dataset"
 
@@ -61,18 +61,18 @@ class Dataset(RemoteObject):
     def _make(self, meta: AnyMeta | None, client: TwinkleClient | None, options: Mapping[str, Any]) -> None:
         described = {} if meta is None else {"dataset_meta": own_meta(meta)}
         RemoteObject.__init__(self, client=client, **described, **options)
-        _ = self.processor_id  # now: data that is not there is an error here, as on a local dataset
+        _ = self.processor_id  # create it now, so that missing data raises here, as for a local dataset
 
     def add_dataset(self, dataset_meta: AnyMeta, **load_options: Unpack[LoadOptions]) -> None:
-        """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
+        """Load another dataset. Until :meth:`mix_dataset` is called, rows come from the first one."""
         self.call("add_dataset", dataset_meta=own_meta(dataset_meta), **load_options)
 
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Make one dataset of all: in turn until the first is used up, or one after another."""
+        """Merge all datasets: interleaved until the first one is exhausted, or one after another."""
         self.call("mix_dataset", interleave=interleave)
 
     def set_template(self, template_func: object, **init_args: Any) -> None:
-        """The template that encodes: a name, or a template of :mod:`twinkle_client.template`."""
+        """Choose the template that encodes rows: a name, or a template of :mod:`twinkle_client.template`."""
         name, options = component("template_func", template_func, init_args)
         self.call("set_template", template_func=name, **options)
 
@@ -83,7 +83,7 @@ class Dataset(RemoteObject):
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
-        """Replace columns by what a preprocessor makes of them."""
+        """Replace the columns by those that a preprocessor makes of them."""
         function = function_argument("preprocess_func", preprocess_func)
         which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("map", preprocess_func=function, **which, **map_options)
@@ -95,13 +95,13 @@ class Dataset(RemoteObject):
         init_args: Mapping[str, Any] | None = None,
         **filter_options: Unpack[FilterOptions],
     ) -> None:
-        """Keep the rows for which a filter says yes."""
+        """Keep the rows for which a filter returns True."""
         function = function_argument("filter_func", filter_func)
         which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("filter", filter_func=function, **which, **filter_options)
 
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
-        """Tokenise every row with the template; rows it leaves nothing of are dropped."""
+        """Tokenise every row with the template; rows for which the template returns nothing are dropped."""
         self.call("encode", add_generation_prompt=add_generation_prompt, **map_options)
 
     def check(self, **filter_options: Unpack[FilterOptions]) -> None:
@@ -114,7 +114,7 @@ class Dataset(RemoteObject):
     def save_as(
         self, output_path: str, format: str | None = None, batch_size: int = 1000, mode: str = "immediate"
     ) -> None:
-        """Write the rows to a file of the server's, in a directory that it allows."""
+        """Write the rows to a file on the server, in a directory that the server allows."""
         self.call("save_as", output_path=str(output_path), format=format, batch_size=batch_size, mode=mode)
 
     def flush_save(self) -> None:
@@ -132,11 +132,12 @@ class Dataset(RemoteObject):
 
 
 class LazyDataset(Dataset):
-    """Maps and encodes one row at a time, when it is asked for."""
+    """A dataset that maps and encodes each row when it is accessed."""
 
 
 class PackingDataset(Dataset):
-    """Encode, then :meth:`pack_dataset`: rows joined up to the template's ``max_length``."""
+    """A dataset of packed rows: call :meth:`encode`, then :meth:`pack_dataset`, which joins rows up to the template's
+    ``max_length``."""
 
     def __init__(
         self,
@@ -157,14 +158,14 @@ class PackingDataset(Dataset):
 
 
 class IterableDataset(Dataset):
-    """A stream of rows: map, filter and encode happen as it is read. Each iteration reads it from the start."""
+    """A stream of rows, mapped, filtered and encoded as they are read. Each iteration starts at the beginning."""
 
     def __iter__(self) -> Iterator[Row]:
         return _stream(self)
 
 
 class IterablePackingDataset(Dataset):
-    """A stream of packs. Set a template, :meth:`pack_dataset`, iterate; rows are encoded while they are read."""
+    """A stream of packed rows, encoded as they are read: set a template, call :meth:`pack_dataset`, iterate."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class IterablePackingDataset(Dataset):
         packing: dict[str, Any] = {"packing_interval": packing_interval, "packing_num_proc": packing_num_proc}
         self._make(dataset_meta, client, {**packing, "cyclic": cyclic, **load_options})
 
-    # The library calls this argument by another name here.
+    # In the library this class's argument has another name than in the base class.
     def set_template(self, template_cls: object, **init_args: Any) -> None:  # type: ignore[override]
         name, options = component("template_cls", template_cls, init_args)
         self.call("set_template", template_cls=name, **options)

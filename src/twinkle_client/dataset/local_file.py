@@ -1,6 +1,6 @@
-"""Rows of a file on this machine, which the server cannot see: they travel in the request.
+"""Read the rows of a file on this machine. The server cannot read the file, so its rows are sent in the request.
 
-Columns of CSV get the types that the ``datasets`` library would give them: numbers where all cells are numbers.
+Columns of CSV files get the types that the ``datasets`` library would give them: numbers if all cells are numbers.
 """
 
 import csv
@@ -15,12 +15,12 @@ __all__ = ["MAX_FILE_BYTES", "read_rows"]
 
 Rows = list[dict[str, Any]]
 
-# What one request may carry; larger data belongs on a hub, or on a disk of the server's.
+# The limit for the rows of one request; larger data belongs on a hub or on the server's disk.
 MAX_FILE_BYTES = 32 * 2**20
 
 
 def read_rows(path: Path) -> Rows | dict[str, Any]:
-    """Rows, or columns where a JSON file has them."""
+    """Return the rows of a file, or its columns if a JSON file holds columns."""
     if path.is_dir():
         raise InvalidRequestError(f"dataset_id: {str(path)!r} is a directory of this machine; name one file of it")
     kind = path.suffix.lstrip(".").lower()
@@ -45,7 +45,7 @@ def _json_lines(text: str) -> Rows:
 def _json(text: str) -> Rows | dict[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError:  # many files that are called .json hold one object a line
+    except ValueError:  # many .json files hold one object per line
         return _json_lines(text)
     if not isinstance(content, list | dict):
         raise ValueError("allowed: a list of rows, or an object of columns")

@@ -1,4 +1,4 @@
-"""Which rows a dataset is made of."""
+"""The description of the rows of a dataset."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ __all__ = ["DatasetMeta", "MetaFields", "is_meta", "own_meta"]
 
 @dataclass(frozen=True)
 class DatasetMeta:
-    """A dataset of a hub (``hf://…``, ``ms://…``), a file, or data in memory.
+    """The rows of a dataset: a dataset on a hub (``hf://…``, ``ms://…``), a file, or data in memory.
 
-    A file of this machine is read here, and its rows are sent; a path that does not exist here is one of the server's.
+    A file of this machine is read here and its rows are sent; a path that does not exist here is a path on the server.
     ``data`` is a list of rows, a dict of columns, or a dataset of the ``datasets`` library. ``data_slice`` selects rows
     by number; numbers beyond the end start over.
     """
@@ -60,7 +60,7 @@ class DatasetMeta:
 
 @runtime_checkable
 class MetaFields(Protocol):
-    """The library's own DatasetMeta, which a script may have from there."""
+    """The fields of the library's DatasetMeta, which scripts may pass instead of ours."""
 
     @property
     def dataset_id(self) -> str: ...
@@ -79,7 +79,7 @@ class MetaFields(Protocol):
 
 
 def is_meta(meta: object) -> TypeGuard[MetaFields]:
-    """Ours or the library's; a class has the names of its fields, too, and is none."""
+    """Return whether a value is a DatasetMeta (an instance, not the class), ours or the library's."""
     return isinstance(meta, MetaFields) and not isinstance(meta, type)
 
 

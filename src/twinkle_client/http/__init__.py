@@ -1,11 +1,12 @@
-"""Single requests to a server, for scripts that call routes which the client has no method for.
+"""Single requests to a server, for scripts that call routes for which the client has no method.
 
     from twinkle_client.http import get_base_url, http_get
 
     http_get(f"{get_base_url()}/twinkle/healthz").json()
 
-Address, key and session are those of :func:`~twinkle_client.init_twinkle_client`'s client, else of the environment,
-unless a script sets others here. Errors are the client's own (:mod:`twinkle_client.errors`); nothing is retried.
+Address, key and session are those that a script sets here, else those of the default client
+(:func:`~twinkle_client.init_twinkle_client`), else address and key of the environment variables. Errors are those of
+:mod:`twinkle_client.errors`; nothing is retried.
 """
 
 from twinkle_client.http.requests import http_delete, http_get, http_post

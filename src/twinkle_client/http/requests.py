@@ -35,7 +35,7 @@ def http_post(
     additional_headers: Headers = None,
     timeout: float | None = _SECONDS,
 ) -> httpx.Response:
-    """``data`` in the place of JSON; without either the body is an empty object."""
+    """Send a POST request. ``data`` replaces the JSON body; without both the body is an empty object."""
     return _request("POST", url, additional_headers, timeout, body=encode(json_data or {}) if data is None else data)
 
 

@@ -1,4 +1,4 @@
-"""Which server the functions of :mod:`twinkle_client.http` ask, as whom, and in which session."""
+"""The server, the API key and the session that the functions of :mod:`twinkle_client.http` use."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass
 class _Configured:
-    """What a script has set here; None: nothing."""
+    """The values that a script has set here; None: not set."""
 
     base_url: str | None = None
     api_key: str | None = None
@@ -38,7 +38,7 @@ def set_base_url(url: str | None) -> None:
 
 
 def get_base_url() -> str:
-    """With /api/v1."""
+    """Return the server's address with /api/v1."""
     client = current_client()
     if _configured.base_url is not None or client is None:
         return with_api(_configured.base_url or read_environment().server_url)
@@ -70,7 +70,7 @@ def set_request_id(request_id: str | None) -> None:
 
 
 def get_request_id() -> str:
-    """By which some servers send all requests of a program to the same process; ours needs none."""
+    """Return the id by which some servers route all requests of a program to the same process. Ours ignores it."""
     if _configured.request_id is None:
         _configured.request_id = f"{time.strftime('%Y%m%d_%H%M%S')}-{secrets.token_hex(4)}"
     return _configured.request_id

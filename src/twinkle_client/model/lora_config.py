@@ -1,4 +1,4 @@
-"""What an adapter is to be like, in whatever form a script has it."""
+"""The configuration of a LoRA adapter, in each form that a script may have it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ __all__ = ["LoraConfig", "config_text", "is_lora_config", "modules_of"]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The fields of ``peft.LoraConfig`` that matter here, for programs without peft."""
+    """The fields of ``peft.LoraConfig`` that the server uses, for programs without peft."""
 
     r: int = 8
     lora_alpha: int = 8
@@ -29,12 +29,12 @@ class _PeftConfig(Protocol):
 
 
 def is_lora_config(value: object) -> bool:
-    """Ours or PEFT's."""
+    """Return whether a value is a LoraConfig, ours or PEFT's."""
     return isinstance(value, LoraConfig | _PeftConfig) and not isinstance(value, Mapping | type)
 
 
 def config_text(config: object, target_modules: str | Iterable[str]) -> str:
-    """The ``config`` of add_adapter_to_model: JSON text. ``target_modules`` are those of a config that names none."""
+    """Return ``config`` as JSON text for add_adapter_to_model; without target modules it gets ``target_modules``."""
     said = _said("config", config)
     if said.get("target_modules") is None:
         said["target_modules"] = _value(target_modules)
@@ -42,7 +42,7 @@ def config_text(config: object, target_modules: str | Iterable[str]) -> str:
 
 
 def modules_of(config: object, default: str | Iterable[str]) -> str | Iterable[str]:
-    """The target modules that a config names, else the ``default`` ones."""
+    """Return the target modules that a config names, else ``default``."""
     modules: str | Iterable[str] | None = _said("lora_config", config).get("target_modules")
     return default if modules is None else modules
 
@@ -60,7 +60,7 @@ def _said(field: str, config: object) -> dict[str, Any]:
 
 
 def _can_be_said(value: object) -> bool:
-    """PEFT keeps objects for its own use beside the numbers."""
+    """Return whether JSON can express a value; PEFT's configs also hold internal objects, which are left out."""
     return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple | AbstractSet)
 
 

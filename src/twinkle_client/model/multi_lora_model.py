@@ -1,7 +1,7 @@
-"""LoRA adapters on a server's model, through the verbs of the library's own MultiLoraTransformersModel.
+"""LoRA adapters on a server's model, through the verbs of the library's MultiLoraTransformersModel.
 
 Every verb is one request that returns when the server has done it. Verbs of one adapter run in the order in which they
-are called, whatever is lost on the way: see :mod:`twinkle_client.client.adapter_sequence`.
+are called, even if requests or answers are lost: see :mod:`twinkle_client.client.adapter_sequence`.
 """
 
 import logging
@@ -46,12 +46,12 @@ Inputs = Any  # features or trajectories, one or several, or a RemoteBatch
 
 
 class MultiLoraTransformersModel:
-    """Adapters of this session on the model ``model_id`` (with or without ``ms://`` or the like before it).
+    """The adapters of this session on the model ``model_id`` (with or without a prefix such as ``ms://``).
 
-    ``adapter_name`` of a verb is that of the adapter that was added last, unless it is given. An adapter whose config
-    names no target modules gets those of ``lora_config``, or ``target_modules``. The options after them are the
-    library's, accepted so that local scripts run as they are: where the model is and how much fits is the server's
-    business, and the log says so.
+    Verbs without ``adapter_name`` use the adapter that was added last. An adapter whose config names no target modules
+    gets those of ``lora_config``, else ``target_modules``. The options after ``lora_config`` are those of the library's
+    class. They are accepted so that local scripts run unchanged, but they are not used, because the server decides
+    about devices and memory; a log line says so.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MultiLoraTransformersModel:
         self.model_id = model_name(model_id)
         self.target_modules = target_modules if lora_config is None else modules_of(lora_config, target_modules)
         self.adapter_name: str | None = None
-        self._adapters: dict[str, str] = {}  # the ids of their runs
+        self._adapters: dict[str, str] = {}  # the id of each adapter's run, by the adapter's name
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
         parsed(OkResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
@@ -121,9 +121,11 @@ class MultiLoraTransformersModel:
         seed: int | None = None,
         save_dir: str | None = None,
     ) -> None:
-        """config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields.
+        """Create an adapter on the server.
 
-        seed: of the adapter's first weights, else made from the client's. save_dir: a directory that the server allows.
+        config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields. seed: the seed
+        of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory that the
+        server allows.
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise invalid("adapter_name", adapter_name, "a name")
@@ -141,9 +143,9 @@ class MultiLoraTransformersModel:
         self.adapter_name = adapter_name
 
     def remove_adapter(self, adapter_name: str) -> None:
-        """It makes room for others; the server keeps its last state as a checkpoint for a while.
+        """End an adapter, which makes room for others; the server keeps its last state as a checkpoint for a while.
 
-        The name stays that of this session's first adapter so called: another one needs another name.
+        Its name cannot be used for another adapter of this session.
         """
         name = self._adapter(adapter_name)
         answer = self.client.post(f"{self._path}/remove_adapter", encode({"adapter_name": name}))
@@ -155,14 +157,14 @@ class MultiLoraTransformersModel:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
-        """The model's outputs; further keywords are temperature, return_logits, task, and those of the loss."""
+        """Return the model's outputs. Further keywords are temperature, return_logits, task, and those of the loss."""
         answer = self._verb("forward", adapter_name, _with_inputs("forward", inputs, kwargs))
         return self._outputs("forward", parsed(ModelResult, answer, self.server_url).result)
 
     def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
-        """The same for evaluation, without gradients; ``disable_lora=True`` is the base model.
+        """Return the model's outputs for evaluation, without gradients.
 
-        So is a call before there is any adapter.
+        The base model answers with ``disable_lora=True``, and also as long as there is no adapter.
         """
         body = _with_inputs("forward_only", inputs, kwargs)
         if adapter_name is None and self.adapter_name is None:
@@ -172,7 +174,7 @@ class MultiLoraTransformersModel:
         return self._outputs("forward_only", parsed(ModelResult, answer, self.server_url).result)
 
     def forward_backward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
-        """forward, calculate_loss and backward; "loss" in the outputs is a number."""
+        """Run forward, calculate_loss and backward, and return the outputs; their "loss" is a number."""
         answer = self._verb("forward_backward", adapter_name, _with_inputs("forward_backward", inputs, kwargs))
         return self._outputs("forward_backward", parsed(ModelResult, answer, self.server_url).result)
 
@@ -192,7 +194,7 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> Number | None:
-        """The gradient's norm before clipping, or None inside a window of accumulated gradients."""
+        """Return the gradient's norm before clipping, or None within a window of accumulated gradients."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
         answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
@@ -225,7 +227,7 @@ class MultiLoraTransformersModel:
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
     ) -> Number | None:
-        """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping where the server says it."""
+        """Run clip_grad_norm, step, zero_grad and lr_step; return the norm before clipping if the server sends it."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = StepOptions(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
         answer = self._verb("clip_grad_and_step", adapter_name, {**body, **_given(options)})
@@ -234,7 +236,7 @@ class MultiLoraTransformersModel:
     # --- setting up ---------------------------------------------------------------------------------------------------
 
     def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """The name of one of the library's losses, with options of its constructor."""
+        """Choose one of the library's losses by name, with the options of its constructor."""
         body = {"loss_cls": class_name("loss_cls", loss_cls), **options}
         self._done("set_loss", adapter_name, body)
 
@@ -247,7 +249,7 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """A name in ``torch.optim``; without lr and weight_decay they are the library's, 1e-5 and 0.01."""
+        """Choose an optimizer by its name in ``torch.optim``. The defaults of lr and weight_decay are 1e-5 and 0.01."""
         given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
         body = {"optimizer_cls": class_name("optimizer_cls", optimizer_cls), **given, **options}
         self._done("set_optimizer", adapter_name, body)
@@ -257,7 +259,7 @@ class MultiLoraTransformersModel:
         self._done("set_lr_scheduler", adapter_name, body)
 
     def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """What trajectories are encoded with: a name, or a template of :mod:`twinkle_client.template`."""
+        """Choose the template that encodes trajectories: a name, or a template of :mod:`twinkle_client.template`."""
         name, options = component("template_cls", template_cls, options)
         body = {"template_cls": name, "model_id": self.model_id, **options}
         self._done("set_template", adapter_name, body)
@@ -269,7 +271,7 @@ class MultiLoraTransformersModel:
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """To training, to evaluation, or (None) to both."""
+        """Add a metric to training (``is_training`` True), to evaluation (False), or to both (None)."""
         body = {"metric_cls": class_name("metric_cls", metric_cls), "is_training": is_training}
         self._done("add_metric", adapter_name, {**body, **options})
 
@@ -280,7 +282,7 @@ class MultiLoraTransformersModel:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> Result:
-        """What all metrics saw since they were last asked."""
+        """Return the values of all metrics, accumulated since the last call."""
         answer = self._verb("calculate_metric", adapter_name, {"is_training": is_training})
         return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
 
@@ -305,10 +307,11 @@ class MultiLoraTransformersModel:
         consumed_train_samples: int = 0,
         is_sampler: bool = False,
     ) -> SaveResult | None:
-        """The address of the new checkpoint; None where the steps so far are no multiple of ``interval``.
+        """Save a checkpoint on the server and return its address.
 
-        is_sampler: weights for a sampler, of which the server keeps the newest. The server keeps checkpoints under
-        their name: ``output_dir``, a directory of this machine, stays as it is, and the log says so.
+        Return None without saving if the number of steps so far is not a multiple of ``interval``. is_sampler: save
+        weights for a sampler, of which the server keeps only the newest. Nothing is written to ``output_dir``, a
+        directory of this machine, because the server keeps the checkpoints; a warning is logged.
         """
         if output_dir is not None:
             logger.warning("output_dir %s is not written to: the server keeps checkpoints itself", output_dir)
@@ -325,13 +328,16 @@ class MultiLoraTransformersModel:
         return SaveResult(parsed(SaveResponse, answer, self.server_url).twinkle_path)
 
     def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
-        """name: a checkpoint's address, or a hub's id."""
+        """Load weights; ``name`` is a checkpoint's address or the id of a repository on a hub."""
         self._done("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
 
     def resume_from_checkpoint(
         self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Goes on where ``save(save_optimizer=True)`` was: cur_step, consumed_train_samples, and the window."""
+        """Continue from a checkpoint of ``save(save_optimizer=True)``.
+
+        Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
+        """
         body = {"name": str(name), "resume_only_model": resume_only_model}
         answer = self._verb("resume_from_checkpoint", adapter_name, body)
         return dict(parsed(TrainingProgressResponse, answer, self.server_url).result)
@@ -344,10 +350,10 @@ class MultiLoraTransformersModel:
         async_upload: bool = True,
         poll_interval: float = 5.0,
     ) -> None:
-        """Push a checkpoint to a repository, and wait until it is there: the server is asked now and then.
+        """Upload a checkpoint to a hub repository and wait for it, asking the server every ``poll_interval`` seconds.
 
-        checkpoint_dir: an address, or what :meth:`save` returned. async_upload: whether the server does it beside its
-        other work; this call returns at the end either way.
+        checkpoint_dir: an address, or what :meth:`save` returned. async_upload: whether the server uploads in the
+        background of its other work; this call returns after the upload in either case.
         """
         body = {
             "checkpoint_dir": str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir),
@@ -370,7 +376,7 @@ class MultiLoraTransformersModel:
     def log_metrics(
         self, values: Mapping[str, float], step: int | None = None, *, adapter_name: str | None = None
     ) -> None:
-        """Numbers for the curves of the adapter's run, a reward for instance; see ``TwinkleClient.log_metrics``."""
+        """Add numbers, such as a reward, to the metrics of the adapter's run; see ``TwinkleClient.log_metrics``."""
         self.client.log_metrics(self._adapters[self._adapter(adapter_name)], values, step)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -382,7 +388,7 @@ class MultiLoraTransformersModel:
         return sequence.send(f"{self._path}/{verb}", content, self.client.post)
 
     def _done(self, verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> None:
-        """A verb that returns nothing, which some servers say as null."""
+        """Send a verb that returns nothing; some servers answer it with null, others with an OkResponse."""
         parsed(OkResponse, self._verb(verb, adapter_name, body) or {}, self.server_url)
 
     def _outputs(self, verb: str, result: object) -> Result:
@@ -400,7 +406,7 @@ class MultiLoraTransformersModel:
 
 
 def _given(options: "DataclassInstance") -> dict[str, Any]:
-    """The options that are not None: older servers need not know of the others."""
+    """Return the options that are not None: an older server may not know the others."""
     return {name: value for name, value in vars(options).items() if value is not None}
 
 
@@ -411,5 +417,5 @@ def _with_inputs(verb: str, inputs: Inputs, kwargs: Mapping[str, Any]) -> dict[s
 
 
 def _norm(result: float | str | None) -> Number | None:
-    """A number, its text, or nothing."""
+    """Return the norm, which a server sends as a number, as text, or not at all."""
     return None if result in (None, "", "None") else Number(result)

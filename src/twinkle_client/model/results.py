@@ -1,4 +1,4 @@
-"""What verbs return: what the library's own model returns, with the attributes that scripts for a server know.
+"""The results of verbs: values as the library's model returns them, with the attributes that scripts for a server use.
 
 model.calculate_metric(is_training=True)["loss"]          # as on a local model
 model.calculate_metric(is_training=True).result["loss"]   # as on a server
@@ -11,7 +11,7 @@ __all__ = ["Number", "Result", "SaveResult", "Text"]
 
 
 class Result(dict[str, Any]):
-    """A dict that is its own ``result``."""
+    """A dict whose attribute ``result`` is the dict itself."""
 
     @property
     def result(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class SaveResult(str):
 
     @property
     def checkpoint_dir(self) -> str:
-        """The address again: no directory of the server's is visible from here."""
+        """Return the address, because the server's directories are not visible to clients."""
         return str(self)
 
     def model_dump(self) -> dict[str, str]:

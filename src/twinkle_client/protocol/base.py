@@ -1,26 +1,26 @@
-"""What all messages of the native protocol share: how a JSON object is read, headers, and the answer to a mistake."""
+"""The base of all messages of the native protocol: how a JSON object is read, headers, and the body of errors."""
 
 from pydantic import BaseModel, ConfigDict
 
-SESSION_HEADER = "X-Twinkle-Session-Id"  # of a request: the session that it belongs to
-IDEMPOTENCY_HEADER = "X-Idempotency-Key"  # of a request: the same key again is the same request
-NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
+SESSION_HEADER = "X-Twinkle-Session-Id"  # in a request: the session that it belongs to
+IDEMPOTENCY_HEADER = "X-Idempotency-Key"  # in a request: the same key again means the same request
+NUMBER_HEADER = "X-Twinkle-Seq-Id"  # in an answer: the sequence number of the request in its adapter's run
 
-# What a value is, where JSON alone does not say: a LoraConfig, a DatasetMeta, a Batch.
+# The key that names the type of a JSON object: LoraConfig, DatasetMeta or Batch.
 TYPE_KEY = "_TWINKLE_TYPE_"
 
-# Codes of errors that a program reacts to. Texts are for people and may change; codes do not.
+# Codes of errors that programs react to. The texts of errors may change; codes do not.
 SESSION_LOST = "session_lost"  # the session that the request names has ended, or is not known
 
 
 class Wire(BaseModel):
-    """A JSON object. Keys that it does not name are dropped: client and server may be of different versions."""
+    """A JSON object. Unknown keys are dropped, because client and server may have different versions."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
 class OpenWire(Wire):
-    """Keys that it does not name are arguments of the method that is called; see :meth:`arguments`."""
+    """A JSON object whose unknown keys are arguments of the method that is called; see :meth:`arguments`."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
@@ -32,8 +32,8 @@ class OpenWire(Wire):
 class ErrorResponse(Wire):
     """The body of every answer with a status from 400 on.
 
-    ``detail`` is for people. ``code`` is one of the codes above where a program has to tell this error from others of
-    the same status; older servers send none.
+    ``detail`` is a text for people. ``code`` is one of the codes above, if programs have to tell this error from others
+    with the same status; older servers send none.
     """
 
     detail: str
@@ -41,6 +41,6 @@ class ErrorResponse(Wire):
 
 
 class OkResponse(Wire):
-    """The answer to a request that has nothing to tell but that it was done."""
+    """The answer to a request that succeeded and has no result."""
 
     status: str = "ok"

@@ -1,4 +1,4 @@
-"""Training runs, their checkpoints, and their curves: numbers over time."""
+"""Training runs, their checkpoints, and their metrics over time."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -31,7 +31,7 @@ class Checkpoint(Wire):
 
 
 class LoraConfig(Wire):
-    """An adapter as Tinker's protocol describes one; PEFT's fields are in :class:`twinkle_client.LoraConfig`."""
+    """The configuration of an adapter in Tinker's protocol; :class:`twinkle_client.LoraConfig` has PEFT's fields."""
 
     rank: int = 8
     train_unembed: bool = False
@@ -40,7 +40,7 @@ class LoraConfig(Wire):
 
 
 class CreateModelRequest(Wire):
-    """What a training run began with."""
+    """The request that a training run was created with."""
 
     base_model: str
     lora_config: LoraConfig | None = None
@@ -86,7 +86,7 @@ class ParsedCheckpointTwinklePath(Wire):
 
 
 class ResolvedLoadPath(Wire):
-    """What the ``name`` of a load means: a checkpoint of a run, or a directory that the server allows."""
+    """The resolved ``name`` of a load: a checkpoint of a run, or a directory that the server allows."""
 
     checkpoint_name: str
     checkpoint_dir: str | None = None
@@ -112,7 +112,7 @@ class WeightsInfoResponse(Wire):
     lora_rank: int | None = None
 
 
-# --- curves: measured by the server, or logged by a client ------------------------------------------------------------
+# --- metrics: measured by the server, or logged by a client -----------------------------------------------------------
 
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MetricValue = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -124,7 +124,7 @@ class LogMetricsRequest(Wire):
 
 
 class MetricPoint(Wire):
-    number: int  # of the points of a run
+    number: int  # counts the points of a run
     time: float  # seconds since the epoch
     source: Literal["server", "client"]
     step: int
@@ -133,5 +133,5 @@ class MetricPoint(Wire):
 
 class RunMetricsResponse(Wire):
     points: list[MetricPoint]
-    next: int  # what to ask for as ``since`` to get those after these
-    more: bool  # whether there are some already
+    next: int  # the value of ``since`` for the points after these
+    more: bool  # whether there are points after these already

@@ -1,4 +1,4 @@
-"""Sampling. ``inputs`` as for the model; ``sampling_params`` are the fields of twinkle's SamplingParams."""
+"""Sampling. ``inputs`` are the same as for the model; ``sampling_params`` has the fields of SamplingParams."""
 
 from typing import Any, Literal
 
@@ -9,9 +9,11 @@ TokenLogprobs = list[tuple[int, float]]
 
 
 class SampleRequest(Wire):
-    """adapter_uri: an address twinkle://…; adapter_name: an adapter of this session as it is now; neither: the base.
+    """A request for samples.
 
-    ``num_samples`` is that of sampling_params where that says nothing.
+    ``adapter_uri``: sample with the checkpoint at this address, twinkle://…; ``adapter_name``: sample with the current
+    weights of an adapter of this session; neither: sample from the base model. ``num_samples`` is used if
+    sampling_params does not have it.
     """
 
     inputs: Any
@@ -22,7 +24,7 @@ class SampleRequest(Wire):
 
 
 class SampledSequenceModel(Wire):
-    """``logprobs``: for each token, (token, log-probability) of the drawn one, or of the k likeliest."""
+    """One sample. ``logprobs``: for each token, (token, log-probability) of the sampled one or of the k likeliest."""
 
     stop_reason: StopReason
     tokens: list[int]

@@ -1,10 +1,10 @@
-"""Sessions, what a server says of itself, and the objects that live in a session."""
+"""Sessions, a server's reports about itself, and the objects (processors) that belong to a session."""
 
 from typing import Any, Literal
 
 from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
 
-# --- sessions: a client's sign of life --------------------------------------------------------------------------------
+# --- sessions and their heartbeats ------------------------------------------------------------------------------------
 
 
 class CreateSessionRequest(Wire):
@@ -24,7 +24,7 @@ class SessionHeartbeatResponse(Wire):
 
 
 class FinishSessionRequest(Wire):
-    """Its adapters leave the device and are kept as checkpoints; its processors end."""
+    """A request to end a session: its adapters leave the device and are kept as checkpoints; its processors end."""
 
     session_id: str
 
@@ -54,7 +54,7 @@ class DeepHealthResponse(Wire):
 
 
 class CapacityInfoResponse(Wire):
-    """Adapters that the asking tenant may have, has, and may still create."""
+    """How many adapters the tenant may have (max), has (used), and may still create (free)."""
 
     max_loras: int
     used_loras: int
@@ -62,13 +62,13 @@ class CapacityInfoResponse(Wire):
 
 
 class ServerWeightsInfoResponse(Wire):
-    """For programs that name it: ``weights_info`` answers with a :class:`WeightsInfoResponse`."""
+    """Kept for programs that import this name: ``weights_info`` answers with a :class:`WeightsInfoResponse`."""
 
     weights_info: Any
 
 
 # --- processors: datasets, dataloaders, templates, preprocessors and rewards on the server ----------------------------
-# Arguments that are ``pid:…`` mean the object of that id; DatasetMeta travels as JSON text.
+# An argument ``pid:…`` refers to the object with that id; a DatasetMeta is sent as JSON text.
 
 ProcessorType = Literal["dataset", "dataloader", "preprocessor", "processor", "reward", "template", "weight_loader"]
 
@@ -92,7 +92,7 @@ class ProcessorCallResponse(Wire):
 
 
 class ProcessorHeartbeatRequest(Wire):
-    """For programs that name it: processors live as long as their session, and no route takes this."""
+    """Kept for programs that import this name: processors live as long as their session, and no route takes this."""
 
     processor_id: str
 

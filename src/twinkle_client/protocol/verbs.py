@@ -1,11 +1,11 @@
-"""Verbs on an adapter: what each is asked with, what it answers, and the table of all.
+"""The verbs on an adapter: their requests, their answers, their options, and the table of all verbs.
 
-``seq_id`` numbers the requests of one adapter, 1, 2, …: the server runs them in that order, and the same number with
-the same body gets the answer of the first, so that a request may be sent again. Without it requests run as they
-arrive. ``inputs`` are InputFeatures or Trajectories, one or a list, or a :class:`BatchReference`.
+``seq_id`` numbers the requests of one adapter, 1, 2, …: the server runs them in that order. A request that is sent
+again with the same number and the same body gets the answer of the first. Without ``seq_id`` requests run in the order
+in which they arrive. ``inputs`` are InputFeatures or Trajectories, one or a list, or a :class:`BatchReference`.
 
-A new verb is a line of :data:`VERBS` (with options of its own, if it has some), a method of the library's
-``LoraVerbs``, and a method of the client's ``MultiLoraTransformersModel``. The server needs no change: it calls the
+To add a verb, add a line to :data:`VERBS` (and a class for its options, if it has any), a method to the library's
+``LoraVerbs``, and a method to the client's ``MultiLoraTransformersModel``. The server needs no change: it calls the
 method that has the name of the verb.
 """
 
@@ -21,9 +21,9 @@ from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
 
 
 class BatchReference(Wire):
-    """A batch of a dataloader that lives on the server: its rows need not travel. ``number`` counts from 0."""
+    """A reference to a batch of a dataloader on the server, instead of the rows. ``number`` counts from 0."""
 
-    # TYPE_KEY, which type checkers want as a literal
+    # the alias is TYPE_KEY, written as a literal for type checkers
     kind: Literal["Batch"] = Field(default="Batch", alias="_TWINKLE_TYPE_", serialization_alias="_TWINKLE_TYPE_")
     processor_id: str
     number: int = Field(ge=0)
@@ -34,14 +34,14 @@ class CreateRequest(OpenWire):
 
 
 class AdapterRequest(OpenWire):
-    """What every verb is asked with, and all that some are."""
+    """The fields that the requests of all verbs have; some verbs have no others."""
 
     adapter_name: str
     seq_id: int | None = Field(default=None, ge=1, lt=2**62)
 
 
 class AddAdapterRequest(OpenWire):
-    """``config``: the fields of PEFT's LoraConfig, as JSON text or as they are."""
+    """A request to create an adapter. ``config``: the fields of PEFT's LoraConfig, as JSON text or as an object."""
 
     adapter_name: str
     config: str | dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class AddAdapterRequest(OpenWire):
 
 
 class RemoveAdapterRequest(Wire):
-    """The adapter leaves the device; its last state is kept as a checkpoint for a while."""
+    """A request to end an adapter's run; its last state is kept as a checkpoint for a while."""
 
     adapter_name: str
 
@@ -59,9 +59,9 @@ class ForwardRequest(AdapterRequest):
 
 
 class ForwardOnlyRequest(ForwardRequest):
-    """Without an adapter (or with an empty name) it is the base model that answers."""
+    """A request for a forward pass; without an adapter, or with an empty name, the base model answers."""
 
-    adapter_name: str | None = None  # type: ignore[assignment]  # the others need one
+    adapter_name: str | None = None  # type: ignore[assignment]  # the other verbs need an adapter
 
 
 class GetStateDictRequest(AdapterRequest):
@@ -130,7 +130,7 @@ class ResumeFromCheckpointRequest(AdapterRequest):
 
 
 class UploadToHubRequest(Wire):
-    """``checkpoint_dir``: an address twinkle://…, or what ``save`` returned."""
+    """A request to upload a checkpoint. ``checkpoint_dir``: an address twinkle://…, or what ``save`` returned."""
 
     checkpoint_dir: str | dict[str, Any]
     hub_model_id: str
@@ -141,25 +141,26 @@ class UploadToHubRequest(Wire):
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-# A verb that returns nothing answers null; other servers answer an OkResponse.
+# Our server answers null to a verb that returns nothing; other servers answer an OkResponse.
 
 
 class ClipGradAndStepResponse(OkResponse):
-    """``result``: the norm before clipping, where the server says it."""
+    """The answer to clip_grad_and_step. ``result``: the norm before clipping, if the server sends it."""
 
     result: float | str | None = None
 
 
 class AddAdapterResponse(OkResponse):
-    """``adapter_name``: the id of the adapter's training run."""
+    """The answer to add_adapter_to_model. ``adapter_name``: the id of the adapter's training run."""
 
     adapter_name: str
 
 
 class ModelResult(Wire):
-    """What any verb that returns something returns.
+    """The answer to a verb that returns something.
 
-    Of a pass: logps, one row a sequence and aligned with its labels; loss and num_tokens where there is a loss.
+    The result of a pass has ``logps``, one row per sequence, aligned with its labels; and ``loss`` and ``num_tokens``
+    if a loss was computed.
     """
 
     result: Any
@@ -170,7 +171,7 @@ class CalculateLossResponse(Wire):
 
 
 class ClipGradNormResponse(Wire):
-    """As text; empty within a window of accumulated gradients, where nothing is clipped yet."""
+    """The norm as text; empty within a window of accumulated gradients, where nothing is clipped yet."""
 
     result: str
 
@@ -188,7 +189,7 @@ class GetStateDictResponse(Wire):
 
 
 class SaveResponse(Wire):
-    """``checkpoint_dir`` is the address once more: no directory of the server's is anybody's business."""
+    """The answer to save. ``checkpoint_dir`` is the address again: the server does not reveal its directories."""
 
     twinkle_path: str
     checkpoint_dir: str | None = None
@@ -209,8 +210,8 @@ class UploadStatusResponse(Wire):
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-# Keywords of the verbs themselves, which travel beside the fields of the request. The client fills them in and leaves
-# out what is None; the server checks them against their types, and refuses a key that no option has.
+# Keywords of the verbs, which are sent beside the fields of the request. The client leaves out those that are None; the
+# server checks them against their types, and refuses a key that is not an option.
 
 Steps = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -226,7 +227,7 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Of ``add_adapter_to_model``. ``seed``: of the first weights; the server draws one where it is None."""
+    """The options of ``add_adapter_to_model``. ``seed``: of the initial weights; the server draws one if None."""
 
     gradient_accumulation_steps: Steps = 1
     seed: Annotated[int, Field(strict=True)] | None = None
@@ -234,7 +235,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """Of verbs that count gradients. None: as the adapter was added."""
+    """The options of verbs that depend on the window. None: the value with which the adapter was added."""
 
     gradient_accumulation_steps: Steps | None = None
 
@@ -258,7 +259,7 @@ class ForwardBackwardOptions(ForwardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimParams:
-    """What a step changes of the optimizer, for this step and those after it."""
+    """The settings of the optimizer that a step changes, for this step and all later ones."""
 
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
@@ -267,7 +268,7 @@ class OptimParams:
 
 
 def only_keys_of(options: type[Any]) -> Callable[[object], object]:
-    """A check, before a mapping is read as ``options``, that it has no other keys."""
+    """Return a validator that refuses a mapping with keys that ``options`` does not have."""
     known = sorted(field.name for field in fields(options))
 
     def check(value: object) -> object:
@@ -279,7 +280,7 @@ def only_keys_of(options: type[Any]) -> Callable[[object], object]:
     return check
 
 
-# A mapping for the client, which sends what a script gives it; the server reads it as OptimParams.
+# For the client this is any mapping, sent as the script gives it; the server parses it as OptimParams.
 SentOptimParams = Annotated[
     Mapping[str, Any],
     GetPydanticSchema(lambda _mapping, schema_of: schema_of(OptimParams)),
@@ -294,19 +295,22 @@ class StepOptions(WindowOptions):
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-# What the server makes of a verb: a pass of the model without or with gradients, a file, or a call of a method.
+# How the server executes a verb: as a pass without or with gradients, as a save, as a load, or as a method call.
 Kind = Literal["forward", "forward_backward", "save", "load", "verb"]
 
 
 @dataclass(frozen=True)
 class Verb:
-    """``options``: a dataclass; None where a constructor or a loss knows the names of the keywords."""
+    """One line of the table of verbs.
+
+    ``options``: the dataclass of the verb's keywords; None if a constructor or a loss decides which keywords it takes.
+    """
 
     request: type[AdapterRequest] = AdapterRequest
     kind: Kind = "verb"
     options: type[Any] | None = NoOptions
-    takes_rows: bool = False  # or arguments with a number for each of their tokens
-    sets_up: bool = False  # it chooses something that the server then keeps
+    takes_rows: bool = False  # or arguments with a number for each token: its body may be as large as one with rows
+    sets_up: bool = False  # it configures the adapter; the server stores its arguments
     steps: bool = False  # it takes a step of the optimizer
 
 

@@ -1,7 +1,8 @@
-"""What tools said, appended to a sequence of tokens that a model is in the middle of.
+"""Append tool answers to the tokens of a running conversation.
 
-Rendering the conversation anew would change tokens that were sampled. Instead it is rendered as text without and with
-the new messages; only what the second has more is tokenised and appended, and nothing is learnt from it.
+Rendering and tokenising the whole conversation anew could change tokens that were sampled. Instead it is rendered as
+text without and with the new messages; only the additional text is tokenised and appended. Its labels are ignored in
+training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ Feature = dict[str, Any]
 
 
 class BridgeTemplate(Protocol):
-    """What is needed of a template; those of the library have it."""
+    """The part of a template that is used here; the library's templates have it."""
 
     tokenizer: Any
     enable_thinking: bool
@@ -28,7 +29,8 @@ class BridgeTemplate(Protocol):
 def extend_with_bridge(
     feature: Mapping[str, Any], tool_messages: Sequence[Mapping[str, Any]], template: BridgeTemplate
 ) -> Feature | None:
-    """The feature with the messages and the prompt of the next turn; None where the template drops it as too long."""
+    """Return the feature extended by the messages and the prompt of the next turn; None if the template drops it as too
+    long."""
     tokens = np.asarray(feature["input_ids"], dtype=np.int64)
     labels = np.asarray(feature["labels"], dtype=np.int64)
     if len(tokens) != len(labels):
@@ -38,7 +40,7 @@ def extend_with_bridge(
     bridge = _tokens(template, _suffix(template, before, after, feature.get("tools"), int(tokens[-1])))
     grown: Feature = {**feature, "messages": after}
     grown["input_ids"] = np.concatenate([tokens, bridge])
-    # Labels are shifted left by one; the template's last step shifts them again.
+    # The labels are shifted left by one. Undo that here, because the template's last step shifts them again.
     grown["labels"] = np.concatenate([np.roll(labels, 1), np.full(len(bridge), IGNORE, dtype=np.int64)])
     for name in ("mm_token_type_ids", "completion_mask"):
         if feature.get(name) is not None:
@@ -56,8 +58,10 @@ def _suffix(template: BridgeTemplate, before: list[Any], after: list[Any], tools
 
 
 def _after_turn(template: BridgeTemplate, rendered: str, last_token: int) -> str:
-    """What the chat template writes after the token with which the model ended its turn: a line break, mostly. The
-    model was not asked for it, so it is not among the tokens yet."""
+    """Return the text that the chat template writes after the token that ends the model's turn, mostly a line break.
+
+    Sampling stops at that token, so the text is not among the tokens yet.
+    """
     end = str(template.tokenizer.decode([last_token]))
     rest = rendered.rpartition(end)[2] if end and end in rendered else ""
     return "" if rest.strip() else rest
@@ -78,7 +82,7 @@ def _render(template: BridgeTemplate, messages: list[Any], tools: object, *, add
 def _tokens(template: BridgeTemplate, text: str) -> Any:
     tokens = np.asarray(template.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
     if not len(tokens):
-        raise RuntimeError("the chat template renders nothing for what tools answered")
+        raise RuntimeError("the chat template renders nothing for the answers of tools")
     return tokens
 
 

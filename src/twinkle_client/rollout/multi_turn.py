@@ -1,7 +1,7 @@
-"""Conversations with tools: the model is sampled on the server, tools run here.
+"""Conversations with tools: the model is sampled on the server, tools run in this process.
 
-Each round samples all conversations that still go on in one request. A conversation ends when the model calls no tool,
-is cut off, or has reached a limit.
+Each round samples all unfinished conversations in one request. A conversation ends when the model calls no tool, when
+its answer is cut off by ``max_tokens``, or when it reaches a limit of turns or tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class RolloutTemplate(BridgeTemplate, Protocol):
 
 @dataclass
 class _Conversation:
-    """One trajectory on its way."""
+    """The state of one trajectory during a rollout."""
 
     index: int
     given: Mapping[str, Any]
@@ -64,9 +64,11 @@ class _Conversation:
 
 
 class ClientMultiTurnRollout:
-    """template: one of the library's, here: it encodes and knows tool calls. tool_manager: a call to its answer.
+    """Conversations of several turns over a server's sampler.
 
-    A trajectory has at most ``max_turns`` turns of the model, and ``max_trajectory_tokens`` tokens.
+    template: a template of the library in this process; it encodes trajectories and parses tool calls. tool_manager: a
+    function from a tool call to its answer. A trajectory has at most ``max_turns`` turns of the model; it is stopped
+    when it has ``max_trajectory_tokens`` tokens or more.
     """
 
     def __init__(
@@ -98,9 +100,9 @@ class ClientMultiTurnRollout:
         sampling_params: object = None,
         tool_manager: ToolManager | Sequence[ToolManager] | None = None,
     ) -> list[Feature]:
-        """The trajectories with tokens, labels, messages, logprobs, turns, stop_reason and truncated.
+        """Return the trajectories with tokens, labels, messages, logprobs, turns, stop_reason and truncated.
 
-        tool_manager: another one for this call, or one for each trajectory.
+        tool_manager: one for this call instead of the constructor's, or one for each trajectory.
         """
         if not isinstance(trajectories, list):
             raise TypeError(f"trajectories: got a {type(trajectories).__name__}, allowed: a list")
@@ -152,7 +154,7 @@ class ClientMultiTurnRollout:
             conversation.over = conversation.truncated = True
 
     def _answer(self, conversation: _Conversation, sequence: SampledSequenceModel) -> None:
-        """Runs the tools that the model called; without calls the conversation is over."""
+        """Run the tools that the model called and append their answers; without calls the conversation is over."""
         calls = self._calls(conversation, sequence)
         if not calls:
             conversation.over = True

@@ -1,4 +1,4 @@
-"""Samplers of a server."""
+"""Sampling from a server's models."""
 
 from twinkle_client.sampler.sampler import LocalSampler, Sampler, hand_over, vLLMSampler
 

@@ -1,4 +1,4 @@
-"""Generating with a server's model, as it is or with an adapter."""
+"""Sample from a server's model, with or without an adapter."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class Sampler:
-    """The sampler of a model: ``model_id`` is its id, or a model handle, whose client is used.
+    """The sampler of a model. ``model_id`` is the model's id, or a model object, whose client is then used.
 
-    ``template`` encodes the trajectories and decodes tokens: the name of one of the library's, or one of
-    :mod:`twinkle_client.template`. The options after ``client`` are those of the library's LocalSampler, accepted so
-    that local scripts run as they are: the server has its engine already, and the log says so. ``adapter_name`` is
-    None until :meth:`add_adapter_to_sampler`.
+    ``template`` encodes the trajectories and decodes tokens: the name of one of the library's templates, or one of
+    :mod:`twinkle_client.template`. The options after ``client`` are those of the library's LocalSampler. They are
+    accepted so that local scripts run unchanged, but they are not used, because the server has its engine already; a
+    log line says so. ``adapter_name`` is None until :meth:`add_adapter_to_sampler`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Sampler:
 
     @property
     def template(self) -> Template:
-        """The same template as an object on the server, to decode with."""
+        """Return the sampler's template as an object on the server, for decoding tokens."""
         return self._template
 
     def set_template(self, template_cls: object, adapter_name: str = "", **options: Any) -> SamplerSetTemplateResponse:
@@ -85,13 +85,14 @@ class Sampler:
         adapter_uri: str | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
-        """One response for each input, in order, with ``num_samples`` sequences.
+        """Return one response with ``num_samples`` sequences for each input, in order.
 
-        sampling_params: a SamplingParams (ours or the library's), or a mapping of its fields. adapter_uri: what
-        ``save`` returned; adapter_name: an adapter of this session as it is now; neither: the base model.
+        sampling_params: a SamplingParams (ours or the library's), or a mapping of its fields. adapter_uri: sample with
+        the checkpoint that ``save`` returned; adapter_name: sample with the current weights of an adapter of this
+        session; neither: sample from the base model.
         """
         body: dict[str, Any] = {
-            # The rows themselves: a sampler does not look into dataloaders.
+            # The rows themselves: a sampler's route takes no references to batches.
             "inputs": dict(inputs) if isinstance(inputs, Mapping) else list(inputs),
             "sampling_params": None if sampling_params is None else sampling_fields(sampling_params),
             "adapter_name": adapter_name or "",
@@ -111,12 +112,12 @@ class Sampler:
         adapter_uri: str | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
-        """The same for many at once: the server batches what waits together."""
+        """Run :meth:`sample` in a thread; the server batches samples that wait at the same time."""
         call = partial(self.sample, inputs, sampling_params, adapter_name, adapter_uri, num_samples)
         return await asyncio.get_running_loop().run_in_executor(self.client.thread_pool, call)
 
     def add_adapter_to_sampler(self, adapter_name: str, config: object) -> SamplerAddAdapterResponse:
-        """For servers whose samplers have adapters of their own; ours samples with those of the model."""
+        """Add an adapter, on servers whose samplers have their own. Twinkle's samplers use the model's adapters."""
         body = {"adapter_name": adapter_name, "config": config_text(config, "all-linear")}
         answer = self.client.post(f"{self._path}/add_adapter_to_sampler", encode(body))
         added = parsed(SamplerAddAdapterResponse, answer, self.server_url)
@@ -124,16 +125,16 @@ class Sampler:
         return added
 
     def apply_patch(self, patch_cls: object, **options: Any) -> None:
-        """By name, to the server's sampler; ours, which many share, refuses it and says so."""
+        """Apply a patch to the server's sampler, by name. Twinkle's server refuses: tenants share its sampler."""
         body = {"patch_cls": class_name("patch_cls", patch_cls), "adapter_name": self.adapter_name, **options}
         answer = self.client.post(f"{self._path}/apply_patch", encode(body))
         parsed(OkResponse, answer or {}, self.server_url)
 
 
 class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use
-    """The same with the arguments of the library's class of this name, of which the server decides about most.
+    """A :class:`Sampler` with the arguments of the library's vLLMSampler, most of which the server ignores.
 
-    Its own sampler may be vLLM or another one, and is never in this process.
+    The server's sampler may be vLLM or another one; it never runs in this process.
     """
 
     def __init__(
@@ -161,10 +162,14 @@ class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use
         super().__init__(model_id, template, client=client)
 
 
-LocalSampler = Sampler  # what local scripts call it
+LocalSampler = Sampler  # the name in local scripts
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: Sampler, adapter_name: str) -> None:
-    """For scripts that run without a server too. A server's sampler has the model's adapters, each as it is now."""
+    """Check that model and sampler belong together, and do nothing else.
+
+    Scripts that also run without a server call this to give an adapter's weights to the sampler. A server's sampler
+    uses the current weights of the model's adapters anyway.
+    """
     if sampler.model_id != model.model_id:
         raise invalid("sampler", sampler.model_id, f"a sampler of the model's own base, {model.model_id}")

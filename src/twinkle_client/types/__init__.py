@@ -1,4 +1,4 @@
-"""Where scripts look for the bodies of the native protocol, all under one name: see :mod:`twinkle_client.protocol`."""
+"""Compatibility path: all bodies of the native protocol under one name; see :mod:`twinkle_client.protocol`."""
 
 from twinkle_client.types import model, processor, sampler, server, session, training
 from twinkle_client.types.model import *  # noqa: F403

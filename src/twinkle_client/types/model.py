@@ -1,4 +1,4 @@
-"""Where scripts look for the bodies of verbs: see :mod:`twinkle_client.protocol.verbs`."""
+"""Compatibility path: the bodies of verbs; see :mod:`twinkle_client.protocol.verbs`."""
 
 from twinkle_client.protocol.base import OkResponse
 from twinkle_client.protocol.verbs import (
@@ -38,7 +38,7 @@ from twinkle_client.protocol.verbs import (
     UploadToHubResponse,
 )
 
-# Answers that are all alike have one class; these are its names in scripts.
+# Answers with the same fields have one class; scripts use these names of it.
 AddMetricResponse = OkResponse
 ApplyPatchResponse = OkResponse
 BackwardResponse = OkResponse

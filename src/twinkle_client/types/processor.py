@@ -1,4 +1,4 @@
-"""Where scripts look for the types of processors: see :mod:`twinkle_client.protocol.sessions`."""
+"""Compatibility path: the types of processors; see :mod:`twinkle_client.protocol.sessions`."""
 
 from twinkle_client.protocol.sessions import (
     ProcessorCallRequest,

@@ -1,4 +1,4 @@
-"""Where scripts look for the types of sampling: see :mod:`twinkle_client.protocol.sampling`."""
+"""Compatibility path: the types of sampling; see :mod:`twinkle_client.protocol.sampling`."""
 
 from twinkle_client.protocol.sampling import (
     SampledSequenceModel,

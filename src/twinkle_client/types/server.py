@@ -1,4 +1,4 @@
-"""Where scripts look for the types of what a server says of itself: see :mod:`twinkle_client.protocol.sessions`."""
+"""Compatibility path: the types of a server's reports about itself; see :mod:`twinkle_client.protocol.sessions`."""
 
 from twinkle_client.protocol.base import ErrorResponse
 from twinkle_client.protocol.sessions import (

@@ -1,4 +1,4 @@
-"""Where scripts look for runs, checkpoints and curves: see :mod:`twinkle_client.protocol.runs`."""
+"""Compatibility path: the types of runs, checkpoints and metrics; see :mod:`twinkle_client.protocol.runs`."""
 
 from twinkle_client.protocol.runs import (
     Checkpoint,

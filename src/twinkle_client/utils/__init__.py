@@ -1,1 +1,1 @@
-"""The import path under which scripts look for :mod:`twinkle_client.utils.patch_tinker`; nothing else."""
+"""Compatibility path: scripts import :mod:`twinkle_client.utils.patch_tinker` from here."""

@@ -1,4 +1,4 @@
-"""Where scripts look for what makes the tinker SDK talk to our server: see :mod:`twinkle_client.tinker_sdk`."""
+"""Compatibility path: the function that adapts the tinker SDK to our server; see :mod:`twinkle_client.tinker_sdk`."""
 
 from twinkle_client.tinker_sdk import patch_tinker
 

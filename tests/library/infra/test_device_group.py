@@ -60,9 +60,9 @@ def test_devices_are_chosen_by_rank():
     ("groups", "message"),
     [
         ([DeviceGroup("a", [0, 1], "GPU"), DeviceGroup("b", [1], "GPU")], "1 belongs to group 'a'"),
-        ([DeviceGroup("a", 1, "GPU"), DeviceGroup("a", 1, "GPU")], "each with a name of its own"),
+        ([DeviceGroup("a", 1, "GPU"), DeviceGroup("a", 1, "GPU")], "groups with different names"),
         ([DeviceGroup("a", 1, "GPU"), DeviceGroup("b", 1, "NPU")], "one kind of accelerator"),
-        ([DeviceGroup("a", [0, 1], "CPU")], "a number: CPU processes are all alike"),
+        ([DeviceGroup("a", [0, 1], "CPU")], "a number, for CPU processes"),
         ([], "one or more groups"),
     ],
 )
