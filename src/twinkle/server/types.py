@@ -150,7 +150,7 @@ class TrainPass:
     def price(self) -> Price:
         """Return the price, computed from shapes alone.
 
-        Targets beyond one per token add work. So do a custom or preference loss, which needs a second forward pass,
+        Targets beyond one per token add work. So do a custom or preference loss, which may need a second forward pass,
         and the numbers that a custom loss computes.
         """
         tokens, targets = self.tokens, sum(datum.cells for datum in self.data)
