@@ -128,9 +128,8 @@ class OpSequence:
     passed: deque[Passed]  # ranges to skip that are still ahead, in order
     owed: set[int]  # numbers that the replay of the journal will submit
     running: dict[int, Op] = field(default_factory=dict)
-    _waiting: OrderedDict[int, tuple[Op, float]] = field(
-        default_factory=OrderedDict
-    )  # in order of arrival, with its time
+    # Waiting ops by number, in order of arrival, each with the time of its arrival.
+    _waiting: OrderedDict[int, tuple[Op, float]] = field(default_factory=OrderedDict)
     _numbers: list[int] = field(default_factory=list)  # the keys of _waiting, as a heap
     _digests: dict[int, bytes] = field(default_factory=dict)  # of waiting and running ops, and of those in _ended
     _ended: deque[int] = field(default_factory=deque)  # the last REMEMBERED_DIGESTS numbers that ended

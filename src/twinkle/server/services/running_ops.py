@@ -127,9 +127,7 @@ class RunningOps:
         try:
             os.write(self._fd, data)
             self._size += len(data)
-        except (
-            OSError
-        ) as error:  # a full disk, for example: it is better to run the op without a record than not at all
+        except OSError as error:  # such as a full disk: better to run the op without a record than not at all
             logger.error("%s: cannot record which ops run: %s", self._path, error)
 
     def _rewrite(self) -> None:

@@ -148,9 +148,8 @@ class Checkpoints:
         try:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
-            if (
-                existing is None or existing.directory != record.directory
-            ):  # a replayed op keeps the files of its record
+            # The files of a replayed op stay: the record from before the restart refers to them.
+            if existing is None or existing.directory != record.directory:
                 await self.threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
         others = [] if replaced is None or replaced.directory == record.directory else [replaced.directory]

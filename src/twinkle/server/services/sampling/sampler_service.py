@@ -429,9 +429,7 @@ class SamplerService:
                     events.append(self._result(event))
             self._versions.drop_unused(time.monotonic(), memory_is_short=self._guard.is_short)
             busy = self._sampler.busy
-        except (
-            Exception
-        ) as error:  # an edge of the service: all running requests fail, so that no client waits for ever
+        except Exception as error:  # an edge of the service: all running requests fail, so that no client waits on
             if not self._running:  # otherwise the error is logged with the requests that fail
                 logger.exception("the sampler failed")
             for job in list(self._running.values()):

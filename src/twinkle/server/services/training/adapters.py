@@ -276,9 +276,7 @@ class LiveAdapters:
                     await self._compute.run(partial(self._restore, adapter, snapshot, beside))
                     adapter.place = Place.TRAINER
                     adapter.used_at = time.monotonic()
-                except (
-                    Exception
-                ) as error:  # an edge of the service: the batch has ops of other adapters, which continue
+                except Exception as error:  # an edge of the service: the batch has ops of other adapters, too
                     logger.exception("snapshot of %s cannot be restored", run_id)
                     if isinstance(error, CheckpointError):
                         what = "its snapshot on the server's disk is damaged"

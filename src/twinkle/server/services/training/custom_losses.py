@@ -97,9 +97,7 @@ class LossGraphs:
             payload = replace(op.payload, custom=replace(custom, graph=graph, work=work))
         except UserError as error:
             payload = Refused.because(error)
-        return replace(
-            op, payload=payload, sent_digest=op.digest
-        )  # op.digest was computed and cached in a thread before
+        return replace(op, payload=payload, sent_digest=op.digest)  # the digest was computed before, in a thread
 
     def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
         """Return how many numbers the graph computes for this request. Runs in a thread of the pool.

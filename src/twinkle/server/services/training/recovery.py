@@ -142,9 +142,7 @@ async def _outcome(store: Store, record: OpRecord) -> Outcome:
         return Outcome(record.encoding, b"")
     outcome = await store.ops.outcome(record.adapter_id, record.seq)
     assert outcome is not None, "it has ended"
-    if (
-        record.ending is None and record.kind is OpKind.OPTIM_STEP
-    ):  # an earlier version, which always dropped the gradient
+    if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # an earlier version always dropped the gradient
         return replace(outcome, ending=Ending.DROPPED)
     return outcome
 
