@@ -1,9 +1,9 @@
 """A file that says which ops run right now, so that after a crash the next process knows which ops may have caused it.
 
-There is one small file for each model service (on Ray: for each replica of a model). A batch appends one line before it
-runs and one after it has ended, with a plain ``write``. No fsync is needed: the page cache survives the death of the
-process, and the death of the whole machine says nothing about an op. A line costs some ten microseconds; a row in the
-database would make every batch wait for a commit.
+There is one small file for each training service (on Ray: for each replica of a model). A batch appends one line
+before it runs and one after it has ended, with a plain ``write``. No fsync is needed: the page cache survives the death
+of the process, and the death of the whole machine says nothing about an op. A line costs some ten microseconds; a row
+in the database would make every batch wait for a commit.
 
     d REQUEST_ID COUNT    at the start: the process died COUNT times while this op ran
     + NUMBER REQUEST_ID…  a batch begins
@@ -32,7 +32,7 @@ _MOST_BYTES = 2**20  # … and above this size in any case
 
 
 class RunningOps:
-    """The ops of one model service that run now, and how often the process died during each suspect.
+    """The ops of one training service that run now, and how often the process died during each suspect.
 
     Belongs to one event loop.
     """

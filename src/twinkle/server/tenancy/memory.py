@@ -185,7 +185,7 @@ class MemoryGuard:
     """
 
     def __init__(self, reserve_bytes: int | None = None, read: Callable[[], HostMemory] = read_host_memory) -> None:
-        """``reserve_bytes``: how much must stay free. None: a twentieth of the memory, 256 MiB to 4 GiB."""
+        """``reserve_bytes``: how much must stay free. None: a twentieth of the memory, within 256 MiB and 4 GiB."""
         self._read = read
         self._memory = read()
         self._reserve = reserve_bytes
