@@ -1,8 +1,9 @@
-"""Names: ids that we hand out, ids that come back from clients, and checkpoint addresses.
+"""Ids and checkpoint addresses: how the server makes them, and how it parses those that clients send.
 
-A request id carries its owner, ``<run or sampling session>:<sequence number>``, so that whoever receives one knows whom
-to ask. Runs of Tinker's protocol are ``<session>:train:<number>``, those of ours ``<session>-<adapter name>``. Ids are
-checked for form before they are looked up; whether they exist and whose they are is the caller's question.
+A request id contains its owner, ``<run or sampling session>:<sequence number>``, so that any part of the server can
+tell from the id which service handles it. A run of Tinker's protocol has the id ``<session>:train:<number>``, a run of
+the native protocol ``<session>-<adapter name>``. This module checks only the form of an id; the caller checks that it
+exists and which tenant owns it.
 """
 
 import hashlib
@@ -23,9 +24,11 @@ _TINKER_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
 _RUN = re.compile(rf"{_TINKER_RUN.pattern}|{_NATIVE_RUN.pattern}")
 _OF_NATIVE_SESSION = re.compile(rf"{_NATIVE_SESSION}:.*")
 _LIKE_TINKERS = re.compile(r"[^:]*-(train|sample)-[0-9]+")
-# A client of a sampling session has so many sequence numbers: the original one the first, each copy the next ones.
+# Each client of a sampling session has this many sequence numbers: the original client those from 0 on, its first copy
+# in another process those from 10**9 on, and so on.
 SEQ_IDS_PER_CLIENT = 10**9
-# Requests of a run that have no place in its sequence have numbers beyond any: one to unload it, then all refusals.
+# Requests of a run that have no place in its sequence get numbers above all sequence numbers: one number for unloading
+# the run, and the numbers after it for refusals.
 UNLOAD_NUMBER = 10**18 - 1
 _REFUSED_FROM = 10**18
 
@@ -55,7 +58,7 @@ def is_tinker_run(run: str) -> bool:
 
 
 def native_run_number(adapter_name: str) -> int:
-    """Runs of a session are told apart by a number as well; names have none, so it is drawn from the name."""
+    """Return the run's number within its session. An adapter name has no number, so it is a hash of the name."""
     return int.from_bytes(hashlib.blake2b(adapter_name.encode(), digest_size=8).digest()) >> 1
 
 
@@ -68,7 +71,7 @@ def sampling_session_id(session_id: str, number: int) -> str:
 
 
 def custom_loss_id(session_id: str, number: int) -> str:
-    """Of the loss, and of the request that creates it."""
+    """Return the id of a custom loss, which is also the id of the request that creates it."""
     return f"{session_id}:loss:{number}"
 
 
@@ -76,16 +79,16 @@ def custom_loss_id(session_id: str, number: int) -> str:
 class RequestId:
     """``<owner>:<number>``: the name of an op, a sample or a custom loss, which its client polls.
 
-    Text that comes from a client is parsed once, where it arrives. It is text again on the wire, in the database, and
-    as the key of a future.
+    An id that a client sends is parsed once, where it arrives. On the wire, in the database and as the key of a future
+    it is text.
     """
 
-    owner: str  # a run, a sampling session, or a session with ``:loss`` behind it
+    owner: str  # a run id, a sampling session id, or ``<session>:loss``
     number: int
 
     @classmethod
     def parse_or_none(cls, text: str) -> "RequestId | None":
-        """Return None for what cannot be one of ours."""
+        """Return the parsed id, or None if the text does not have the form of a request id."""
         owner, _, number = text.rpartition(":")
         if not owner or not number.isascii() or not number.isdigit() or len(number) > 19 or int(number) >= 2**63:
             return None
@@ -95,7 +98,9 @@ class RequestId:
 
     @classmethod
     def parse(cls, text: str) -> "RequestId":
-        """Raise NotFoundError for what cannot be one of ours: a client learns no more about ids than that."""
+        """Return the parsed id. Raise NotFoundError if the text has another form: the same error as for an unknown id,
+        so that clients cannot probe the form of ids.
+        """
         parsed = cls.parse_or_none(text)
         if parsed is None:
             raise NotFoundError("request", text)
@@ -107,7 +112,10 @@ class RequestId:
 
     @classmethod
     def for_refusal(cls, run_id: str, count: int) -> "RequestId":
-        """Return the id of a request that was refused before it had a place; ``count`` of them came before."""
+        """Return the id of a request that was refused before it got a place in the sequence.
+
+        ``count`` is the number of such refusals before this one.
+        """
         return cls(run_id, _REFUSED_FROM + count)
 
     @property
@@ -128,7 +136,7 @@ class RequestId:
 
     @property
     def client(self) -> tuple[str, int]:
-        """Return the sampling session and which of its clients made the request."""
+        """Return the sampling session and the number of its client that made the request (0: the original client)."""
         return self.owner, self.number // SEQ_IDS_PER_CLIENT
 
     def __str__(self) -> str:
@@ -136,11 +144,12 @@ class RequestId:
 
 
 def directory_name(identifier: str) -> str:
-    """A run's or sampling session's id as one path segment, and no other's.
+    """Return the id of a run or sampling session as one path segment. No two ids have the same segment.
 
-    A colon becomes a dash, unless another id could be meant then: Tinker's run 0 of a native session, and its native
-    adapter called ``train-0``. Such ids get plus signs, which no id has. Earlier versions gave one directory to both of
-    them; what lies there is found by its record.
+    A colon becomes a dash, unless another id would give the same name. Example: Tinker's run ``<session>:train:0`` of a
+    native session, and the native run ``<session>-train-0`` of an adapter called ``train-0``. The names of such ids get
+    plus signs, which no id contains. Earlier versions of the server gave both runs one directory; their files are found
+    by the paths in their records.
     """
     if _OF_NATIVE_SESSION.fullmatch(identifier):
         return identifier.replace(":", "+")
@@ -151,7 +160,7 @@ def directory_name(identifier: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """``tinker://<run>/<kind>/<name>``."""
+    """The address of a checkpoint: ``tinker://<run>/<kind>/<name>``, or the same with ``twinkle://``."""
 
     run_id: str
     kind: CheckpointKind
@@ -159,13 +168,15 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str, field: str = "path") -> "CheckpointPath":
+        """Return the parsed address. Raise InvalidInputError, which names ``field``, if the text is not an address."""
         for scheme in _SCHEMES:
             if text.startswith(scheme):
-                return cls.of(text.removeprefix(scheme).split("/"), text, field)
+                return cls.from_segments(text.removeprefix(scheme).split("/"), text, field)
         raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights>/<name>")
 
     @classmethod
-    def of(cls, segments: list[str], text: str, field: str) -> "CheckpointPath":
+    def from_segments(cls, segments: list[str], text: str, field: str) -> "CheckpointPath":
+        """Return the address with the segments run, kind and name. Errors show ``text`` as the value of ``field``."""
         if len(segments) == 3:
             run, kind, name = segments
             for known in get_args(CheckpointKind):
@@ -179,7 +190,7 @@ class CheckpointPath:
 
     @property
     def native(self) -> str:
-        """The address that our own protocol shows; both are accepted everywhere."""
+        """Return the address as the native protocol shows it. Both schemes are accepted everywhere."""
         return f"twinkle://{self.run_id}/{self.kind}/{self.name}"
 
     def __str__(self) -> str:

@@ -1,4 +1,6 @@
-"""The nouns of the service. Nothing here knows HTTP, the database or torch."""
+"""The data types of the server: ops, outcomes, prices and stored records. Nothing here knows HTTP, the database or
+torch.
+"""
 
 import hashlib
 import json
@@ -19,15 +21,18 @@ from twinkle.model.types import AdamParams, Datum, IntArray, LoraSpec, Preferenc
 
 Metadata = Mapping[str, str]
 
-# What a price counts, in round figures. A token of a small model takes some 100 microseconds on a CPU.
-TARGETS_A_TOKEN = 128  # further targets of a token: gathering, its gradient and its part of the result
-NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each as dear as a sum
-JSON_NUMBER_BYTES = 24
-OBJECT_BYTES = 1024  # of an op or a datum beside its arrays
+# How a price converts other work into tokens, in round figures: this many targets or numbers cost as much as one token.
+# A token of a small model takes some 100 microseconds on a CPU.
+TARGETS_A_TOKEN = 128  # targets beyond one per token: gathering them, their gradient and their part of the result
+NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each counted as one addition
+JSON_NUMBER_BYTES = 24  # one number in a JSON result
+OBJECT_BYTES = 1024  # memory of an op or a datum in addition to its arrays
 
 
 class Tally(Counter[str]):
-    """Counts by name, of tenants for instance. A name whose count is 0 is not kept: tenants come and go for ever."""
+    """Counts by name, for example by tenant id. A name is removed when its count is 0, so that memory does not grow
+    with every tenant that was ever seen.
+    """
 
     def __setitem__(self, name: str, count: int) -> None:
         if count:
@@ -37,7 +42,7 @@ class Tally(Counter[str]):
 
     @contextmanager
     def counting(self, name: str, count: int = 1) -> Iterator[None]:
-        """Add ``count`` as long as this is entered."""
+        """Add ``count`` to the name's count for the duration of a ``with`` block."""
         self[name] += count
         try:
             yield
@@ -46,9 +51,9 @@ class Tally(Counter[str]):
 
 
 class OpKind(StrEnum):
-    """What a tenant may ask of an adapter. All but the two passes are barriers for their own adapter.
+    """The kinds of ops. All except the two passes are barriers for their own adapter.
 
-    A verb is whatever the native protocol asks for beside passes and files.
+    A verb is any op of the native protocol that is neither a pass nor about files.
     """
 
     CREATE = "create"
@@ -68,17 +73,17 @@ class OpKind(StrEnum):
 
     @property
     def creates(self) -> bool:
-        """Whether its adapter begins with it."""
+        """Return whether this op creates its adapter."""
         return self in (OpKind.CREATE, OpKind.CREATE_FROM)
 
     @property
     def adds_memory(self) -> bool:
-        """Whether it is new work that needs memory, rather than the end of work that has some."""
+        """Return whether this op is new work that needs memory. The other kinds finish work that already holds some."""
         return self.is_pass or self.creates or self is OpKind.LOAD
 
     @property
     def takes_files(self) -> bool:
-        """Whether it waits for disk and database."""
+        """Return whether this op waits for the disk and the database."""
         return self in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD, OpKind.EXPORT, OpKind.CREATE_FROM)
 
 
@@ -87,10 +92,11 @@ class OpKind(StrEnum):
 
 @dataclass(frozen=True)
 class Price:
-    """What an op costs, known before anything of it is allocated. Limits, queues and the scheduler count it.
+    """What an op costs, known before any memory is allocated for it. Limits, queues and the scheduler count it.
 
-    ``work`` is the time it takes on the device, in tokens of a plain pass: width, further passes and custom losses
-    count too. ``held_bytes`` is the memory of the op while it waits, ``result_bytes`` that of its result.
+    ``work`` is the time that the op takes on the device, in units of one token of a plain pass. Several targets per
+    token, a second forward pass and the computation of a custom loss add to it. ``held_bytes`` is the memory of the op
+    while it waits, ``result_bytes`` the memory of its result.
     """
 
     tokens: int = 0
@@ -100,7 +106,7 @@ class Price:
 
     @property
     def cost(self) -> int:
-        """Return what it counts in batches, in shares and against a minute's tokens."""
+        """Return the tokens that count in batches, in shares and against the limit on tokens per minute."""
         return max(self.tokens, self.work)
 
 
@@ -111,22 +117,22 @@ class CreateAdapter:
 
 @dataclass(frozen=True)
 class CustomLossUse:
-    """A loss that the tenant created. ``inputs``: for every datum all arrays it brought, by name.
+    """The use of a tenant's custom loss in a pass. ``inputs`` has, for every datum, its arrays by name.
 
-    ``graph`` is what ``loss_id`` stands for, once somebody looked.
+    ``graph`` is the loss that ``loss_id`` names; it is None until the loss has been looked up.
     """
 
     loss_id: str
     inputs: tuple[Mapping[str, NDArray[Any] | Csr], ...]
     graph: LossGraph | None = None
-    work: int = 0  # numbers that the graph computes for all datums, as far as shapes tell; known with the graph
+    work: int = 0  # numbers that the graph computes for all datums, estimated from shapes; 0 until ``graph`` is set
 
 
 @dataclass(frozen=True)
 class TrainPass:
-    """One forward or forward_backward request. ``custom`` or ``preference`` comes in the place of a named loss.
+    """One forward or forward_backward request. ``custom`` or ``preference``, if set, replaces the named loss.
 
-    ``base_model``: without the adapter, in a forward alone.
+    ``base_model``: run the base model without the adapter. Only a forward request may set it.
     """
 
     data: tuple[Datum, ...]
@@ -142,18 +148,22 @@ class TrainPass:
 
     @property
     def price(self) -> Price:
-        """Return its price by its shapes: width, a second look for a loss of its own, and what that loss computes."""
+        """Return the price, computed from shapes alone.
+
+        Targets beyond one per token add work. So do a custom or preference loss, which may need a second forward pass,
+        and the numbers that a custom loss computes.
+        """
         tokens, targets = self.tokens, sum(datum.cells for datum in self.data)
         work = tokens + max(0, targets - tokens) // TARGETS_A_TOKEN
         arrays = sum(datum.nbytes + OBJECT_BYTES for datum in self.data)
         if self.custom is not None or self.preference is not None:
             work += tokens // 3
-        if self.custom is not None:  # its targets are among its inputs
+        if self.custom is not None:  # the inputs include the targets
             work += self.custom.work // NUMBERS_A_TOKEN
             arrays += sum(array.nbytes for inputs in self.custom.inputs for array in inputs.values())
         if self.preference is not None:
             arrays += sum(each.nbytes for each in self.preference.ref_logps)
-        # A result has 4 bytes a target; JSON clients also get each target's part of the loss.
+        # A result has 4 bytes per target; JSON clients also get each target's part of the loss, 4 bytes more.
         return Price(tokens, work, arrays, 8 * targets + 64 * len(self.data))
 
 
@@ -167,7 +177,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 @dataclass(frozen=True)
 class SaveWeights:
-    """A checkpoint. The files of external_weights are encrypted to ``recipients``, if there are any."""
+    """The payload of a save. The files of kind external_weights are encrypted to ``recipients``, if there are any."""
 
     name: str
     ttl_seconds: int | None = None
@@ -179,14 +189,19 @@ class SaveWeights:
 
 @dataclass(frozen=True)
 class PublishSampler:
-    """The weights of a sampling session of its own, which is number ``session_seq`` of its session."""
+    """The payload of an op that publishes the present weights as a new sampling session.
+
+    ``session_seq`` is the number of the sampling session within the client's session.
+    """
 
     session_seq: int
 
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Of an op that creates its adapter: the adapter begins as this checkpoint, and has the shape of its run."""
+    """The payload of a load. In an op that creates its adapter (``CREATE_FROM``), the new adapter starts from this
+    checkpoint and has the shape (``spec``) of its run.
+    """
 
     path: str
     optimizer: bool
@@ -194,7 +209,7 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class CreateNative:
-    """An adapter for the library's verbs. ``config``: the fields of PEFT's LoraConfig that it was asked for with."""
+    """The payload that creates an adapter of the native protocol. ``config``: PEFT LoraConfig fields of the request."""
 
     spec: LoraSpec
     config: Mapping[str, object]
@@ -203,11 +218,14 @@ class CreateNative:
 
 @dataclass(frozen=True)
 class NativePass:
-    """A pass through the library's verbs: forward, forward_only, forward_backward, or backward, which has no rows."""
+    """A pass of the native protocol: the verb forward, forward_only, forward_backward, or backward.
+
+    backward has no rows: it belongs to the forward before it.
+    """
 
     verb: str
     rows: tuple[Mapping[str, IntArray], ...]  # (T,) each
-    options: Mapping[str, object]  # of the verb
+    options: Mapping[str, object]  # the verb's other arguments
     loss_arguments: Mapping[str, object]
 
     @property
@@ -216,14 +234,14 @@ class NativePass:
 
     @property
     def price(self) -> Price:
-        """Return its price by its shapes. A result has log-probabilities and entropies, as JSON."""
+        """Return the price, computed from shapes alone. A result has log-probabilities and entropies, as JSON."""
         tokens, arrays = self.tokens, sum(values.nbytes for row in self.rows for values in row.values())
         return Price(tokens, tokens, arrays + OBJECT_BYTES * len(self.rows), JSON_NUMBER_BYTES * 2 * tokens)
 
 
 @dataclass(frozen=True)
 class NativeVerb:
-    """Any other verb of the library, with its arguments. ``steps``: it is a step of the optimizer."""
+    """Any other verb of the native protocol, with its arguments. ``steps``: the verb is an optimizer step."""
 
     verb: str
     arguments: Mapping[str, object]
@@ -232,9 +250,11 @@ class NativeVerb:
 
 @dataclass(frozen=True)
 class NativeSave:
-    """``sampler``: weights alone, for sampling; only the last few of a name are kept."""
+    """A save of the native protocol. ``sampler``: save only weights, for sampling; of the checkpoints with one name
+    only the last few are kept.
+    """
 
-    name: str  # empty: one is made
+    name: str  # empty: the server makes a name
     optimizer: bool
     sampler: bool
     consumed_train_samples: int = 0
@@ -244,7 +264,9 @@ class NativeSave:
 
 @dataclass(frozen=True)
 class NativeLoad:
-    """``path``: a checkpoint's address, or a directory that tenants may name. ``verb``: load or resume."""
+    """A load of the native protocol. ``path``: a checkpoint's address, or a directory that the server's configuration
+    allows. ``verb``: load or resume.
+    """
 
     verb: str
     path: str
@@ -253,9 +275,9 @@ class NativeLoad:
 
 @dataclass(frozen=True)
 class Refused:
-    """A request whose body was understood well enough to know its place in the sequence, and is wrong.
+    """The payload of an op that must fail: its body is invalid, but its sequence number could be read.
 
-    ``limit``: the key in the configuration of the limit that it exceeds, if that is what is wrong.
+    ``limit``: the configuration key of the limit that the request exceeds, if that is the reason.
     """
 
     message: str
@@ -263,6 +285,7 @@ class Refused:
 
     @classmethod
     def because(cls, error: UserError) -> "Refused":
+        """Return the payload that stands for this error."""
         return cls(str(error), error.key if isinstance(error, LimitExceededError) else None)
 
 
@@ -274,9 +297,9 @@ Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 @dataclass(frozen=True)
 class Op:
-    """One request against an adapter. ``body`` is what the journal keeps of it, so that it can be replayed.
+    """One request that concerns a run and has a place in its sequence. ``body`` is what the journal stores for replay.
 
-    ``sent_digest`` is the digest of what the client sent, where the body is not exactly that.
+    ``sent_digest`` is the digest of the bytes that the client sent, where ``body`` is not exactly these bytes.
     """
 
     adapter_id: str
@@ -292,7 +315,7 @@ class Op:
 
     @cached_property
     def digest(self) -> bytes:
-        """Tells whether the same number came with the same body."""
+        """Return the digest by which a repeated request is told from another one with the same sequence number."""
         return self.sent_digest or digest(self.body)
 
     @property
@@ -301,14 +324,14 @@ class Op:
 
     @cached_property
     def price(self) -> Price:
-        """By the shapes of what it carries, which are known when its body is decoded. Only a pass has tokens."""
+        """Return the price, computed from the shapes in the payload. Only a pass has tokens."""
         price = self.payload.price if isinstance(self.payload, Pass) else Price()
         held_bytes = price.held_bytes + len(self.body) + OBJECT_BYTES
         return Price(price.tokens, price.work, held_bytes, price.result_bytes)
 
     @property
     def is_step(self) -> bool:
-        """Of the optimizer."""
+        """Return whether this op is an optimizer step."""
         return self.kind is OpKind.OPTIM_STEP or (isinstance(self.payload, NativeVerb) and self.payload.steps)
 
     @property
@@ -322,7 +345,7 @@ def digest(body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of one resource that the whole server shares: in use, and the limit. For /metrics and `status`."""
+    """A limit in bytes on one resource of the whole process, with the bytes in use. Shown in /metrics and `status`."""
 
     resource: str
     used: int
@@ -335,26 +358,26 @@ Category = Literal["user", "server", "unknown"]
 
 
 class Encoding(StrEnum):
-    """How a result's bytes are to be read."""
+    """The content type of an outcome's bytes."""
 
     JSON = "application/json"
     PROTOBUF = "application/x-protobuf"
 
 
 class Ending(StrEnum):
-    """How an op ended, as far as its outcome does not say it and a replay of the journal must know."""
+    """How an op ended. The outcome's bytes do not say this, but a replay of the journal must know it."""
 
     RAN = "ran"
-    REFUSED = "refused"  # it never ran
-    DROPPED = "dropped"  # it failed, and the gradient since the last optimizer step was dropped with it
+    REFUSED = "refused"  # the op never ran
+    DROPPED = "dropped"  # the op failed, and the gradient since the last optimizer step was dropped with it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a future, encoded once.
+    """The end of an op or sample: the encoded answer, and whether it succeeded.
 
-    ``category`` is None of a success. Of a failure it says whose mistake that was, and the body is JSON with the keys
-    error and category, as clients get it.
+    ``category`` is None for a success. For a failure it says who has to act (the user or the server), and the body is
+    JSON with the keys ``error`` and ``category``, as clients get it.
     """
 
     encoding: Encoding
@@ -368,7 +391,7 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """Return what went wrong. Only a failure has a message."""
+        """Return the error message. Only a failure has one."""
         return str(json.loads(self.body)["error"])
 
     @classmethod
@@ -378,12 +401,12 @@ class Outcome:
 
     @classmethod
     def from_record(cls, encoding: Encoding, body: bytes, failed: bool, ending: Ending | None) -> "Outcome":
-        """Return an outcome as the journal has it, which keeps the category of a failure in its body alone."""
+        """Return an outcome that was read from the journal, which stores a failure's category only inside its body."""
         category = json.loads(body)["category"] if failed else None
         return cls(encoding, body, category, ending or Ending.RAN)
 
 
-# --- records: what the state keeps ------------------------------------------------------------------------------------
+# --- records: what the database stores --------------------------------------------------------------------------------
 # Times are seconds since the epoch.
 
 
@@ -392,7 +415,9 @@ FinishReason = Literal["success", "errored", "interrupted"]
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """``finish_reason``: what its client said when it was done; None of one that goes on or fell silent."""
+    """One session. ``finish_reason`` is what the client sent when it finished; None while the session is active, and
+    for a session that expired without a last message.
+    """
 
     session_id: str
     tenant_id: str
@@ -410,32 +435,37 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """An adapter's life, which Tinker calls a training run. ``base_model`` is the name the client used."""
+    """One run: the life of an adapter, which Tinker calls a training run.
+
+    ``base_model`` is the name that the client used.
+    """
 
     run_id: str
     session_id: str
     number: int  # model_seq_id
     tenant_id: str
     base_model: str
-    model_name: str  # the served model
+    model_name: str  # the name of the served model
     spec: LoraSpec
     created_at: float
     last_request_at: float
     state: Literal["live", "failed", "parked"] = "live"
     user_metadata: Metadata = field(default_factory=dict)
-    note: str | None = None  # why it failed, or how to resume
-    replica: str = ""  # which of several replicas of the model has it
+    note: str | None = None  # for the tenant: why the run failed, or how to resume it
+    replica: str = ""  # the replica of the model that has this run, where there are several
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """``tinker://{run_id}/{kind}/{name}``; the files are in ``directory``, relative to the data directory."""
+    """The checkpoint ``tinker://{run_id}/{kind}/{name}``. ``directory`` has its files and is relative to the data
+    directory.
+    """
 
     run_id: str
     kind: CheckpointKind
     name: str
     tenant_id: str
-    request_id: str  # of the op that wrote it
+    request_id: str  # the op that wrote it
     directory: str
     created_at: float
     size_bytes: int
@@ -446,9 +476,11 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SamplingSessionRecord:
-    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie.
+    """One sampling session. ``version_id`` names its immutable weights (None: the base model), ``directory`` their
+    files.
 
-    ``size_bytes``: of the files there, if they are the tenant's own.
+    ``size_bytes`` is the size of these files if they belong to this sampling session alone, and 0 if they are those of
+    a checkpoint, which is counted already.
     """
 
     sampling_session_id: str
@@ -461,19 +493,21 @@ class SamplingSessionRecord:
     version_id: str | None
     directory: str | None
     created_at: float
-    replica: str = ""  # which of several replicas of the model samples
+    replica: str = ""  # the replica of the model that samples, where there are several
     size_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class CustomLossRecord:
-    """A loss of a session's own. ``body`` is what created it; ``error`` says why it is none."""
+    """A custom loss of a session. ``body`` is the request that created it. ``error`` says why the request was invalid;
+    then there is no loss, and ``body`` is empty.
+    """
 
     loss_id: str
     session_id: str
     number: int  # custom_loss_seq_id
     tenant_id: str
-    digest: bytes  # of the body as it came
+    digest: bytes  # of the body as the client sent it
     body: bytes
     error: str | None
     created_at: float
@@ -490,39 +524,39 @@ class BlobRef:
 
 @dataclass(frozen=True)
 class OpRecord:
-    """An op in the journal. ``outcome`` is None until it is done."""
+    """An op in the journal. ``outcome`` is None until the op has ended."""
 
     adapter_id: str
     seq: int
     kind: OpKind
-    digest: bytes  # of the body: the same number with another body is refused
+    digest: bytes  # of the body: a request with the same number and another body is refused
     body: BlobRef
     accepted_at: float
     outcome: BlobRef | None = None
     encoding: Encoding | None = None
     failed: bool = False
-    ending: Ending | None = None  # None: the outcome was recorded by a version that did not record this
+    ending: Ending | None = None  # None: written by an earlier version of the server, which did not record the ending
 
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """An adapter on disk with all ops up to and including ``seq`` applied."""
+    """A snapshot: an adapter on disk with all ops up to and including ``seq`` applied."""
 
     adapter_id: str
     seq: int
     directory: str  # relative to the data directory
-    failed_seq: int | None  # a failed forward_backward in the open window
+    failed_seq: int | None  # the first failed forward_backward in the open window, if there is one
     taken_at: float
 
 
-# --- what is known of a run over time: points of named numbers --------------------------------------------------------
+# --- metrics of a run over time: points of named numbers --------------------------------------------------------------
 
 Source = Literal["server", "client"]  # measured by the server, or logged by the client
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One optimizer step of a run, by the op that took it. ``at``: seconds since the epoch."""
+    """What was measured of one optimizer step of a run. ``seq`` is the op that took the step."""
 
     run_id: str
     seq: int
@@ -532,7 +566,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """``number`` counts the points of a run. ``step``: the run's optimizer steps, or what the client calls a step."""
+    """One point in a run's metrics. ``number`` counts the points of the run.
+
+    ``step`` counts optimizer steps for a point that the server measured; for a logged point it is the client's step.
+    """
 
     number: int
     time: float

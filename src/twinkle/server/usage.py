@@ -1,8 +1,8 @@
-"""What each tenant has used: tokens, optimizer steps, requests. Counted where an op or a sample ends well.
+"""What each tenant has used: tokens, optimizer steps, requests. An op or a sample is counted when it succeeds.
 
-Counts are kept twice. The totals since the process started are for whoever watches this server; what was not written
-down yet goes to the database now and then (see ``state.records.usage``), by day, and stays there. A kill
-loses what came since the last time, which is seconds.
+Counts are kept twice. The totals since the process started are for monitoring. The counts of each tenant and day that
+are not in the database yet are written there every few seconds (see ``state.records.usage``) and stay there. If the
+process is killed, the counts since the last write, a few seconds, are lost.
 """
 
 import time
@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import add
 
-FORGOTTEN = ""  # no tenant's id: all of whom nothing was heard for long, together
-_REMEMBERED = 10_000  # tenants: where any key is one, there is no end of them
+FORGOTTEN = ""  # not a tenant's id: the key for the sum over all tenants that are no longer counted one by one
+_REMEMBERED = 10_000  # tenants; a server that accepts any API key may see an unlimited number of them
 
 
 @dataclass(frozen=True)
 class UsageCounts:
-    """``trained_tokens``: of forward and forward_backward. ``prompt_tokens``: of samples, once for all of a request.
+    """What a tenant used. ``trained_tokens`` are those of forward and forward_backward.
 
-    ``requests``: ops and samples.
+    ``prompt_tokens`` counts the prompt of a sampling request once, however many samples are drawn from it. ``requests``
+    counts ops and sampling requests.
     """
 
     trained_tokens: int = 0
@@ -29,7 +30,7 @@ class UsageCounts:
     requests: int = 0
 
     def __add__(self, other: "UsageCounts") -> "UsageCounts":
-        return UsageCounts(*map(add, vars(self).values(), vars(other).values()))  # both have their fields in order
+        return UsageCounts(*map(add, vars(self).values(), vars(other).values()))  # both have the same order of fields
 
 
 _NOTHING = UsageCounts()
@@ -40,7 +41,7 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._totals: OrderedDict[str, UsageCounts] = OrderedDict()  # longest not heard of first
+        self._totals: OrderedDict[str, UsageCounts] = OrderedDict()  # by tenant, least recently active first
         self._forgotten = _NOTHING
         self._unwritten: dict[tuple[str, str], UsageCounts] = {}  # by tenant and day
 
@@ -52,15 +53,22 @@ class Usage:
         self._add_unwritten((tenant_id, utc_day(self._clock())), counts)
 
     def totals(self) -> Mapping[str, UsageCounts]:
-        """By tenant, since the process started; of the many whom it does not remember one by one, the sum."""
+        """Return the counts since the process started, by tenant.
+
+        Beyond 10,000 tenants, the sum over the least recently active ones stands under the key ``FORGOTTEN``.
+        """
         return {**self._totals, FORGOTTEN: self._forgotten} if self._forgotten != _NOTHING else dict(self._totals)
 
     def take_unwritten(self) -> Mapping[tuple[str, str], UsageCounts]:
-        """By tenant and day, what came since the last call. Whoever cannot write it down puts it back."""
+        """Return the counts since the last call, by tenant and day, and forget them.
+
+        A caller that fails to write them to the database must pass them to :meth:`restore_unwritten`.
+        """
         taken, self._unwritten = self._unwritten, {}
         return taken
 
     def restore_unwritten(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
+        """Take back counts that could not be written to the database."""
         for key, each in counts.items():
             self._add_unwritten(key, each)
 
@@ -69,5 +77,5 @@ class Usage:
 
 
 def utc_day(seconds: float) -> str:
-    """2026-01-31"""
+    """Return the UTC date of a time in seconds since the epoch, for example 2026-01-31."""
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))

@@ -109,7 +109,7 @@ def test_a_server_whose_training_breaks_ends_and_the_next_one_does_what_was_acce
     assert server.process.wait(60) == 1
     said = server.log()
     assert "CRITICAL" in said
-    assert "training on mock has stopped by an error of ours" in said
+    assert "training on mock has stopped because of an internal error" in said
     assert "Traceback" in said
     assert "a bug" in said
     last = said.strip().splitlines()[-1]

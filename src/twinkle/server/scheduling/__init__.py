@@ -1,4 +1,4 @@
-"""Which op runs next. Plain Python without I/O.
+"""Decides which op or sample runs next. Plain Python without I/O.
 
-May import: the nouns.
+May import: the shared types.
 """

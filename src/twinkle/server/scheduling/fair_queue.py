@@ -1,7 +1,7 @@
-"""A queue shared fairly between tenants: the one that got least for its weight goes first (:class:`Shares`).
+"""A queue shared fairly between tenants: the tenant that has used least for its weight goes first (:class:`Shares`).
 
-A tenant's own requests keep their order. Higher priorities come before lower ones; but once ``MAX_SKIPS`` requests in a
-row were taken before a lower one, it gets a turn.
+A tenant's own requests keep their order. Higher priorities go before lower ones; but when a priority has waited while
+``MAX_SKIPS`` requests in a row were taken from others, it gets the next turn.
 """
 
 from collections import OrderedDict
@@ -22,16 +22,16 @@ def _everybody(_tenant_id: str) -> bool:
 
 @dataclass
 class _Waiting(Generic[T]):
-    since: int  # the tenant's place among those who got as much
-    items: OrderedDict[str, tuple[T, float]] = field(default_factory=OrderedDict)  # with their costs
+    since: int  # breaks ties between tenants that have used the same amount: the lowest goes first
+    items: OrderedDict[str, tuple[T, float]] = field(default_factory=OrderedDict)  # by key, each item with its cost
 
 
 class FairQueue(Generic[T]):
-    """No method costs more the more items wait, only the more tenants have items that wait."""
+    """The queue. The time of each method grows with the number of tenants that have items, not with that of items."""
 
     def __init__(self, share_of: ShareOf = equal_shares) -> None:
         self._shares = Shares(share_of)
-        self._tenants: dict[str, _Waiting[T]] = {}  # none is empty
+        self._tenants: dict[str, _Waiting[T]] = {}  # only tenants that have items
         self._skips: dict[Priority, int] = dict.fromkeys(Priority, 0)
         self._turns = 0
         self._length = 0
@@ -40,7 +40,7 @@ class FairQueue(Generic[T]):
         return self._length
 
     def push(self, tenant_id: str, key: str, item: T, cost: float = 1.0) -> None:
-        """Add an item. ``key`` is the item's own and not in the queue."""
+        """Add an item. ``key`` identifies it and must not be in the queue yet."""
         if tenant_id not in self._tenants:
             self._shares.enter(tenant_id)
             self._shares.raise_to_floor(tenant_id)
@@ -49,7 +49,10 @@ class FairQueue(Generic[T]):
         self._length += 1
 
     def pop(self, may: Callable[[str], bool] = _everybody) -> T | None:
-        """Take the first item of the tenant whose turn it is, among those who ``may``; None if there is none."""
+        """Take the first item of the tenant whose turn it is; return None if there is none.
+
+        Only tenants for which ``may`` returns True are considered.
+        """
         by_priority: dict[Priority, list[str]] = {}
         for tenant_id in filter(may, self._tenants):
             by_priority.setdefault(self._shares.priority(tenant_id), []).append(tenant_id)
@@ -66,11 +69,11 @@ class FairQueue(Generic[T]):
         return item
 
     def has_item(self, may: Callable[[str], bool] = _everybody) -> bool:
-        """Return whether :meth:`pop` would find something."""
+        """Return whether :meth:`pop` would return an item."""
         return any(map(may, self._tenants))
 
     def remove(self, tenant_id: str, key: str) -> bool:
-        """Take an item out, and return whether it waited here."""
+        """Remove an item, and return whether it was in the queue."""
         waiting = self._tenants.get(tenant_id)
         if waiting is None or key not in waiting.items:
             return False
@@ -79,7 +82,7 @@ class FairQueue(Generic[T]):
         return True
 
     def _take_turn(self, priorities: KeysView[Priority]) -> Priority:
-        """Choose the highest, unless a lower one was passed over too often: then the one that was most often."""
+        """Return the highest priority, or, if some were skipped ``MAX_SKIPS`` times or more, the most skipped one."""
         overdue = [each for each in priorities if self._skips[each] >= MAX_SKIPS]
         chosen = max(overdue, key=lambda each: (self._skips[each], each)) if overdue else max(priorities)
         for each in priorities:
@@ -88,6 +91,7 @@ class FairQueue(Generic[T]):
         return chosen
 
     def _count_out(self, tenant_id: str) -> None:
+        """Note that an item has left the queue, and forget its tenant if it was the tenant's last."""
         self._length -= 1
         if not self._tenants[tenant_id].items:
             del self._tenants[tenant_id]

@@ -1,32 +1,38 @@
-"""Which ops run next: one device, many tenants. Ops in, batches out; no I/O, no clock. Of an op
-it reads place, kind and price, never the payload.
+"""The scheduler of training ops: which ops run next on one device that many tenants share.
 
-Order holds within an adapter (:mod:`~twinkle.server.scheduling.sequence`), merging goes across adapters: the ready
-passes of one mode of all adapters fill one batch up to the token budget, so that tenants who each pipeline
-forward_backward and optim_step share every pass. A batch is made of what is ready at that moment; it waits for nobody.
+Ops go in and batches come out. The scheduler does no I/O and reads no clock. It reads the place, kind and price of an
+op, never its payload.
 
-A pass counts what it costs (:attr:`~twinkle.server.types.Price.cost`): its tokens, or more where it has many
-targets a token or a loss of its own. "Tokens" below are these.
+Ops of one adapter run in order (:mod:`~twinkle.server.scheduling.sequence`); ops of different adapters are merged. The
+ready passes of all adapters that are of one kind (forward, or forward_backward) fill one batch up to the token budget,
+so that tenants that each pipeline forward_backward and optim_step share every batch. A batch is made of the ops that
+are ready at that moment; it does not wait for more.
 
-Which passes come first:
+A pass counts by its cost (:attr:`~twinkle.server.types.Price.cost`): its tokens, or more if it has many targets per
+token or a custom loss. "Tokens" below means this cost.
 
-- Of the tenants of the highest priority that have something ready, the one least served leads: with the fewest tokens
-  for its weight. The batch is filled one op at a time by the same rule; what does not fit the rest of the budget is
-  left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than one. A tenant that had
-  nothing ready starts again where the least served of its priority is: idle time earns nothing.
-- While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
-  gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more. A
-  single pass of more than twice that goes alone and is run in steps, between which others get their turns. Without
-  ``contended_tokens``, on a CPU, where every token costs others time, one of more than that goes alone, too.
-- Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
-  while a pass is ready: nobody keeps others waiting with steps alone.
-- A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
-  that. The tenant waiting longest then leads, whatever the shares and priorities, and barriers may take only every
-  other batch: with T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each
-  op's, because an op's would let a tenant with many adapters outrun the shares.
+Which passes go first:
 
-The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its ops;
-sleep until something is submitted or ``next_deadline()``.
+- Among the tenants of the highest priority that have a ready pass, the least served one leads: the one with the fewest
+  tokens for its weight. The batch is filled one op at a time by the same rule; ops that do not fit the rest of the
+  budget are left for the next batch. A tenant's adapters take turns, so a tenant with fifty adapters gets no more than
+  a tenant with one. A tenant that had nothing ready continues at the level of the least served tenant of its priority:
+  idle time does not add up to a claim.
+- While other tenants have work, or had some in the last batches, no tenant gets a whole batch, because all others would
+  wait until it has run. A tenant gets ``contended_tokens`` of the batch, or as many tokens (scaled by weight) as the
+  largest of the other tenants asks for, if that is more. A single pass of more than twice this limit runs alone and in
+  steps, and other tenants' batches run between the steps. If ``contended_tokens`` is 0, as on a CPU, where every token
+  takes time from others, a pass of more than the limit itself runs alone, too.
+- Barriers are short, and passes wait for them. So all ready barriers go before passes, but in no more than two batches
+  in a row while a pass is ready: a tenant cannot keep others waiting by sending only steps.
+- A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from the moment it
+  became the longest-ready one. Then the tenant that has waited longest leads, whatever the shares and priorities, and
+  barriers get only every other batch. With T tenants, no tenant waits for more than ``max_skips + 2 * T`` batches. The
+  bound holds for tenants, not for single ops, because a bound for each op would let a tenant with many adapters get
+  more than its share.
+
+The caller runs this loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, call ``finish`` for each of
+its ops; sleep until an op is submitted or until ``next_deadline()``.
 """
 
 import heapq
@@ -41,25 +47,28 @@ from twinkle.server.types import Op, OpKind
 
 
 class BatchKind(StrEnum):
+    """What the ops of a batch are."""
+
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
     BARRIERS = "barriers"
 
 
-_LATELY = 64  # batches
-_BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
+_LATELY = 64  # batches for which a tenant counts as having work after its last ready pass
+_BARRIERS_IN_A_ROW = 2  # the most batches of barriers in a row while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
-_FIRST = (-len(Priority), 0.0)  # before any tenant's place
-_LONG = 2  # times what a tenant gets beside others
-_SMALLEST_STEP = 64  # tokens: for fewer, the way to the device takes longer than the pass
+_FIRST = (-len(Priority), 0.0)  # sorts before the place of every tenant
+_LONG = 2  # a pass of more than this many times its tenant's limit in a batch is long
+_SMALLEST_STEP = 64  # tokens: for fewer, the overhead of a call takes longer than the pass
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Ops to run now. Those of one adapter are neighbours in number and in order; barriers are one an adapter.
+    """Ops to run now. Passes of one adapter have consecutive sequence numbers and are in order; of barriers there is
+    at most one for each adapter.
 
-    ``long``: passes of one tenant that take much longer than what others ask for, or than a batch should. They are to
-    be run in steps, with batches of others in between.
+    ``long``: a pass that takes much longer than what other tenants ask for, or that exceeds the token budget of a
+    batch. It is to be run in steps, with batches of other tenants in between.
     """
 
     kind: BatchKind
@@ -69,7 +78,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class SchedulerNumbers:
-    """Counts since the start, and by tenant that is known now what waits and the tokens that were started."""
+    """Counts since the start of the process.
+
+    ``waiting`` (ops that wait) and ``tokens`` (of started ops) are by tenant, for the tenants that are known now.
+    """
 
     pass_batches: int
     ops: int
@@ -80,43 +92,47 @@ class SchedulerNumbers:
 
     @property
     def merge_ratio(self) -> float:
-        """Return the passes in a pass batch, on average."""
+        """Return the average number of passes in a batch of passes."""
         return self.pass_ops / self.pass_batches if self.pass_batches else 0.0
 
 
 class _Tenant:
+    """What the scheduler knows of one tenant."""
+
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
         self.adapters = 0
         self.waiting = 0
         self.tokens = 0
-        self.demand = 0  # cost of all its ready passes, when a batch of passes was last made of what was ready
+        self.demand = 0  # cost of all its ready passes when a batch of passes was last made while it had any
         self.demanded_at = 0  # the number of that batch
-        self.turn = 0  # the number of the batch that last started its longest-ready pass
-        self.long_passes: set[str] = set()  # that run while others have work, by request id
-        self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
+        self.turn = 0  # the number of the last batch that started its longest-ready pass
+        self.long_passes: set[str] = set()  # request ids of its long passes that run while other tenants have work
+        self.ready: dict[str, _Adapter] = {}  # its adapters with a ready pass, longest-ready first
 
     @property
     def first(self) -> "_Adapter":
         return next(iter(self.ready.values()))
 
     def by_wait(self) -> tuple[int, int]:
-        """Return the number of batches since which its longest-ready pass was passed over, and that pass's rank."""
+        """Return the number of the batch since which its longest-ready pass has been skipped, and that pass's rank."""
         first = self.first
         return max(self.turn, first.ready_batch), first.ready_rank
 
 
 class _Adapter:
+    """What the scheduler knows of one adapter."""
+
     def __init__(self, ops: OpSequence, tenant: _Tenant) -> None:
         self.ops = ops
         self.tenant = tenant
         self.ready_kind = BatchKind.FORWARD
-        self.ready_rank = 0  # of its ready pass, ascending in order of becoming ready
-        self.ready_batch = 0  # batches so far when it became ready
+        self.ready_rank = 0  # of its ready pass; passes that became ready later have higher ranks
+        self.ready_batch = 0  # the number of batches before its pass became ready
 
 
 class _Portions:
-    """How much of one batch each tenant may have, while others have work or had lately."""
+    """The limits on each tenant's part of one batch, while other tenants have work or had some lately."""
 
     def __init__(self, contended_tokens: int | None, demanding: Iterable[_Tenant], shares: Shares) -> None:
         self._contended_tokens = contended_tokens
@@ -126,21 +142,22 @@ class _Portions:
         self._taken: Counter[str] = Counter()
 
     def limit(self, tenant: _Tenant) -> float | None:
-        """Return the most that the tenant may have; None: no other tenant has work, or had lately."""
+        """Return the tenant's limit in tokens; None: no other tenant has work or had some lately, so there is none."""
         others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
         if not others or self._contended_tokens is None:
             return None
         return max(self._contended_tokens, others[0] * self._shares.weight(tenant.tenant_id))
 
     def is_long(self, tenant: _Tenant, cost: int) -> bool:
-        """Return whether others would wait too long for a pass of this cost: it goes alone, in steps."""
+        """Return whether others would wait too long for a pass of this cost, so that it runs alone, in steps."""
         limit = self.limit(tenant)
         return limit is not None and cost > _LONG * max(limit, _SMALLEST_STEP)
 
     def has_room(self, tenant: _Tenant, cost: int) -> bool:
-        """Return whether a pass may join a batch, beside what the tenant has in it already.
+        """Return whether a pass may join the batch, given the tenant's passes that are in it already.
 
-        Where tokens are cheap, on a GPU, a tenant's first pass may be larger than that, unless it is long.
+        Where ``contended_tokens`` is set, as on a GPU, whose tokens are cheap, a tenant's first pass may exceed the
+        limit unless it is long.
         """
         taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
         if not taken and self._contended_tokens:
@@ -152,7 +169,10 @@ class _Portions:
 
 
 class Scheduler:
-    """See the module. Adapters are made known first; an unknown adapter or op is the caller's bug and raises."""
+    """The scheduler that the module describes. Belongs to one thread.
+
+    Adapters are added before their ops; an unknown adapter or op is a bug of the caller and raises KeyError.
+    """
 
     def __init__(
         self,
@@ -164,9 +184,10 @@ class Scheduler:
         max_skips: int = 8,
         contended_tokens: int | None = None,
     ) -> None:
-        """contended_tokens: of one tenant in a batch while others have work; None: as many as there is room for.
+        """Make a scheduler without adapters.
 
-        share_of: the weight and priority of a tenant; a new answer counts from then on.
+        contended_tokens: a tenant's limit in a batch while other tenants have work; None: the room in the batch.
+        share_of: returns the weight and priority of a tenant; if they change, the new ones apply from then on.
         """
         self._budget = token_budget
         self._contended_tokens = contended_tokens
@@ -177,11 +198,13 @@ class Scheduler:
         self._shares = Shares(share_of)
         self._adapters: dict[str, _Adapter] = {}
         self._running: dict[str, _Adapter] = {}  # by request id
-        # An idle adapter that has ops waiting is in exactly one of these three.
-        self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
-        self._barriers: dict[str, _Adapter] = {}
-        self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
-        self._demanding: OrderedDict[str, _Tenant] = OrderedDict()  # had a ready pass lately, longest ago first
+        # An adapter with waiting ops, none of which runs, is in exactly one of these: _blocked, _barriers, or the
+        # ``ready`` of its tenant, which is then in _ready_tenants.
+        self._blocked: dict[str, _Adapter] = {}  # its next op has not arrived, or must be refused
+        self._barriers: dict[str, _Adapter] = {}  # its next op is a barrier
+        self._ready_tenants: dict[str, _Tenant] = {}  # tenants with a ready pass
+        # Tenants that had a ready pass in the last _LATELY batches, the longest ago first.
+        self._demanding: OrderedDict[str, _Tenant] = OrderedDict()
         self._ready_count = 0
         self._barriers_in_a_row = 0  # batches since the last one of passes
         self._batches = self._pass_batches = self._ops = self._pass_ops = self._tokens = 0
@@ -199,9 +222,10 @@ class Scheduler:
         *,
         failed_pass_spoils: bool = True,
     ) -> None:
-        """Add a new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run.
+        """Add a new adapter, or one that continues after an earlier :meth:`position`.
 
-        After a restart ``passed`` are numbers that ended before it and ``owed`` those that are submitted again.
+        ValueError: the adapter is here already, or ops of a removed adapter with this id still run. After a restart,
+        ``passed`` are the sequence numbers that ended before it, and ``owed`` those that the replay will submit again.
         ``failed_pass_spoils``: whether the optimizer step that follows a failed forward_backward is refused.
         """
         if adapter_id in self._adapters or any(each.ops.adapter_id == adapter_id for each in self._running.values()):
@@ -215,7 +239,7 @@ class Scheduler:
         self._adapters[adapter_id] = _Adapter(ops, tenant)
 
     def remove_adapter(self, adapter_id: str) -> list[Op]:
-        """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
+        """Remove an adapter and return its waiting ops, in order. The caller must still ``finish`` its running ops."""
         adapter = self._adapters.pop(adapter_id)
         self._unplace(adapter)
         ops = adapter.ops.leave()
@@ -227,21 +251,22 @@ class Scheduler:
         return ops
 
     def position(self, adapter_id: str) -> Position | None:
-        """Return where a snapshot taken now would stand; None while an op of the adapter runs."""
+        """Return the position that a snapshot taken now would have; None while an op of the adapter runs."""
         return self._adapters[adapter_id].ops.position
 
     def next_seq(self, adapter_id: str) -> int:
-        """Return the number of the op that is the next to start: all below it started, or were given up as missing."""
+        """Return the number of the next op to start. All lower numbers have started, or were given up as missing."""
         return self._adapters[adapter_id].ops.next_seq
 
     def waiting(self, tenant_id: str) -> int:
-        """Return how many ops of a tenant wait: for earlier ones, ready or about to be refused, but not running."""
+        """Return how many ops of a tenant have not started, whether they wait for earlier ops or are ready."""
         tenant = self._tenants.get(tenant_id)
         return 0 if tenant is None else tenant.waiting
 
     # --- ops ----------------------------------------------------------------------------------------------------------
 
     def submit(self, op: Op, now: float) -> Submitted:
+        """Add an op to its adapter's sequence, if it is new there."""
         adapter = self._adapters[op.adapter_id]
         ops = adapter.ops
         submitted = ops.submit(op, now)
@@ -253,7 +278,7 @@ class Scheduler:
         return submitted
 
     def finish(self, op: Op, *, failed: bool) -> None:
-        """Note that an op of a batch has run. ``failed`` ones changed nothing."""
+        """Note that an op of a batch has ended. A ``failed`` op has not changed its adapter."""
         adapter = self._running.pop(op.request_id)
         adapter.tenant.long_passes.discard(op.request_id)
         adapter.ops.finish(op, failed)
@@ -261,7 +286,10 @@ class Scheduler:
             self._place(adapter)
 
     def refusals(self, now: float) -> list[Refusal]:
-        """Return all that fails by now without running, each once and finished by that; handle them before a batch."""
+        """Take out and return the ops that have to fail by now without running.
+
+        They count as finished: the caller must not ``finish`` them. Call this before :meth:`next_batch`.
+        """
         refused: list[Refusal] = []
         for adapter in list(self._blocked.values()):
             refusals = adapter.ops.refuse(now)
@@ -273,7 +301,7 @@ class Scheduler:
         return refused
 
     def next_deadline(self) -> float | None:
-        """Return when :meth:`refusals` will next have something, unless a missing number arrives before."""
+        """Return the time from which :meth:`refusals` will return an op, unless the missing op arrives before."""
         times = (adapter.ops.refusal_time for adapter in self._blocked.values())
         return min((time for time in times if time is not None), default=None)
 
@@ -290,9 +318,9 @@ class Scheduler:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """Return what to run now; None if nothing is ready that does not run already.
+        """Return the ops to run now; None if no op is ready.
 
-        A long pass is its tenant's turn for as long as it takes: other passes of that tenant wait until it has ended.
+        While a long pass of a tenant runs, the tenant's other passes wait until it has ended.
         """
         tenants = self._tenants_in_turn()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
@@ -330,7 +358,7 @@ class Scheduler:
         return Batch(kind, ops, long)
 
     def step_tokens(self, tenant_id: str) -> int | None:
-        """Return how much of a long batch may run before others get a turn; None: no other tenant has work."""
+        """Return the tokens of a long batch that may run before others get a turn; None: no other tenant has work."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             return None
@@ -338,6 +366,7 @@ class Scheduler:
         return None if limit is None else max(int(limit), _SMALLEST_STEP)
 
     def _note_demands(self) -> None:
+        """Record how much each tenant asks for now, and forget tenants that had no ready pass for long."""
         for tenant in self._ready_tenants.values():
             heads = (adapter.ops.head for adapter in tenant.ready.values())
             tenant.demand = min(self._budget, sum(head.price.cost for head in heads if head is not None))
@@ -348,9 +377,9 @@ class Scheduler:
             self._demanding.popitem(last=False)
 
     def _fill(self, lead: _Adapter) -> tuple[tuple[Op, ...], bool]:
-        """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit.
+        """Start the lead's pass, whatever its size, and then passes of the least served tenants that still fit.
 
-        No other pass joins one that is long or larger than a batch. Return the passes, and whether it is such a batch.
+        A pass that is long or larger than a batch runs alone. Return the passes, and whether this is such a batch.
         """
         ops: list[Op] = []
         room = self._budget
@@ -360,7 +389,7 @@ class Scheduler:
             for tenant in self._tenants_in_turn()
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
-        heapq.heapify(queue)  # ranks differ, so lines are never compared
+        heapq.heapify(queue)  # all ranks differ, so that the third elements are never compared
         first = lead.ops.head
         assert first is not None
         if portions.is_long(lead.tenant, first.price.cost):
@@ -376,7 +405,7 @@ class Scheduler:
             op = adapter.ops.head
             assert op is not None
             if not portions.has_room(adapter.tenant, op.price.cost):
-                continue  # none of its other passes either
+                continue  # leaves the tenant out of this batch: its other passes do not fit either
             if not ops or op.price.cost <= room:
                 ops.append(self._start_pass(adapter))
                 portions.take(adapter.tenant, op.price.cost)
@@ -390,7 +419,7 @@ class Scheduler:
 
     def _start_pass(self, adapter: _Adapter) -> Op:
         tenant = adapter.tenant
-        if not adapter.ops.running:  # otherwise an earlier chunk of its call is in this batch
+        if not adapter.ops.running:  # otherwise an earlier pass of the adapter is in this batch
             if adapter is tenant.first:
                 tenant.turn = self._batches
             self._unplace(adapter)
@@ -407,9 +436,10 @@ class Scheduler:
         self._ops += 1
         return op
 
-    # --- where an idle adapter waits ----------------------------------------------------------------------------------
+    # --- where an adapter waits while none of its ops runs ------------------------------------------------------------
 
     def _place(self, adapter: _Adapter) -> None:
+        """Put an adapter, none of whose ops runs, where its next op belongs."""
         adapter_id, tenant, head = adapter.ops.adapter_id, adapter.tenant, adapter.ops.head
         if head is None:
             if len(adapter.ops):
@@ -426,6 +456,7 @@ class Scheduler:
             tenant.ready[adapter_id] = adapter
 
     def _unplace(self, adapter: _Adapter) -> None:
+        """Take an adapter out of the place where it waits, if it waits."""
         adapter_id, tenant = adapter.ops.adapter_id, adapter.tenant
         self._blocked.pop(adapter_id, None)
         self._barriers.pop(adapter_id, None)

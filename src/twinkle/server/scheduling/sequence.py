@@ -1,21 +1,24 @@
-"""One adapter's ops in order: sequence numbers, gaps, repeated requests, windows. Knows nothing of other adapters.
+"""The ops of one adapter in order: sequence numbers, gaps, repeated requests, windows. Knows nothing of other adapters.
 
-Order. An op runs when all numbers before it have ended; any later number may arrive first and waits.
+Order. An op runs when the ops with all lower numbers have ended. An op that arrives before a lower number waits for it.
 
-Gaps. A gap is a missing number with ops waiting behind it. Its age counts from the arrival of the oldest of those,
-however long earlier ops of the adapter ran meanwhile. A gap that is too old is given up once nothing of the adapter
-runs: the ops waiting behind it, up to the next gap, are refused, and the adapter goes on after the last of them. What
-the missing number would have been is unknown, so it counts as a failed forward_backward. The next gap has its own age.
+Gaps. A gap is a missing number with ops waiting behind it. Its age counts from the arrival of the oldest of these ops,
+even if earlier ops of the adapter were still running then. A gap older than ``gap_timeout`` is given up as soon as no
+op of the adapter runs: the ops behind it, up to the next gap, are refused, and the adapter continues after the last of
+them. Example: 0 has run, 2, 3 and 5 wait, and 1 never arrives. Then 2 and 3 are refused, and the sequence continues
+with 4, the next gap, which has an age of its own. Nobody knows what op the missing number was, so it counts as a failed
+forward_backward.
 
-Restarts. Numbers that ended before a restart and need not run again are passed over (:class:`Passed`); numbers that
-the replay of the journal will still bring are no gap.
+Restarts. Numbers that ended before a restart and do not run again are skipped (:class:`Passed`). Numbers that the
+replay of the journal will still submit are not gaps.
 
-Windows. A window is what lies between two optim_steps, and it is atomic. A forward_backward that failed, ran or not,
-spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
-clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
-runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
-nothing here. Where a client hears of a failed pass before it sends the next request, it decides for itself: there only
-a missing number spoils a window (``failed_pass_spoils``).
+Windows. A window is the ops between two optim_steps, and it is atomic. A forward_backward that failed, whether it ran
+or was refused, spoils its window: the optim_step that closes the window is refused, and the next window is clean. A
+load that succeeds also starts a clean window, because it drops the gradient. A failed forward-only op does not spoil
+the window, and all other ops in a spoilt window run. After a *refused* optim_step the caller always drops the gradient;
+an optim_step that ran and failed changes nothing here. Where a client learns of a failed pass before it sends its next
+request, it decides itself whether to step; for such runs ``failed_pass_spoils`` is False, and only a missing number
+spoils a window.
 """
 
 import heapq
@@ -28,36 +31,36 @@ from twinkle.server.types import Op, OpKind
 _DROPPED = "the gradient since the last optim_step is dropped, send its forward_backward calls again"
 _SPOILT = "the optim_step that follows will be refused, as the missing number may have been a forward_backward"
 
-# Reposts come within the minutes that a client retries, and the journal knows all older ones.
+# A client repeats a request within the minutes for which it retries. Older repeats are recognised by the journal.
 REMEMBERED_DIGESTS = 1024
 
 
-# --- what submitting an op may end in ---------------------------------------------------------------------------------
+# --- what ``submit`` returns ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """New: it will be in one batch or in one refusal."""
+    """The op is new. It will be in exactly one batch or one refusal."""
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """The same request again, waiting, running or ended: the answer is that of the first."""
+    """The request repeats one that waits, runs or has ended: it gets the answer of the first one."""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """The number belongs to a request with another body, which this one does not disturb."""
+    """The number belongs to a request with another body. The first request is not affected."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class TooLate:
-    """The adapter is past this number and no body is remembered for it.
+    """The adapter is past this number, and the digest of its request is not remembered here.
 
-    The op may have ended long ago or before a restart: the journal knows. If it does not, the number was given up as
-    missing and ``message`` is the answer.
+    The op may have ended long ago or before a restart; then the journal has it. If it has not, the number was given up
+    as missing, and ``message`` is the answer.
     """
 
     message: str
@@ -66,16 +69,20 @@ class TooLate:
 Submitted = Accepted | Duplicate | Conflict | TooLate
 
 
-# --- what fails without running ---------------------------------------------------------------------------------------
+# --- ops that fail without running ------------------------------------------------------------------------------------
 
 
 class RefusalReason(StrEnum):
-    GAP = "gap"  # an earlier number never came
+    """Why an op fails without running."""
+
+    GAP = "gap"  # an earlier number never arrived
     WINDOW = "window"  # an optim_step whose window has a failed forward_backward
 
 
 @dataclass(frozen=True)
 class Refusal:
+    """An op that fails without running. ``message`` is for its client."""
+
     op: Op
     reason: RefusalReason
     message: str
@@ -88,7 +95,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Passed:
-    """Numbers that ended before a restart and are not run again: answered, or ``given_up`` as missing."""
+    """A range of numbers that ended before a restart and do not run again.
+
+    They were answered or, if ``given_up``, never arrived. ``last`` is included.
+    """
 
     first: int
     last: int
@@ -97,7 +107,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class Position:
-    """Where an adapter stands: all numbers up to and including ``seq`` have ended; ``failed_seq`` spoilt the window."""
+    """How far an adapter is: all numbers up to and including ``seq`` have ended.
+
+    ``failed_seq`` is the number that spoilt the open window; None: the window is clean.
+    """
 
     seq: int
     failed_seq: int | None
@@ -105,20 +118,21 @@ class Position:
 
 @dataclass(eq=False)
 class OpSequence:
-    """The ops of one adapter, from arrival to end. Times are seconds on any clock that never goes back."""
+    """The ops of one adapter, from arrival to end. Times are seconds of a monotonic clock."""
 
     adapter_id: str
     gap_timeout: float
     failed_pass_spoils: bool  # whether a forward_backward that failed spoils its window
-    next_seq: int  # the next to start
-    failed_seq: int | None
-    passed: deque[Passed]  # what is still ahead of it, in order
-    owed: set[int]  # numbers that a replay of the journal will bring
+    next_seq: int  # the number of the next op to start
+    failed_seq: int | None  # the number that spoilt the open window
+    passed: deque[Passed]  # ranges to skip that are still ahead, in order
+    owed: set[int]  # numbers that the replay of the journal will submit
     running: dict[int, Op] = field(default_factory=dict)
-    _waiting: OrderedDict[int, tuple[Op, float]] = field(default_factory=OrderedDict)  # by arrival, with its time
-    _numbers: list[int] = field(default_factory=list)  # a heap of those waiting
-    _digests: dict[int, bytes] = field(default_factory=dict)
-    _ended: deque[int] = field(default_factory=deque)
+    # Waiting ops by number, in order of arrival, each with the time of its arrival.
+    _waiting: OrderedDict[int, tuple[Op, float]] = field(default_factory=OrderedDict)
+    _numbers: list[int] = field(default_factory=list)  # the keys of _waiting, as a heap
+    _digests: dict[int, bytes] = field(default_factory=dict)  # of waiting and running ops, and of those in _ended
+    _ended: deque[int] = field(default_factory=deque)  # the last REMEMBERED_DIGESTS numbers that ended
 
     def __post_init__(self) -> None:
         self._pass_over()
@@ -129,12 +143,14 @@ class OpSequence:
 
     @property
     def position(self) -> Position | None:
-        """Return where the adapter stands; None while an op runs, when it is between two states."""
+        """Return how far the adapter is; None while an op runs, because its state may be half changed then."""
         return None if self.running else Position(self.next_seq - 1, self.failed_seq)
 
     @property
     def head(self) -> Op | None:
-        """Return the next op, if it is here and may run as soon as nothing runs."""
+        """Return the next op, if it has arrived and need not be refused. It may start when no op of a batch before it
+        runs.
+        """
         if self.next_seq not in self._waiting:
             return None
         op, _ = self._waiting[self.next_seq]
@@ -143,7 +159,7 @@ class OpSequence:
 
     @property
     def refusal_time(self) -> float | None:
-        """Return the time from which on :meth:`refuse` has something; None if, as things stand, it never will."""
+        """Return the time from which :meth:`refuse` will refuse an op; None if no op is to be refused at present."""
         if self.running or not self._waiting or self.head is not None:
             return None
         if self.next_seq in self._waiting:
@@ -155,6 +171,7 @@ class OpSequence:
         return arrived + self.gap_timeout
 
     def submit(self, op: Op, now: float) -> Submitted:
+        """Add an op that arrived at ``now``, if its number is new."""
         known = self._digests.get(op.seq)
         if known is not None:
             used = f"sequence number {op.seq} of {self.adapter_id} was used by a request with another body"
@@ -169,7 +186,7 @@ class OpSequence:
         return Accepted()
 
     def start(self) -> Op:
-        """Take the head out to run it."""
+        """Take out the :attr:`head`, note that it runs, and return it."""
         op = self._take()
         self.running[op.seq] = op
         return op
@@ -180,7 +197,7 @@ class OpSequence:
         self._pass_over()
 
     def refuse(self, now: float) -> list[Refusal]:
-        """Take out all that must fail by now without running."""
+        """Take out and return the ops that have to fail by ``now`` without running."""
         refusals: list[Refusal] = []
         while (due := self.refusal_time) is not None and due <= now:
             if self.next_seq in self._waiting:
@@ -190,13 +207,14 @@ class OpSequence:
         return refusals
 
     def leave(self) -> list[Op]:
-        """Take out all that waits."""
+        """Take out all waiting ops and return them in the order of their numbers."""
         ops = [self._waiting[seq][0] for seq in sorted(self._numbers)]
         self._waiting.clear()
         self._numbers.clear()
         return ops
 
     def _give_up_gap(self) -> list[Refusal]:
+        """Skip the missing numbers, and refuse the ops behind them up to the next gap."""
         last = min((self._numbers[0], *self.owed)) - 1
         message = self._gap_message(self.next_seq, last)
         self._spoil(self.next_seq)
@@ -223,7 +241,7 @@ class OpSequence:
         return op
 
     def _pass_over(self) -> None:
-        """Go past numbers that ended before a restart, once all before them have ended."""
+        """Skip numbers that ended before a restart, once all lower numbers have ended."""
         while self.passed and self.passed[0].first <= self.next_seq and not self.running:
             passed = self.passed.popleft()
             if passed.given_up:
@@ -240,7 +258,9 @@ class OpSequence:
             del self._digests[self._ended.popleft()]
 
     def _spoil(self, seq: int) -> None:
-        """The first failure of a window is the one to name; ops of one batch may finish in any order."""
+        """Note that a number spoilt the window. Errors name the lowest such number; ops of one batch may finish in any
+        order.
+        """
         self.failed_seq = seq if self.failed_seq is None else min(seq, self.failed_seq)
 
     def _window_message(self) -> str:

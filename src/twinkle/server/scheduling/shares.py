@@ -1,9 +1,10 @@
 """Fair shares: which of several tenants that wait for the same device goes next.
 
-The scheduler of training ops and the queue of samples use the same rule. Of the tenants of one priority the one that
-got least for its weight goes first. A tenant that had nothing to do starts again where the least served of its priority
-is: idle time earns nothing. What a tenant got is remembered after it has left, because leaving and coming back must not
-clear it; it is forgotten where that changes nothing, or after many others have left.
+The scheduler of training ops and the queue of samples use the same rule. Among the tenants of one priority, the one
+that has used least for its weight goes first. A tenant that had no work for a while continues at the level of the least
+served tenant of its priority (the floor): idle time does not add up to a claim. What a tenant has used is remembered
+after it has left, because leaving and coming back must not reset it. It is forgotten when it is not above the floor,
+where it makes no difference, or after many other tenants have left.
 """
 
 from collections import OrderedDict
@@ -11,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-_ABSENT = 1024  # tenants that left and are remembered
+_ABSENT = 1024  # the most tenants that have left and are remembered
 
 
 class Priority(IntEnum):
-    """Work of a higher class goes first, but for every few turns of it those below get one."""
+    """The priority of a tenant's work. Higher priorities go first, but lower ones get a turn every few turns."""
 
     LOW = 0
     NORMAL = 1
@@ -24,7 +25,9 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True)
 class TenantShare:
-    """``weight``: of two tenants of one class that always have work, one with twice the weight gets twice as much."""
+    """A tenant's weight and priority. Of two tenants with the same priority that always have work, the one with twice
+    the weight gets twice as much of the device.
+    """
 
     weight: float = 1.0
     priority: Priority = Priority.NORMAL
@@ -39,14 +42,14 @@ def equal_shares(_tenant_id: str) -> TenantShare:
 
 
 class Shares:
-    """What each tenant got for its weight, in any unit of cost."""
+    """What each tenant has used, as cost divided by weight. The unit of cost is the caller's."""
 
     def __init__(self, share_of: ShareOf = equal_shares) -> None:
-        """``share_of`` may answer differently over time; the answer counts from then on."""
+        """``share_of``: if it returns something else for a tenant later, that applies from then on."""
         self._share_of = share_of
-        self._used: dict[str, float] = {}  # cost for weight, plus what a tenant was raised by for idle times
-        self._absent: OrderedDict[str, None] = OrderedDict()  # of these, the tenants that left; longest ago first
-        # By priority, the smallest use of a tenant with work when the next to be served was last chosen.
+        self._used: dict[str, float] = {}  # sum of cost / weight, plus what raise_to_floor added for idle times
+        self._absent: OrderedDict[str, None] = OrderedDict()  # tenants in _used that have left; longest ago first
+        # By priority: the smallest use among the tenants with work, when a tenant was last chosen.
         self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
 
     def weight(self, tenant_id: str) -> float:
@@ -59,15 +62,15 @@ class Shares:
         return self._used.get(tenant_id, 0.0)
 
     def place(self, tenant_id: str) -> tuple[int, float]:
-        """Return the tenant's place among those with work: the smallest goes first."""
+        """Return the sort key of the tenant among those with work: the smallest goes first."""
         return -self.priority(tenant_id), self.used(tenant_id)
 
     def enter(self, tenant_id: str) -> None:
-        """Note that the tenant is here; the opposite of :meth:`leave`."""
+        """Note that the tenant is present. The opposite of :meth:`leave`."""
         self._absent.pop(tenant_id, None)
 
     def raise_to_floor(self, tenant_id: str) -> None:
-        """Raise the use of a tenant that had no work until now: idle time earns nothing."""
+        """Raise the use of a tenant that had no work until now to the floor, so that idle time gives it no claim."""
         self._used[tenant_id] = max(self.used(tenant_id), self._floors[self.priority(tenant_id)])
 
     def raise_floors(self, with_work: Iterable[str]) -> None:
@@ -80,12 +83,13 @@ class Shares:
             self._floors[priority] = max(self._floors[priority], used)
 
     def charge(self, tenant_id: str, cost: float) -> None:
+        """Add a cost to the tenant's use."""
         self._used[tenant_id] = self.used(tenant_id) + cost / self.weight(tenant_id)
 
     def leave(self, tenant_id: str) -> list[str]:
-        """Note that the tenant has nothing here any more; return the tenants that are forgotten by that."""
+        """Note that the tenant has left; return the tenants whose use is forgotten now, possibly this one."""
         forgotten = []
-        if self.used(tenant_id) <= self._floors[self.priority(tenant_id)]:  # where it would start again in any case
+        if self.used(tenant_id) <= self._floors[self.priority(tenant_id)]:  # coming back, it would start there anyway
             forgotten.append(tenant_id)
         else:
             self._absent[tenant_id] = None

@@ -1,4 +1,4 @@
-"""What works on accepted requests: training, sampling, checkpoints, and the futures that clients wait for.
+"""The services that work on accepted requests: training, sampling, checkpoints; and the futures clients wait for.
 
-May import: telemetry, wire, state and the rooms below them.
+May import: telemetry, wire, state and the packages below them.
 """

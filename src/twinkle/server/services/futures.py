@@ -1,9 +1,10 @@
-"""Promises: an outcome is awaited in the process that computes it; nobody polls.
+"""Futures: what clients wait for under a request id, in the process that computes the outcome.
 
-Outcomes stay readable after their first delivery, since an answer may get lost on its way. What has been delivered is
-forgotten after a while; what nobody fetched stays longer. An outcome counts as delivered once it has been written to a
-client to the last byte. When memory for results runs short, outcomes leave it earlier: those that the journal has are
-read back when somebody asks, and samples, which are nowhere else, are forgotten once they were delivered.
+A waiting request sleeps until its future is settled; nothing polls. Outcomes stay readable after their first delivery,
+because an answer may get lost on its way. A delivered outcome is forgotten after a while, an unfetched one later. An
+outcome counts as delivered when its last byte has been written to a client. When memory for results runs short,
+outcomes leave it earlier: those that the journal has are read back from there when a client asks for them, and samples,
+which are stored nowhere else, are forgotten once they were delivered.
 """
 
 import asyncio
@@ -17,11 +18,11 @@ from twinkle.server.backends.compute_thread import event_loop
 from twinkle.server.tenancy.memory import HeldResult, ResultMemory
 from twinkle.server.types import Outcome, Tally
 
-PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing
+PROMISE_BYTES = 1024  # memory of a promise without its outcome, in round figures: a million of them take a gigabyte
 
 
 async def happens(event: asyncio.Event, timeout: float) -> None:
-    """Return when the event is set, after ``timeout`` seconds at the latest."""
+    """Return when the event is set, or after ``timeout`` seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             await event.wait()
@@ -31,28 +32,28 @@ async def happens(event: asyncio.Event, timeout: float) -> None:
 class _Promise:
     tenant_id: str
     digest: bytes
-    outcome: Outcome | None = None  # None: there is none yet, or it is on disk
-    size: int = 0  # of the outcome, once there is one
+    outcome: Outcome | None = None  # None: there is none yet, or it is only on disk
+    size: int = 0  # bytes of the outcome and of this promise, once there is an outcome
     settled_at: float | None = None
     delivered_at: float | None = None
     on_disk: bool = False
-    held: HeldResult | None = None  # while the outcome is in memory
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the outcome comes from disk
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # it is settled, or nobody is to wait any more
+    held: HeldResult | None = None  # set while the outcome is in memory
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the outcome is read from disk
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is settled, or when the server shuts down
 
 
 @dataclass
 class Delivery:
-    """An answer that is being written to a client. ``complete`` once the client was given the last byte."""
+    """An answer that is being written to a client. Its writer sets ``complete`` after the last byte."""
 
     complete: bool = False
 
 
 @dataclass
 class Futures:
-    """All promises of one service, by request id. Belongs to one event loop.
+    """All futures of one service, by request id. Belongs to one event loop.
 
-    ``read_back`` fetches an outcome from disk by its request id; None: outcomes of this service are only in memory.
+    ``read_back`` reads an outcome from disk by its request id; None: outcomes of this service are only in memory.
     """
 
     delivered_seconds: float = 600.0
@@ -60,10 +61,10 @@ class Futures:
     memory: ResultMemory = field(default_factory=ResultMemory)
     read_back: Callable[[str], Awaitable[Outcome | None]] | None = None
     closed: bool = False
-    polls: int = 0  # that wait now
+    polls: int = 0  # requests that wait for an outcome now
     _promises: dict[str, _Promise] = field(default_factory=dict)
-    _delivered: list[str] = field(default_factory=list)
-    # Of all that have an outcome, the oldest first: sweeping looks at no others.
+    _delivered: list[str] = field(default_factory=list)  # delivered since the last call of take_delivered
+    # Request ids of all settled promises, the oldest first: ``sweep`` looks only at the first ones.
     _unfetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _fetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _unfetched_bytes: Tally = field(default_factory=Tally)  # by tenant
@@ -73,20 +74,23 @@ class Futures:
 
     @event_loop
     def promise(self, request_id: str, tenant_id: str, digest: bytes = b"") -> None:
-        """``digest`` of the request, for whoever has to know whether it comes again or another one under its id."""
+        """Add an unsettled future, if there is none with this id.
+
+        ``digest`` of the request lets the caller tell a repeated request from another one under the same id.
+        """
         self._promises.setdefault(request_id, _Promise(tenant_id, digest))
 
     def digest(self, request_id: str) -> bytes | None:
-        """None: there is no such promise."""
+        """Return the digest of a request; None if there is no such future."""
         promise = self._promises.get(request_id)
         return None if promise is None else promise.digest
 
     def delivered(self, request_id: str) -> bool:
-        """Whether the outcome was fetched and is still kept."""
+        """Return whether the outcome was fetched and is not forgotten yet."""
         return request_id in self._fetched
 
     def unfetched_bytes(self, tenant_id: str) -> int:
-        """How much is kept for a tenant, in memory or on disk, that it has not fetched yet."""
+        """Return the bytes of results, in memory or on disk, that the tenant has not fetched yet."""
         return self._unfetched_bytes[tenant_id]
 
     def check_unfetched(self, tenant_id: str, limit: int) -> None:
@@ -102,6 +106,7 @@ class Futures:
 
     @event_loop
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
+        """Give a future its outcome and wake the requests that wait for it. Only the first outcome counts."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.settled_at is None:
             promise.size = _size(outcome)
@@ -112,7 +117,7 @@ class Futures:
             promise.ended.set()
 
     def recorded(self, request_id: str) -> None:
-        """Note that the outcome is on disk: it may leave memory."""
+        """Note that the outcome is in the journal, so that it may leave memory."""
         promise = self._promises.get(request_id)
         if promise is not None and self.read_back is not None:
             promise.on_disk = True
@@ -121,13 +126,16 @@ class Futures:
 
     @event_loop
     def adopt(self, request_id: str, tenant_id: str, outcome: Outcome, now: float) -> None:
-        """Take over an outcome that was read from disk, of a request that was promised before a restart."""
+        """Add a settled future with an outcome that was read from the journal: there is no future for it in memory,
+        for example because it was promised before a restart.
+        """
         if request_id not in self._promises:
             self.promise(request_id, tenant_id)
             self._promises[request_id].on_disk = True
             self.settle(request_id, outcome, now)
 
     def forget(self, request_id: str) -> None:
+        """Remove a future, settled or not."""
         promise = self._promises.pop(request_id, None)
         self._unfetched.pop(request_id, None)
         self._fetched.pop(request_id, None)
@@ -136,18 +144,18 @@ class Futures:
         self._let_go(promise)
         if promise.settled_at is not None and promise.delivered_at is None:
             self._unfetched_bytes[promise.tenant_id] -= promise.size
-            promise.delivered_at = promise.settled_at  # an answer that is just being written must not count it again
+            promise.delivered_at = promise.settled_at  # an answer still being written must not subtract its size again
 
     def acknowledge(self, request_id: str) -> None:
-        """The client has the outcome and will not ask for it again."""
+        """Remove a settled future, because its client has the outcome and will not ask for it again."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.settled_at is not None:
             self.forget(request_id)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
-        """Return the outcome, or None when there is none yet after ``timeout`` seconds.
+        """Return the outcome, or None if there is none after ``timeout`` seconds.
 
-        It counts as delivered only once :meth:`delivering` has ended well.
+        The outcome counts as delivered only after a complete :meth:`delivering`.
         """
         promise = self._promises[request_id]
         if promise.settled_at is None and not self.closed:
@@ -162,7 +170,7 @@ class Futures:
 
     @contextmanager
     def delivering(self, request_id: str, now: float) -> Iterator[Delivery]:
-        """Keep the outcome in memory while it is written to a client; note its delivery if that is complete."""
+        """Keep the outcome in memory while it is written to a client; count it as delivered if that was completed."""
         promise, delivery = self._promises.get(request_id), Delivery()
         held = None if promise is None else promise.held
         if held is not None:
@@ -176,18 +184,18 @@ class Futures:
                 self._note_delivery(request_id, promise, now)
 
     def close(self) -> None:
-        """Let everybody go who waits, now and from now on: the server is about to end."""
+        """End all waiting, now and from now on, because the server shuts down."""
         self.closed = True
         for promise in self._promises.values():
             promise.ended.set()
 
     def take_delivered(self) -> list[str]:
-        """Ids whose outcome was fetched for the first time since the last call."""
+        """Return the request ids whose outcome was delivered for the first time since the last call."""
         delivered, self._delivered = self._delivered, []
         return delivered
 
     def sweep(self, now: float) -> None:
-        """Forget what has been kept long enough."""
+        """Forget delivered and unfetched outcomes that have been kept long enough."""
         for order in (self._unfetched, self._fetched):
             while order and self._is_old(self._promises[next(iter(order))], now):
                 self.forget(next(iter(order)))
@@ -204,7 +212,7 @@ class Futures:
             self.memory.may_leave(promise.held, fetched=True)
 
     def _hold(self, request_id: str, promise: _Promise, outcome: Outcome) -> None:
-        """Keep an outcome in memory, and count it there."""
+        """Keep an outcome in memory, and count its bytes there."""
         promise.outcome = outcome
         promise.held = HeldResult(promise.tenant_id, promise.size, lambda: self._leave_memory(request_id, promise))
         self.memory.add(promise.held)
@@ -212,6 +220,7 @@ class Futures:
             self.memory.may_leave(promise.held, fetched=promise.delivered_at is not None)
 
     def _leave_memory(self, request_id: str, promise: _Promise) -> None:
+        """Free an outcome's memory. An outcome that is not on disk is lost, so its future is removed, too."""
         if promise.on_disk:
             self._let_go(promise)
         else:

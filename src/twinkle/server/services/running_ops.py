@@ -1,18 +1,19 @@
-"""Which ops run right now, on disk: after the death of the process the next one knows what it died of.
+"""A file that says which ops run right now, so that after a crash the next process knows which ops may have caused it.
 
-One small file for each model service (on Ray: for each replica of a model). A batch appends one line before it runs and
-one when it has ended, with a plain ``write``: the page cache survives the death of the process, and no fsync is needed,
-because the death of the machine says nothing about an op. A line costs some ten microseconds; a row in the database
-would make every batch wait for a commit.
+There is one small file for each training service (on Ray: for each replica of a model). A batch appends one line
+before it runs and one after it has ended, with a plain ``write``. No fsync is needed: the page cache survives the death
+of the process, and the death of the whole machine says nothing about an op. A line costs some ten microseconds; a row
+in the database would make every batch wait for a commit.
 
     d REQUEST_ID COUNT    at the start: the process died COUNT times while this op ran
     + NUMBER REQUEST_ID…  a batch begins
-    - NUMBER              it has ended, well or not
-    ~ NUMBER              it was about decoding, which has ended: the op is still to run
-    s                     the process was told to end: whatever kills it from now on is no op's fault
+    - NUMBER              the batch has ended, whether its ops succeeded or not
+    ~ NUMBER              the batch was only decoded or loaded from disk, which has ended: its ops are still to run
+    s                     the process was asked to stop: its death from now on is not blamed on an op
 
-An op that ran when the process died is a suspect: it runs next time with no other op beside it. So after two deaths
-only the culprit has both. Samples are not journalled, and so not noted: nobody runs them again.
+An op that was running when the process died is a suspect: next time it runs alone. If the process dies again, only that
+op has two deaths; it is poison and is not run a third time. Samples are not in the journal and are never run again, so
+they are not recorded here.
 """
 
 import asyncio
@@ -25,16 +26,19 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-MOST_DEATHS = 2  # after so many an op is not run again
-_COMPACT_BYTES = 65_536  # above this the file is written anew when that is cheap …
-_MOST_BYTES = 2**20  # … and above this in any case
+MOST_DEATHS = 2  # after this many deaths of the process an op is not run again
+_COMPACT_BYTES = 65_536  # above this size the file is rewritten when nothing runs and there are no suspects …
+_MOST_BYTES = 2**20  # … and above this size in any case
 
 
 class RunningOps:
-    """The ops of one model service that run now, and how often the process died with each. For one event loop."""
+    """The ops of one training service that run now, and how often the process died during each suspect.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read what the last process left behind, and count its death. Blocks, for a moment."""
+        """Read the file of the last process, and count its death, if it died. Blocks briefly, for file I/O."""
         self._path = path
         self._fd: int | None = None
         self._size = 0
@@ -49,24 +53,24 @@ class RunningOps:
         self._rewrite()
 
     def keep_only(self, request_ids: Iterable[str]) -> None:
-        """Forget suspects that nobody will run again."""
+        """Forget all suspects except these: the others will not run again."""
         self._deaths = {each: self._deaths[each] for each in request_ids if each in self._deaths}
 
     def deaths(self, request_id: str) -> int:
-        """How often the process died while this op ran."""
+        """Return how often the process died while this op ran."""
         return self._deaths.get(request_id, 0)
 
     @property
     def has_suspects(self) -> bool:
-        """Whether there are ops with which a process died, and which have not ended since."""
+        """Return whether there are ops during which a process died and which have not ended since."""
         return bool(self._deaths)
 
     def forgive(self, request_id: str) -> None:
-        """The op ended without running."""
+        """Forget that an op is a suspect, because it ended without running."""
         self._deaths.pop(request_id, None)
 
     def apart(self, request_ids: Sequence[str]) -> Iterator[slice]:
-        """Divide a batch so that each suspect is alone; the order stays."""
+        """Divide a batch into parts, in order, so that each suspect is alone in its part."""
         first = 0
         for index, request_id in enumerate(request_ids):
             if request_id in self._deaths:
@@ -79,9 +83,10 @@ class RunningOps:
 
     @asynccontextmanager
     async def noted(self, request_ids: Sequence[str], *, decoding: bool = False) -> AsyncIterator[None]:
-        """On disk these ops run for as long as the block takes. While there are suspects, one block at a time runs.
+        """Record on disk that these ops run, for the duration of the ``async with`` block.
 
-        ``decoding``: they are prepared only, and remain suspects.
+        While there are suspects, only one block runs at a time. ``decoding``: the ops are only prepared to run; those
+        that are suspects remain so after the block.
         """
         async with self._turn if self._deaths else nullcontext():
             number = next(self._numbers)
@@ -103,12 +108,12 @@ class RunningOps:
             self._rewrite()
 
     def stopping(self) -> None:
-        """The process was told to end."""
+        """Note that the process was asked to stop, so that its death from now on is not blamed on an op."""
         self._stopping = True
         self._append("s\n")
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Record that no op runs any more, and close the file."""
         self._batches.clear()
         self._rewrite()
         if self._fd is not None:
@@ -122,11 +127,11 @@ class RunningOps:
         try:
             os.write(self._fd, data)
             self._size += len(data)
-        except OSError as error:  # a full disk: better an op without a note than none at all
-            logger.error("%s: what runs cannot be noted: %s", self._path, error)
+        except OSError as error:  # such as a full disk: better to run the op without a record than not at all
+            logger.error("%s: cannot record which ops run: %s", self._path, error)
 
     def _rewrite(self) -> None:
-        """The file with what still holds, and nothing else. It appears whole or not at all."""
+        """Replace the file, atomically, by one with only the lines that still matter."""
         lines = [f"d {request_id} {deaths}\n" for request_id, deaths in self._deaths.items()]
         lines += [f"+ {number} {' '.join(ids)}\n" for number, ids in self._batches.items()]
         lines += ["s\n"] if self._stopping and self._batches else []
@@ -149,7 +154,7 @@ class RunningOps:
 
 
 def _read(path: Path) -> dict[str, int]:
-    """How often the process died with each op, its last death included. Lines that were cut short do not count."""
+    """Return how often the process died during each op, including the last death. Incomplete lines are ignored."""
     deaths: dict[str, int] = {}
     batches: dict[str, list[str]] = {}
     stopping = False

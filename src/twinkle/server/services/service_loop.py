@@ -1,8 +1,8 @@
-"""The loop of a service, and the tasks that it starts beside its loop.
+"""The loop of a service, and the background tasks that a service starts beside its loop.
 
-A loop runs until its service stops. If it ends before, that is a bug, and accepted requests would wait for ever. So the
-end is logged at once, health shows it, and the runtime waits for :meth:`ServiceLoop.broken` and ends the process: the
-next process does everything again that was acknowledged.
+A loop runs until its service stops. If it ends earlier, that is a bug, and accepted requests would wait for ever. So
+the end is logged at once and shown by health checks, and the runtime, which waits for :meth:`ServiceLoop.broken`, ends
+the process. The next process replays all ops that were accepted.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServiceLoop:
-    """``name``: what stops when the loop does, for the log. Belongs to one event loop."""
+    """The task of a service loop. ``name`` is how log lines call the service. Belongs to one event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,29 +30,29 @@ class ServiceLoop:
 
     @property
     def failed(self) -> bool:
-        """Return whether it ended by an error."""
+        """Return whether the loop ended with an error."""
         return self._broken.is_set()
 
     async def ended(self) -> None:
-        """Return when it has ended, well or not."""
+        """Wait until the loop has ended, with or without an error."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def broken(self) -> str:
-        """Return the name of what has stopped, once it has ended by an error."""
+        """Wait until the loop has ended with an error, and return the name of its service."""
         await self._broken.wait()
         return self._name
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # with the event loop
+        if task.cancelled():  # because the event loop ends
             logger.warning("%s was cancelled", self._name)
         elif task.exception() is not None:
-            logger.critical("%s has stopped by an error of ours", self._name, exc_info=task.exception())
+            logger.critical("%s has stopped because of an internal error", self._name, exc_info=task.exception())
             self._broken.set()
 
 
 class BackgroundTasks:
-    """Tasks that a service has started and finishes before it ends. Belongs to one event loop."""
+    """The background tasks of a service, which it finishes before it ends. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,7 +63,7 @@ class BackgroundTasks:
         task.add_done_callback(self._done)
 
     async def finish(self) -> None:
-        """Return when all tasks have ended. An error was logged when its task ended."""
+        """Wait until all tasks have ended. The error of a task that failed is logged when it ends."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:

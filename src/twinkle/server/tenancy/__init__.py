@@ -1,4 +1,4 @@
-"""What one tenant may use, and what the whole process may: limits, rates, pools of threads, memory.
+"""Limits on what one tenant and the whole process may use: rates, pools of threads, memory.
 
-May import: scheduling, config and the nouns.
+May import: scheduling, config and the shared types.
 """

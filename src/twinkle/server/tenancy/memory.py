@@ -1,13 +1,15 @@
 """The memory of one server process: how much results may take, and when new work is refused.
 
-:class:`ResultMemory` counts a result from the moment it exists until it is gone, fetched or not. When there are too
-many bytes, the tenant with most of them loses its oldest results from memory: first those that it has fetched, then
-those that the journal can give back. A result that is being sent to a client stays until it is sent.
+:class:`ResultMemory` counts a result from the moment it exists until it leaves memory, fetched or not. When results
+exceed their limit, the tenant with the most bytes loses its oldest results from memory: first those that its clients
+have fetched, then those that can be read back from the journal. A result that is being sent to a client stays until it
+is sent.
 
-:class:`MemoryGuard` watches the whole process all the time, so that new work is refused before the kernel kills the
-server. It counts what the kernel counts: the limit of the machine, or of any control group that the process is in, with
-all of their processes. When little is left, caches go first; then new work is refused with 503. Heartbeats, results,
-deletes, saves and optimizer steps go on: with them clients finish and memory becomes free.
+:class:`MemoryGuard` watches the memory of the whole process, so that new work is refused before the kernel kills the
+server. It counts what the kernel counts: the memory of the machine, or of any control group that the process is in,
+used by all processes there. When little is left, caches are dropped first; then new work is refused with 503.
+Heartbeats, results, deletes, saves and optimizer steps are still accepted, because they let clients finish, which frees
+memory.
 """
 
 import asyncio
@@ -31,20 +33,20 @@ _RESULTS_KEY = "max_result_bytes"
 
 @dataclass(eq=False)
 class HeldResult:
-    """One result in memory. ``drop`` makes its owner let go of it; it is called on the event loop."""
+    """One result in memory. ``drop`` makes its owner release the bytes; it is called on the event loop."""
 
     tenant_id: str
     size: int
     drop: Callable[[], None]
-    sending: int = 0  # how many answers are being written from it
+    sending: int = 0  # number of HTTP answers that are being written from it
 
 
 @dataclass
 class _Share:
-    """The results of one tenant that may leave memory, the oldest first."""
+    """The results of one tenant that may be dropped from memory, the oldest first."""
 
     fetched: OrderedDict[int, HeldResult] = field(default_factory=OrderedDict)
-    on_disk: OrderedDict[int, HeldResult] = field(default_factory=OrderedDict)  # and not fetched yet
+    on_disk: OrderedDict[int, HeldResult] = field(default_factory=OrderedDict)  # in the journal, not fetched yet
     bytes: int = 0
 
     def add(self, result: HeldResult, *, fetched: bool) -> None:
@@ -58,18 +60,21 @@ class _Share:
                 self.bytes -= result.size
 
     def first(self) -> HeldResult | None:
-        """Return the result that leaves first; those that are being sent stay."""
+        """Return the result to drop next, or None. Results that are being sent are skipped."""
         results = chain(self.fetched.values(), self.on_disk.values())
         return next((result for result in results if not result.sending), None)
 
 
 class ResultMemory:
-    """Belongs to one event loop. ``limit`` in bytes."""
+    """Counts the bytes of all results in memory, by tenant, and drops results above ``limit`` bytes.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, limit: int = 2**62) -> None:
         self.limit = limit
         self._bytes = Tally()  # by tenant
-        self._sending = Tally()  # of these, in answers that are being written
+        self._sending = Tally()  # the part of these bytes in answers that are being written, by tenant
         self._shares: dict[str, _Share] = {}
 
     @property
@@ -81,17 +86,17 @@ class ResultMemory:
         return Budget("results", self.used, self.limit)
 
     def add(self, result: HeldResult) -> None:
-        """Count a result, which cannot leave yet, and make room for it."""
+        """Count a new result, which may not be dropped yet, and drop others to make room for it."""
         self._bytes[result.tenant_id] += result.size
         self.shrink_to(self.limit)
 
     def may_leave(self, result: HeldResult, *, fetched: bool) -> None:
-        """Note that nothing is lost when the result leaves memory: it was fetched, or the journal has it."""
+        """Allow a result to be dropped: nothing is lost then, because it was fetched or the journal has it."""
         self._shares.setdefault(result.tenant_id, _Share()).add(result, fetched=fetched)
         self.shrink_to(self.limit)
 
     def remove(self, result: HeldResult) -> None:
-        """Stop counting a result that its owner has let go of."""
+        """Stop counting a result that its owner has released."""
         self._bytes[result.tenant_id] -= result.size
         share = self._shares.get(result.tenant_id)
         if share is not None:
@@ -111,7 +116,10 @@ class ResultMemory:
         self.shrink_to(self.limit)
 
     def check(self, tenant_id: str) -> None:
-        """Raise if no more results can be taken: QuotaError for a tenant's own share, OverloadedError for all."""
+        """Raise an error if results that may not be dropped leave no room for more.
+
+        QuotaError: those of this tenant take half of the limit. OverloadedError: those of all tenants take all of it.
+        """
         share, own = self.limit // 2, self._bytes[tenant_id]
         if own >= share and self._must_stay(tenant_id) >= share:
             raise QuotaError("bytes of results", own, share, _RESULTS_KEY)
@@ -119,9 +127,11 @@ class ResultMemory:
             raise OverloadedError("bytes of results", self.used, self.limit, _RESULTS_KEY)
 
     def reading(self, tenant_id: str, size: int) -> AbstractContextManager[None]:
-        """Count ``size`` bytes that come back from disk to be sent; OverloadedError while too many are being sent.
+        """Return a context manager for reading a result of ``size`` bytes from disk in order to send it.
 
-        A tenant has half of the memory at most. It is told 503, not 429, which SDKs take for the end of a future.
+        The bytes count as being sent while it is entered. Raise OverloadedError if too many bytes are being sent
+        already: half of the limit for this tenant, or all of it for all tenants. The tenant's own limit is also an
+        OverloadedError (503) and not a QuotaError (429), because SDKs take a 429 as the final answer of a future.
         """
         for sending, limit in ((self._sending[tenant_id], self.limit // 2), (self._sending.total(), self.limit)):
             if sending and sending + size > limit:
@@ -129,11 +139,11 @@ class ResultMemory:
         return self._sending.counting(tenant_id, size)
 
     def shrink_to(self, limit: int) -> int:
-        """Let results go until ``limit`` bytes are left, or nothing may leave any more; return the bytes that left."""
+        """Drop results until at most ``limit`` bytes are left, or none may be dropped; return the bytes dropped."""
         before = used = self.used
         if used <= limit:
             return 0
-        # Tenants with most bytes first; one with nothing to give is not asked again.
+        # The tenant with the most bytes loses a result first; a tenant without any that may be dropped is left out.
         candidates = {tenant_id: self._bytes[tenant_id] for tenant_id in self._shares}
         while used > limit and candidates:
             tenant_id = max(candidates, key=candidates.__getitem__)
@@ -148,6 +158,7 @@ class ResultMemory:
         return before - used
 
     def _must_stay(self, tenant_id: str) -> int:
+        """Return the bytes of the tenant's results that may not be dropped."""
         share = self._shares.get(tenant_id)
         return self._bytes[tenant_id] - (0 if share is None else share.bytes)
 
@@ -155,26 +166,30 @@ class ResultMemory:
 logger = logging.getLogger(__name__)
 
 _RESERVE_KEY = "memory_reserve_bytes"
-_RESERVE_SHARE = 0.05
+_RESERVE_SHARE = 0.05  # of the memory limit
 _LEAST_RESERVE, _MOST_RESERVE = 256 * 2**20, 4 * 2**30
-_RESULT_SHARE = 5  # a fifth
-_QUEUE_SHARE = 5  # a fifth
-_ADAPTER_SHARE = 4  # a quarter
-_SECONDS = 0.5  # between two looks …
-_SECONDS_WHEN_SHORT = 0.1  # … and when little is left
-_RESERVES, _SKIPPED = 8, 3  # while so many times the reserve is free, so many looks are left out: each takes 1 ms
-_TRIM_SECONDS = 10.0  # returning memory to the system takes some 100 ms of the interpreter
+# The default limits are the memory of the machine, divided by these.
+_RESULT_SHARE = 5
+_QUEUE_SHARE = 5
+_ADAPTER_SHARE = 4
+_SECONDS = 0.5  # between two readings of the memory in use …
+_SECONDS_WHEN_SHORT = 0.1  # … and between two readings when little is left
+_RESERVES, _SKIPPED = 8, 3  # while 8 times the reserve is free, 3 of 4 readings are skipped: each takes 1 ms
+_TRIM_SECONDS = 10.0  # between two trims: returning memory to the system blocks the interpreter for some 100 ms
 
 
 class MemoryGuard:
-    """Belongs to one event loop; reading happens in a thread."""
+    """Refuses new work when the memory of the process runs short.
+
+    Belongs to one event loop; the memory is read in another thread.
+    """
 
     def __init__(self, reserve_bytes: int | None = None, read: Callable[[], HostMemory] = read_host_memory) -> None:
-        """``reserve_bytes`` are to stay free; None: a twentieth of the limit, within bounds."""
+        """``reserve_bytes``: how much must stay free. None: a twentieth of the memory, within 256 MiB and 4 GiB."""
         self._read = read
         self._memory = read()
         self._reserve = reserve_bytes
-        self._expected = 0  # bytes of work that was let in since the last look
+        self._expected = 0  # bytes that work accepted since the last reading will take
         self._reliefs: list[Callable[[], int]] = []
         self._trimmed_at = 0.0
 
@@ -187,12 +202,15 @@ class MemoryGuard:
 
     @property
     def free(self) -> int:
-        """Return the bytes left above the reserve, work that was just let in taken off; negative when it is touched."""
+        """Return the free bytes above the reserve, less those that just accepted work will take.
+
+        The number is negative when a part of the reserve is in use.
+        """
         return self._memory.limit - self._memory.used - self._expected - self.reserve
 
     @property
     def is_short(self) -> bool:
-        """Return whether caches should be dropped. Called in any thread."""
+        """Return whether caches should be dropped. May be called in any thread."""
         return self.free < self.reserve
 
     @property
@@ -200,13 +218,13 @@ class MemoryGuard:
         return Budget("process_memory", self._memory.used, max(0, self._memory.limit - self.reserve))
 
     def relieve_with(self, drop: Callable[[], int]) -> None:
-        """Have ``drop`` called on the event loop when memory is short; it returns how many bytes it let go."""
+        """Register ``drop``, to be called on the event loop when memory is short. It returns the bytes it dropped."""
         self._reliefs.append(drop)
 
     def check(self, size: int = 0, *, urgent: bool = False) -> None:
-        """Raise OverloadedError if work that takes about ``size`` bytes would touch the reserve.
+        """Raise OverloadedError if work that takes about ``size`` bytes would use a part of the reserve.
 
-        ``urgent``: other work waits for this and holds memory until it comes. It may take half of the reserve.
+        ``urgent``: other ops wait for this one and hold memory until it runs. It may use half of the reserve.
         """
         spare = self.reserve // 2 if urgent else 0
         if self.free + spare < size:
@@ -217,7 +235,7 @@ class MemoryGuard:
         self._expected += size
 
     async def watch(self) -> None:
-        """Look at the memory again and again, until cancelled."""
+        """Read the memory in use periodically, until cancelled."""
         while True:
             try:
                 await self._look()
@@ -225,7 +243,7 @@ class MemoryGuard:
                 logger.exception("the server's memory could not be read")
             await asyncio.sleep(_SECONDS_WHEN_SHORT if self.free < 2 * self.reserve else _SECONDS)
             for _ in range(_SKIPPED):
-                if self.free >= _RESERVES * self.reserve:  # work that was let in meanwhile is taken off
+                if self.free >= _RESERVES * self.reserve:  # ``free`` also falls with work accepted since the reading
                     await asyncio.sleep(_SECONDS)
 
     async def _look(self) -> None:
@@ -235,7 +253,7 @@ class MemoryGuard:
             dropped = sum(drop() for drop in self._reliefs)
             if time.monotonic() - self._trimmed_at > _TRIM_SECONDS:
                 logger.warning(
-                    "memory is short: %d of %d bytes are used; %d bytes of results left memory",
+                    "memory is short: %d of %d bytes are in use; dropped %d bytes of results",
                     self._memory.used,
                     self._memory.limit,
                     dropped,
@@ -246,7 +264,7 @@ class MemoryGuard:
 
 
 class ProcessMemory:
-    """All budgets of one process, shared by its services."""
+    """The memory budgets of one process, shared by its services."""
 
     def __init__(self, limits: LimitsConfig | None = None) -> None:
         limits = limits or LimitsConfig()
@@ -259,9 +277,9 @@ class ProcessMemory:
 
 
 def _return_memory() -> None:
-    """Give the system what is not in use any more: the C library keeps it otherwise."""
+    """Return freed memory to the operating system; otherwise the C library keeps it for later use."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):  # another C library than GNU's
+    except (AttributeError, OSError):  # the C library is not GNU's and has no malloc_trim
         return

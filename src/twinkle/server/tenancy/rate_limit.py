@@ -1,10 +1,10 @@
 """Rates: the limit on a tenant's tokens per minute, and how fast a total has grown lately.
 
-:class:`TokenRate` is a bucket for each tenant that holds one minute's tokens and refills all the time. A request is
-charged before any work is done for it, so that many requests at once get no more than the same requests one after
-another. Where the cost is known only at the end, the highest possible cost is charged and the rest given back. A
-request that costs more than a whole minute is accepted when the bucket is full and leaves a debt: the rate holds over
-time.
+:class:`TokenRate` is a token bucket for each tenant: it holds one minute's tokens and refills continuously. A request
+is charged before any work is done for it, so that many requests at once get no more than the same requests one after
+another. Where the cost is known only at the end, the highest possible cost is charged first, and the unused part is
+refunded. A request that costs more than a whole minute's tokens is accepted when the bucket is full; the level is then
+negative, and later requests wait until it has refilled. So the rate holds on average.
 """
 
 import math
@@ -21,8 +21,8 @@ _MINUTE = 60.0
 @dataclass
 class _Bucket:
     level: float
-    at: float  # when the level was this
-    limit: int  # what it holds, and what fills it in a minute
+    at: float  # the time for which the level was computed
+    limit: int  # its capacity, and the tokens that it gains per minute
 
     def refill(self, now: float) -> None:
         self.level = min(self.level + (now - self.at) * self.limit / _MINUTE, float(self.limit))
@@ -30,16 +30,21 @@ class _Bucket:
 
 
 class TokenRate:
-    """``what`` names the limit in errors, ``key`` in the configuration. Belongs to one event loop."""
+    """The rate limit of all tenants on one kind of tokens. Belongs to one event loop.
+
+    ``what`` is the limit's name in errors, ``key`` its key in the configuration.
+    """
 
     def __init__(self, what: str, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
         self._key = key
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}  # only of tenants that have a limit
+        self._buckets: dict[str, _Bucket] = {}  # by tenant; a tenant without a limit has none
 
     def charge(self, tenant_id: str, tokens: int, limit: int | None) -> None:
-        """Take ``tokens`` now, or raise RateLimitError, which says when to come again. ``limit`` None: no limit."""
+        """Take ``tokens`` from the tenant's bucket, or raise RateLimitError, which says after how many seconds to
+        retry. ``limit`` None: no limit.
+        """
         if limit is None:
             return
         bucket = self._bucket(tenant_id, limit)
@@ -50,18 +55,18 @@ class TokenRate:
         bucket.level -= tokens
 
     def give_back(self, tenant_id: str, tokens: int, limit: int | None) -> None:
-        """Refund what a request did not use; a negative number charges what it used beyond its charge."""
+        """Refund tokens that a request was charged and did not use. A negative number charges more tokens."""
         if limit is not None:
             bucket = self._bucket(tenant_id, limit)
             bucket.level = min(bucket.level + tokens, float(limit))
 
     def check(self, tenant_id: str, limit: int | None) -> None:
-        """Raise RateLimitError if no token is left. For callers that must do work before they know the cost."""
+        """Raise RateLimitError if no token is left. Callers that must do work before they know the cost call this."""
         if limit is not None and self._bucket(tenant_id, limit).level < 1:
             self.charge(tenant_id, 1, limit)
 
     def forget_full(self) -> None:
-        """Forget tenants whose bucket is full, as a new one would be. Called by maintenance."""
+        """Delete full buckets: a new bucket is full, too. Called by maintenance."""
         now = self._clock()
         for bucket in self._buckets.values():
             bucket.refill(now)
@@ -76,10 +81,10 @@ class TokenRate:
 
 
 class RecentRate:
-    """How fast a total grows, over about the last minute. Call ``note`` as often as the rate is to be updated."""
+    """The growth of a running total over about the last minute. Each call of ``note`` adds a point to measure from."""
 
     def __init__(self, now: float) -> None:
-        self._notes: deque[tuple[float, int]] = deque([(now, 0)])  # when and how much, oldest first
+        self._notes: deque[tuple[float, int]] = deque([(now, 0)])  # (time, total), oldest first
 
     def note(self, total: int, now: float) -> None:
         self._notes.append((now, total))

@@ -1,4 +1,4 @@
-"""What each tenant may use and has used: limits, share, tokens per minute, usage. One object for all services."""
+"""What each tenant may use and has used: limits, share, tokens per minute, usage. All services share one object."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +17,19 @@ from twinkle.server.usage import Usage
 
 @dataclass(frozen=True)
 class TenantTerms:
-    """What the configuration gives a tenant. Of the limits, queues and results are counted for each base model."""
+    """The limits and the share that the configuration gives a tenant.
+
+    The limits on queues and on unfetched results apply to each base model separately.
+    """
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     share: TenantShare = field(default_factory=TenantShare)
 
 
 class Tenants:
-    """Terms are given by tenant id or by the name of one of the tenant's keys; the id comes first.
+    """The terms of all tenants, and the counters against which limits are checked. Belongs to one event loop.
 
-    Belongs to one event loop.
+    The configuration names a tenant by its id or by the name of one of its API keys. If both match, the id wins.
     """
 
     def __init__(
@@ -55,9 +58,9 @@ class Tenants:
         return self.terms(tenant_id).share
 
     def polling(self, tenant_id: str) -> AbstractContextManager[None]:
-        """Enter this while a request waits for a result; QuotaError if its tenant has as many as it may.
+        """Return a context manager that counts one waiting long poll of the tenant.
 
-        Each holds a connection and an open file.
+        Raise QuotaError if the tenant has as many as its limit allows: each holds a connection and an open file.
         """
         limit = self.limits(tenant_id).max_long_polls_per_tenant
         if self._polls[tenant_id] >= limit:
@@ -66,10 +69,11 @@ class Tenants:
 
     @property
     def needs_key_names(self) -> bool:
+        """Return whether :meth:`set_key_names` matters: the configuration has terms for single tenants."""
         return bool(self._special)
 
     def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Take the names of all keys that exist now, each with the tenant it belongs to."""
+        """Replace the names of API keys with these pairs of a key's name and its tenant's id."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
 
 
@@ -80,7 +84,7 @@ def configured_tenants(config: ServerConfig) -> Tenants:
 
 
 def _terms(general: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
-    """Return the terms of a tenant whose own limits stand in the place of the general ones."""
+    """Return the terms of one tenant: the general limits, replaced by the tenant's own limits where it has any."""
     own = tenant.limits.model_dump(exclude_none=True)
     share = TenantShare(tenant.weight, Priority[tenant.priority.upper()])
     return TenantTerms(general.model_copy(update=own), share)

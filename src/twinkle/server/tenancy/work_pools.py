@@ -1,10 +1,10 @@
-"""Threads for the work that requests cause: a pool for each kind of work, shared fairly between tenants.
+"""Thread pools for the work of requests: a pool for each kind of work, shared fairly between tenants.
 
-Work of one kind never waits for work of another kind. Within a kind a tenant has a few threads at a time, never all of
-them, and tenants take turns. The event loop's default threads are left to the server itself: snapshots, adapters that
-come back from disk, start and end.
+Work of one kind never waits for work of another kind. Within a kind, a tenant has a few threads at a time, never all of
+them, and tenants take turns. The event loop's default thread pool is reserved for the server itself: writing snapshots,
+loading adapters from disk, startup and shutdown.
 
-:class:`TenantTurns` limits how many pieces of a tenant's work are under way where a piece spans several awaits.
+:class:`TenantTurns` limits the number of a tenant's concurrent pieces of work where one piece spans several awaits.
 """
 
 import asyncio
@@ -24,35 +24,36 @@ T = TypeVar("T")
 
 
 class FairPool:
-    """Threads for one kind of work. Used from one event loop.
+    """The threads for one kind of work. Used from one event loop.
 
-    A thread counts as its tenant's until its work has ended, also when nobody waits for the result any more: a client
-    that hangs up and asks again gets no more threads by it.
+    A thread counts as its tenant's until its work has ended, even if the request that wanted the result was cancelled.
+    So a client that disconnects and sends its request again does not get more threads.
     """
 
     def __init__(self, kind: str, threads: int, at_once: int) -> None:
-        """``at_once``: the most threads that one tenant has at a time."""
+        """``at_once``: the largest number of threads that one tenant may use at a time."""
         self._threads = threads
         self._at_once = at_once
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=kind)
         self._running = Tally()  # threads by tenant
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant comes first
+        # Requests that wait for a thread, by tenant; the tenant whose turn is next comes first.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._closed = False
 
     async def in_thread(self, tenant_id: str, work: Callable[[], T]) -> T:
-        """Run ``work`` in a thread once it is this tenant's turn. Raises ShuttingDownError if the pool closes first."""
+        """Run ``work`` in a thread when it is this tenant's turn. Raise ShuttingDownError if the pool closes first."""
         await self._enter(tenant_id)
         loop = asyncio.get_running_loop()
         try:
             running = self._executor.submit(contextvars.copy_context().run, work)
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:  # the interpreter is shutting down
             self._leave(tenant_id)
             raise ShuttingDownError from None
         running.add_done_callback(lambda _: _soon(loop, partial(self._leave, tenant_id)))
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Refuse new work and what waits for its turn. What runs is not interrupted."""
+        """Refuse new work and work that waits for its turn. Running work is not interrupted."""
         self._closed = True
         for waiters in self._waiting.values():
             for waiter in waiters:
@@ -63,13 +64,13 @@ class FairPool:
 
     @property
     def waiting(self) -> int:
-        """Return how many pieces of work wait for a thread, of all tenants."""
+        """Return how many pieces of work of all tenants wait for a thread."""
         return sum(map(len, self._waiting.values()))
 
     async def _enter(self, tenant_id: str) -> None:
         if self._closed:
             raise ShuttingDownError
-        if self._has_room(tenant_id):  # then nobody waits who could have this thread
+        if self._has_room(tenant_id):  # no waiting tenant could use this thread: _leave would have given it one
             self._running[tenant_id] += 1
             return
         waiter = asyncio.get_running_loop().create_future()
@@ -78,7 +79,7 @@ class FairPool:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._leave(tenant_id)  # the turn came at the same moment
+                self._leave(tenant_id)  # the thread was granted at the same moment: give it to the next
             else:
                 self._forget(tenant_id, waiter)
             raise
@@ -87,6 +88,7 @@ class FairPool:
         return self._running.total() < self._threads and self._running[tenant_id] < self._at_once
 
     def _leave(self, tenant_id: str) -> None:
+        """Return a tenant's thread to the pool, and give free threads to waiting tenants in turn."""
         self._running[tenant_id] -= 1
         while (chosen := next(filter(self._has_room, self._waiting), None)) is not None:
             waiters = self._waiting[chosen]
@@ -107,37 +109,41 @@ class FairPool:
 
 
 class WorkPools:
-    """All pools of a process."""
+    """All thread pools of a process."""
 
     def __init__(self) -> None:
         self.reading = FairPool("reading", threads=4, at_once=2)  # request bodies: JSON, protobuf, digests
         self.text = FairPool("text", threads=4, at_once=2)  # templates, tokenising, sampled text
         self.saving = FairPool("saving", threads=6, at_once=2)  # checkpoints: written, copied, deleted
-        self.downloads = FairPool("downloads", threads=4, at_once=2)  # checkpoints: read, piece by piece
-        # Checkpoints on their way to a hub, which may keep a thread for minutes.
+        self.downloads = FairPool("downloads", threads=4, at_once=2)  # checkpoints: read in pieces
+        # Uploads of checkpoints to a model hub, each of which may take a thread for minutes.
         self.hub = FairPool("hub", threads=4, at_once=2)
-        self.monitoring = FairPool("monitoring", threads=2, at_once=2)  # /metrics and the like, of no tenant
+        self.monitoring = FairPool("monitoring", threads=2, at_once=2)  # /metrics and similar requests of no tenant
 
     def release_waiters(self) -> None:
-        """Refuse requests that wait for a thread: the server is about to end. Saves still run."""
+        """Refuse requests that wait for a thread, because the server shuts down. Saves still run."""
         for pool in (self.reading, self.text, self.downloads, self.hub):
             pool.close()
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call it on the event loop, from any thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a turn any more
+    """Schedule ``call`` on the event loop, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits for a turn any more
         loop.call_soon_threadsafe(call)
 
 
 class TenantTurns:
-    """A few pieces of work at a time for each tenant: one that sends much waits for itself. Used on one event loop."""
+    """A limit on concurrent pieces of work for each tenant: a tenant above it waits only for its own work.
+
+    Used on one event loop.
+    """
 
     def __init__(self, at_once: int = 2) -> None:
         self._at_once = at_once
-        # Whoever waits or works holds the semaphore: tenants that have nothing here are forgotten.
+        # Every piece of work that waits or runs holds a reference to its tenant's semaphore. Without any, the
+        # semaphore is deleted.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def turn(self, tenant_id: str) -> asyncio.Semaphore:
-        """Return what to enter with ``async with`` around a piece of the tenant's work."""
+        """Return the semaphore to hold, with ``async with``, during a piece of the tenant's work."""
         return self._turns.setdefault(tenant_id, asyncio.Semaphore(self._at_once))

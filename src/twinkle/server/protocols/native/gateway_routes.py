@@ -233,7 +233,7 @@ async def weights_info(call: Call[run_types.WeightsInfoRequest]) -> Response:
 
 
 def _path(run_id: str, checkpoint_id: str) -> CheckpointPath:
-    return CheckpointPath.of([run_id, *checkpoint_id.split("/")], f"{run_id}/{checkpoint_id}", "checkpoint")
+    return CheckpointPath.from_segments([run_id, *checkpoint_id.split("/")], f"{run_id}/{checkpoint_id}", "checkpoint")
 
 
 async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingRun:

@@ -69,7 +69,7 @@ async def checkpoints(call: Call[bytes], limit: Limit = 100, offset: Offset = 0)
 
 
 def path_of(run_id: str, kind: str, name: str) -> CheckpointPath:
-    return CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
+    return CheckpointPath.from_segments([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
 
 
 async def _training_run(gateway: Gateway, run: RunRecord) -> dict[str, object]:

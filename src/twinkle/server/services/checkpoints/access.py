@@ -1,4 +1,4 @@
-"""Who may read which checkpoint, and what a checkpoint is called where."""
+"""Which tenant may read a checkpoint, and the names of checkpoints and their kinds in listings, samplers and errors."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 T = TypeVar("T")
 
-# What listings call a kind.
+# The names of the kinds in listings.
 LISTED_KINDS: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -21,7 +21,10 @@ LISTED_KINDS: Mapping[CheckpointKind, Literal["training", "sampler", "external"]
 
 
 async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
-    """Another tenant's checkpoint answers exactly like one that does not exist, unless it is public."""
+    """Return the record of a checkpoint that the tenant may read.
+
+    For another tenant's checkpoint that is not public, the error is the same as for one that does not exist.
+    """
     record = await store.checkpoints.get(path.run_id, path.kind, path.name)
     if record is None or not (record.public or record.tenant_id == tenant_id) or expired(record):
         raise UnknownCheckpointError(str(path))
@@ -31,7 +34,10 @@ async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str
 async def loadable_checkpoint(
     store: Store, path: CheckpointPath, tenant_id: str, field: str = "path"
 ) -> CheckpointRecord:
-    """The same, of files that are ours to read again: those of exported ones are written for others."""
+    """Return the record of a checkpoint that the tenant may read and the server can load.
+
+    Raise InvalidInputError, which names ``field``, for an exported checkpoint: its files are written for other tools.
+    """
     record = await readable_checkpoint(store, path, tenant_id)
     if record.kind == "external_weights":
         raise InvalidInputError(field, str(path), "a checkpoint of kind weights or sampler_weights")
@@ -39,12 +45,14 @@ async def loadable_checkpoint(
 
 
 def version_of(record: CheckpointRecord) -> str:
-    """What a sampler calls these weights: a checkpoint's name may be used again, a version never changes."""
+    """Return the version id of a checkpoint's weights. It contains the request id of the save, because a checkpoint's
+    name may be used again for other weights, while a version never changes.
+    """
     return f"{CheckpointPath(record.run_id, record.kind, record.name)}@{record.request_id}"
 
 
 def without_server_paths(work: Callable[[], T], directory: Path, path: str) -> T:
-    """Errors about files name the tenant's address of them, not ours."""
+    """Run ``work``. An error about a file names the checkpoint's ``path`` in place of the server's directory."""
     try:
         return work()
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Adapters written for other tools: PEFT's two files, and nothing that only we can read.
+"""Exports adapters for other tools: PEFT's two files, without any file that only this server can read.
 
-The head's adapter has Tinker's name for it, ``base_model.model.model.unembed_tokens``: who reads these files puts it on
-``lm_head``, or on the embeddings where they are tied to it.
+The adapter of the head has the name that Tinker gives it, ``base_model.model.model.unembed_tokens``. Tools that read
+these files apply it to ``lm_head``, or to the embeddings where they are tied to the head.
 """
 
 import json
@@ -24,14 +24,17 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)(?P<part>\.lora_[AB]\.weig
 
 
 def prepare_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequence[str]) -> Callable[[Path], None]:
-    """In the compute thread; what it returns writes the directory, whole or not at all."""
+    """Copy the adapter's weights, and return a function that writes the directory, atomically.
+
+    Called in the compute thread; the returned function may run in any thread.
+    """
     weights = {exported_name(name): array for name, array in trainer.weights(adapter_id).items()}
     fill = partial(_fill, weights=weights, config=trainer.peft_config(adapter_id), recipients=recipients)
     return partial(write_whole, fill=fill)
 
 
 def exported_name(name: str) -> str:
-    """Of a tensor. Every module that carries an adapter is a part of a decoder layer, except the head."""
+    """Return the name of a tensor in the exported file. A module outside the decoder layers can only be the head."""
     found = _NAME.fullmatch(name)
     if found is None or "layers" in found["module"].split("."):
         return name

@@ -1,7 +1,7 @@
-"""Ops that end in files: saving, publishing for sampling, exporting, loading.
+"""Ops that read or write files: saving, publishing for sampling, exporting, loading.
 
-A checkpoint exists once its record is in the database, and its record comes after its files. An op that runs again
-after a crash finds its own record, or writes the same files anew.
+A checkpoint exists once its record is in the database; the record is written after the files. An op that is replayed
+after a crash finds its own record, or writes the same files again.
 """
 
 import errno
@@ -39,14 +39,14 @@ from twinkle.server.types import (
 from twinkle.server.wire import responses
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_EVICTION = 0  # the place in the sequence of the save that we make ourselves
+_EVICTION = 0  # the sequence number of the save that the server itself makes when it evicts a run
 
 
-Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns what writes the files
+Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns a function that writes the files
 
 
 class Checkpoints:
-    """Runs the ops of one model that read or write files."""
+    """Runs the ops of one model that read or write files. Belongs to the event loop."""
 
     def __init__(self, context: TrainingContext) -> None:
         self.context = context
@@ -54,11 +54,12 @@ class Checkpoints:
         self._store = context.store
         self._compute = context.compute
         self._files = context.files
-        self._writing = TenantTurns()  # a tenant that saves much waits for itself; each holds a copy of an adapter
+        self._writing = TenantTurns()  # limits a tenant's concurrent saves, each of which holds a copy of an adapter
         self.threads = context.tenants.pools.saving
-        self._publishing: set[str] = set()  # sampling sessions that come into being
+        self._publishing: set[str] = set()  # ids of sampling sessions that are being created
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
+        """Run an op and return its outcome. An error becomes a failed outcome; nothing is raised."""
         try:
             match op.payload:
                 case SaveWeights():
@@ -71,13 +72,16 @@ class Checkpoints:
                     return Outcome.failure(message, "user")
                 case other:
                     return await self.context.kinds.by_payload[type(other)].run_with_files(op, run, self)
-        except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
+        except Exception as error:  # noqa: BLE001 - an edge of the service: an error fails its own op alone
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
             return failure_of(error, op.request_id)
 
     async def save_before_eviction(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
-        """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
+        """Save the last state of an adapter as a checkpoint, and remove the adapter from the trainer.
+
+        Return a note for the tenant that says how to continue from the checkpoint; None if the save failed.
+        """
         name = await self._name_for_eviction(run)
         path = CheckpointPath(run.run_id, "weights", name)
         kind = self.context.kinds.find(run.run_id)
@@ -96,7 +100,7 @@ class Checkpoints:
         return f"{why}; its adapter is kept for {days:g} days: {kind.how_to_resume(path)}"
 
     async def _name_for_eviction(self, run: RunRecord) -> str:
-        """One that the tenant did not give to a checkpoint of its own."""
+        """Return a name that no checkpoint of the tenant has: parked, or parked-2 and so on."""
         for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
             existing = await self._store.checkpoints.get(run.run_id, "weights", name)
             if existing is None or existing.request_id == f"{run.run_id}:{_EVICTION}":
@@ -112,7 +116,7 @@ class Checkpoints:
         return responses.saved(await self.write(op, run, save, copy))
 
     async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
-        """Write a checkpoint and its record, which is returned."""
+        """Write a checkpoint's files and then its record, and return the record."""
         path = CheckpointPath(run.run_id, save.kind, save.name)
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not save.overwrite:
@@ -120,7 +124,7 @@ class Checkpoints:
         if existing is not None and not save.overwrite:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
-        # What we keep ourselves, when an adapter leaves the device, is kept in any case.
+        # The save before an eviction is made even if the tenant exceeds its storage limit.
         limits = self.context.tenants.limits(run.tenant_id)
         most = None if op.seq == _EVICTION else limits.max_checkpoint_bytes_per_tenant
         await self._check_space(run.tenant_id, most)
@@ -144,13 +148,15 @@ class Checkpoints:
         try:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
-            if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
+            # The files of a replayed op stay: the record from before the restart refers to them.
+            if existing is None or existing.directory != record.directory:
                 await self.threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
         others = [] if replaced is None or replaced.directory == record.directory else [replaced.directory]
         if existing is not None and existing.request_id == op.request_id:
-            # A process died after this op had its record, perhaps before it had removed what it replaced. Only then all
-            # directories of the name are looked at: samplers may be pinned to many.
+            # This op is replayed: the last process died after it wrote the record, and perhaps before it removed the
+            # directory that the checkpoint replaced. Only then all directories of this checkpoint name are examined,
+            # because there may be many that samplers still use.
             others = await self.threads.in_thread(run.tenant_id, partial(self._files.beside, directory))
         for other in others:
             pinned = await self._store.sampling_sessions.refer_to(other)
@@ -159,13 +165,19 @@ class Checkpoints:
         return record
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
-        """Before anything is written. How much it will be is known only then, and checked once more."""
+        """Raise StorageQuotaError if the tenant's storage is full. Called before files are written.
+
+        The size of the new files is known only after that, and is checked when their record is added.
+        """
         used = 0 if most is None else await self._store.usage.storage_of(tenant_id)
         if most is not None and used >= most:
             raise StorageQuotaError(used, 1, most)
 
     async def _publish(self, op: Op, run: RunRecord, session_seq: int) -> Outcome:
-        """A sampling session of its own. On disk before the client hears of it, on the device at once."""
+        """Publish the adapter's present weights as a new sampling session.
+
+        The sampler gets them at once; the client is answered when their files and their record are on disk.
+        """
         sampler = self._model.sampler
         if sampler is None:
             raise UnsupportedError(f"{self._model.name} is served for training only; give the save a name")
@@ -192,21 +204,28 @@ class Checkpoints:
             made = made or await self._make_version(record, op.adapter_id, sampler)
         finally:
             self._publishing.remove(session)
-        if made.directory != record.directory:  # of another op: its weights are not those that were asked for
+        if made.directory != record.directory:  # another op made this session, from other weights
             raise taken
         return responses.published(session)
 
     async def _make_version(
         self, record: SamplingSessionRecord, adapter_id: str, sampler: Sampler
     ) -> SamplingSessionRecord:
-        """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
+        """Publish the weights, write their files, and return the record that the database has for this session.
+
+        If another op has created the session first, its record is returned. Then, as after an error, the version and
+        files of this op are removed again.
+        """
         version_id, directory = record.sampling_session_id, record.directory
         assert directory is not None, "a version has files"
         most = self.context.tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(record.tenant_id, most)
 
         def publish() -> Callable[[Path], None]:
-            """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
+            """Copy and publish the weights in the compute thread; return a function that writes the files.
+
+            Writing takes far longer than the rest, so it happens in another thread.
+            """
             write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
             sampler.publish(version_id, adapter_id)
             return write
@@ -226,7 +245,9 @@ class Checkpoints:
                 await self.threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
-        """Load a checkpoint. An adapter that begins with it, and could not be loaded, is not there either."""
+        """Load a checkpoint into the adapter. If the op creates the adapter and the load fails, the adapter is removed
+        again.
+        """
         path, trainer = CheckpointPath.parse(load.path), self._model.trainer
         directory = await self.readable(path, run, "path", str(path), optimizer=load.optimizer)
 
@@ -248,12 +269,13 @@ class Checkpoints:
     async def readable(
         self, path: CheckpointPath, run: RunRecord, field: str, shown: str, *, optimizer: bool = False
     ) -> Path:
-        """Return where a checkpoint lies that the run's tenant may load; CheckpointError if its files are damaged.
+        """Return the directory of a checkpoint that the run's tenant may load; CheckpointError if it is damaged.
 
-        Errors call the request's field ``field`` and the checkpoint ``shown``. ``optimizer``: its state is wanted too.
+        Errors call the request's field ``field`` and the checkpoint ``shown``. ``optimizer``: the optimizer state will
+        be loaded, too, so the checkpoint must have one.
         """
         record = await loadable_checkpoint(self._store, path, run.tenant_id, field)
-        if optimizer and path.kind != "weights":  # before its files are read
+        if optimizer and path.kind != "weights":  # checked before the files are read
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
         directory = self._files.root / record.directory
 
@@ -271,9 +293,9 @@ class Checkpoints:
 async def delete_checkpoint(
     store: Store, files: DataDir, threads: FairPool, record: CheckpointRecord, event: str
 ) -> None:
-    """Delete a checkpoint. Files that samplers are pinned to stay until the sessions of all of them have ended.
+    """Delete a checkpoint. Its files stay while sampling sessions refer to them.
 
-    ``event``: what the audit log calls it.
+    ``event``: the name of this deletion in the audit log.
     """
     await store.checkpoints.begin_delete(record, event)
     if not await store.sampling_sessions.refer_to(record.directory):
@@ -282,7 +304,11 @@ async def delete_checkpoint(
 
 
 def _write_files(write: Callable[[Path], None], directory: Path) -> None:
-    """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
+    """Write a checkpoint's files and their checksums.
+
+    A write error of the operating system is raised as it is, without the CheckpointError around it: that would be shown
+    to the tenant as its own mistake, with the server's directory in the message.
+    """
     make_parents(directory)
     try:
         write(directory)

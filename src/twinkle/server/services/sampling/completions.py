@@ -1,8 +1,8 @@
-"""Completion streams: a client hears in one long poll which of its samples are done, instead of one poll for each.
+"""Completion streams: a client learns in one long poll which of its samples are done, instead of one poll for each.
 
-A client of a sampling session has a stream: the original one has number 0, copies in other processes have others, and
-the number is in the sequence numbers that a client uses. Places in a stream only grow, also from one server to the next
-on the same data: a client that outlived a server goes on where it was.
+Each client of a sampling session has its own stream. The original client has number 0, copies of it in other processes
+have higher numbers; a client's number follows from the sequence numbers that it uses. Places in a stream only grow,
+even across restarts of the server on the same data, so that a client that outlives a restart continues where it was.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from itertools import count, islice
 from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import happens
 
-_MOST_AT_ONCE = 512  # a millisecond or two to write down
+_MOST_AT_ONCE = 512  # completions in one answer, which takes a millisecond or two to encode
 
 
 @dataclass(frozen=True)
 class Completion:
-    """``size`` of the result in bytes; None for a failure, and for a request that got lost."""
+    """One sample that is done. ``size``: bytes of the result; None for a failure, and for a request that was lost."""
 
     place: int
     request_id: str
-    number: int  # the request's
+    number: int  # the request's sequence number
     size: int | None
     at: float
 
@@ -32,10 +32,10 @@ class Completion:
 @dataclass
 class _Stream:
     used_at: float
-    entries: deque[Completion] = field(default_factory=deque)  # of which it is not certain that the client knows
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # something was added, or nobody is to wait any more
-    polls: int = 0  # that wait here now
-    passing: bool = False  # it is removed with the last poll that waits at it, unless something was added
+    entries: deque[Completion] = field(default_factory=deque)  # those that the client has not confirmed yet
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when an entry is added, or at shutdown
+    polls: int = 0  # long polls that wait for this stream now
+    passing: bool = False  # temporary: removed after the last poll that waits for it, unless an entry was added
 
 
 class Completions:
@@ -46,9 +46,10 @@ class Completions:
         self._places = count(time.time_ns() // 1000)  # no server completes a million requests a second
         self._kept_seconds = kept_seconds
         self._closed = False
-        self.polls = 0  # that wait now
+        self.polls = 0  # long polls that wait now
 
     def add(self, request_id: str, size: int | None, now: float) -> None:
+        """Add a sample that is done to its client's stream."""
         request = RequestId.parse(request_id)
         stream = self._stream(*request.client, now)
         stream.passing = False
@@ -59,11 +60,13 @@ class Completions:
         return (sampling_session_id, client) in self._streams
 
     def open_stream(self, sampling_session_id: str, client: int, now: float, *, passing: bool = False) -> None:
-        """Open a stream. ``passing``: of a client of which nothing is known, since any number can be asked for."""
+        """Open a stream. ``passing``: it is temporary, because the server knows nothing of this client: a poll may name
+        any client number, and such polls must not fill the memory with streams.
+        """
         self._stream(sampling_session_id, client, now).passing = passing
 
     def close_passing(self, sampling_session_id: str, client: int) -> None:
-        """Forget a passing stream at which no poll waits any more and to which nothing was added."""
+        """Remove a temporary stream, if no poll waits for it any more and nothing was added to it."""
         stream = self._streams.get((sampling_session_id, client))
         if stream is not None and stream.passing and not stream.polls:
             del self._streams[sampling_session_id, client]
@@ -71,7 +74,10 @@ class Completions:
     async def after(
         self, sampling_session_id: str, client: int, place: int, timeout: float, now: float
     ) -> Sequence[Completion]:
-        """Return what came after ``place``, within ``timeout`` seconds. The client knows what came before."""
+        """Return the completions after ``place``; if there are none, wait for some for up to ``timeout`` seconds.
+
+        By asking for ``place`` the client confirms all entries up to and including it, which are forgotten.
+        """
         stream = self._stream(sampling_session_id, client, now)
         _trim(stream, place)
         if not stream.entries and not self._closed:
@@ -87,18 +93,18 @@ class Completions:
         return list(islice(stream.entries, _MOST_AT_ONCE))
 
     def numbers(self, sampling_session_id: str, client: int) -> Sequence[int]:
-        """Return the sequence numbers of samples of which it is not certain that the client knows."""
+        """Return the sequence numbers of completions that the client has not confirmed yet."""
         stream = self._streams.get((sampling_session_id, client))
         return [] if stream is None else [entry.number for entry in stream.entries]
 
     def close(self) -> None:
-        """Answer all polls, now and from now on."""
+        """Answer all polls at once, now and from now on, because the server shuts down."""
         self._closed = True
         for stream in self._streams.values():
             stream.news.set()
 
     def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
-        """Forget what is too old, and results that their client fetched without asking here."""
+        """Forget entries that are too old or whose result was ``delivered`` in another way, and unused streams."""
         oldest = now - self._kept_seconds
         for stream in self._streams.values():
             entries = stream.entries

@@ -1,4 +1,4 @@
-"""Sampling requests on their way through the sampler service, and how many of them each tenant may have there."""
+"""Sampling requests inside the sampler service, and the limits on how many each tenant may have there."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -15,18 +15,21 @@ from twinkle.server.usage import UsageCounts
 from twinkle.server.wire.sampling import Encode
 
 Event = Progress | SampleResult | TwinkleError
-EventQueue = asyncio.Queue[tuple[str, Event]]  # with the id of the request
+EventQueue = asyncio.Queue[tuple[str, Event]]  # each event with its request id
 
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """A request until it is done. Its result goes to a future, encoded, or to a queue of events, as it is."""
+    """One sampling request from its acceptance to its end.
+
+    ``into`` decides where the result goes: encoded by this function into a future, or unencoded into this queue.
+    """
 
     request: SampleRequest
     session: SamplingSessionRecord
     into: Encode | EventQueue
-    price: Price  # of all that it may take at most
-    charged: int = 0  # of them, those that count against its tenant's minute until it has ended
+    price: Price  # the most that the request may cost
+    charged: int = 0  # tokens taken from the tenant's rate limit when it was accepted; corrected when it ends
 
     @property
     def request_id(self) -> str:
@@ -43,16 +46,19 @@ class SampleJob:
 
     @property
     def streamed(self) -> bool:
-        """Return whether events are read from a queue, in the connection that the request came with."""
+        """Return whether the HTTP request that brought this job is open and reads its events from a queue."""
         return isinstance(self.into, asyncio.Queue)
 
     def send(self, event: Event) -> None:
-        """Hand an event to the reader of the queue; a request that ends in a future has none."""
+        """Put an event into the job's queue; without effect for a job whose result goes to a future."""
         if isinstance(self.into, asyncio.Queue):
             self.into.put_nowait((self.request_id, event))
 
     def failed(self, error: Exception) -> TwinkleError | Outcome:
-        """Return the error as the client gets it. An error of the server is logged."""
+        """Return the error as the client gets it: an outcome for a future, an exception for a queue.
+
+        An error that is not the user's mistake is logged.
+        """
         if not self.streamed:
             return failure_of(error, self.request_id)
         if isinstance(error, TwinkleError):
@@ -62,7 +68,10 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class SampleEvent:
-    """What a turn has brought a job. ``sampled_tokens``: of a job that succeeded."""
+    """Something that happened to a job in a turn of the compute thread: progress, its result or its error.
+
+    ``sampled_tokens`` is set for a job that succeeded.
+    """
 
     job: SampleJob
     result: Event | Outcome
@@ -74,14 +83,17 @@ class SampleEvent:
 
 
 def price_of(request: SampleRequest, context: int) -> Price:
-    """Return the price of the prompt, of all that may be sampled after it, and of the log-probabilities asked for."""
+    """Return the highest possible price: the prompt, all tokens that may be sampled, and the log-probabilities.
+
+    ``context``: the most tokens of prompt and sample together; it bounds a sample that has no ``max_tokens``.
+    """
     prompt = len(request.prompt)
     longest = request.params.max_tokens
     sampled = request.num_samples * (max(context - prompt, 0) if longest is None else longest)
     scored = prompt if request.prompt_logprobs_last_n is None else request.prompt_logprobs_last_n
     targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
     cells = prompt * (request.topk_prompt_logprobs + request.prompt_alt_tokens) + targets
-    fits = min(sampled, request.num_samples * max(context - prompt, 0))  # of what is asked for, so much can be
+    fits = min(sampled, request.num_samples * max(context - prompt, 0))  # the sampled tokens that fit into the context
     drawn = fits * request.topk_sample_logprobs
     return Price(
         tokens=prompt + sampled,
@@ -92,21 +104,25 @@ def price_of(request: SampleRequest, context: int) -> Price:
 
 
 class SampleAdmission:
-    """Decides which samples are accepted and how many the engine has: no more than each tenant may.
+    """Checks tenants' limits: which samples are accepted, and how many of them the engine gets at a time.
 
-    Nothing here awaits: between check and count no other request gets in.
+    Belongs to one event loop. No method awaits, so that no other request gets in between a check and its count.
     """
 
     def __init__(self, tenants: Tenants, futures: Futures, engine_samples: int) -> None:
         self._tenants = tenants
         self._futures = futures
         self._engine_samples = engine_samples
-        self._under_way = Tally()  # requests that are not done
-        self._in_engine = Tally()  # samples that the engine was given
-        self._coming = Tally()  # bytes of their results, at most
+        # All by tenant:
+        self._under_way = Tally()  # accepted requests that have not ended
+        self._in_engine = Tally()  # samples in the engine
+        self._coming = Tally()  # the most bytes that their results may have
 
     def check(self, tenant_id: str) -> None:
-        """Raise QuotaError if no sample of this tenant would be taken now, however small."""
+        """Raise an error if no request of this tenant would be accepted now, however small it is.
+
+        QuotaError or RateLimitError: the tenant's own limits. OverloadedError: the results of all tenants.
+        """
         limits = self._tenants.limits(tenant_id)
         under_way = self._under_way[tenant_id]
         most = limits.max_waiting_samples_per_tenant
@@ -116,7 +132,9 @@ class SampleAdmission:
         self._tenants.sampling_rate.check(tenant_id, limits.max_sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
-        """Accept a job and charge the most that it may cost, but no more than a minute's tokens."""
+        """Accept a job, and charge its highest possible cost, but at most one minute's tokens; return the job with what
+        it was charged.
+        """
         self.check(job.tenant_id)
         limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
         if limit is not None:
@@ -126,19 +144,23 @@ class SampleAdmission:
         return job
 
     def leave(self, job: SampleJob) -> None:
+        """Note that a job has ended."""
         self._under_way[job.tenant_id] -= 1
 
     def give_back(self, job: SampleJob, used: int) -> None:
-        """Refund all that was charged but what the job used."""
+        """Refund what the job was charged beyond the ``used`` tokens."""
         if job.charged:
             limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
             self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
 
     def count(self, event: SampleEvent) -> None:
-        """Charge a request that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
+        """Correct the charge of a request that has ended, and add it to the tenant's usage.
+
+        A failed request is charged for its prompt and is not added to the usage.
+        """
         job, sampled = event.job, event.sampled_tokens
         prompt = len(job.request.prompt)
-        # What it costs beside its tokens is charged however few of them were sampled in the end.
+        # The part of the cost that is not tokens, such as top-k tables, is charged however few tokens were sampled.
         self.give_back(job, prompt + sampled + job.price.cost - job.price.tokens)
         if not event.failed:
             used = UsageCounts(sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
@@ -147,12 +169,12 @@ class SampleAdmission:
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     def may_start(self, tenant_id: str) -> bool:
-        """Return whether the engine is given one more request of this tenant.
+        """Return whether the engine may be given one more request of this tenant.
 
-        Not while the tenant leaves too many results unfetched, those on their way included: what waits here could not
-        be refused any more. A tenant gets three quarters of the engine at most. A tenant that has nothing in the engine
-        is let in even when it is full, unless many tenants are there: the engine shares its places among them, and only
-        what it was given can get one.
+        It may not while the tenant's unfetched results, including those that the engine computes for it now, reach
+        their limit: the requests that wait here were accepted and can no longer be refused. A tenant gets at most three
+        quarters of the engine's samples. A tenant that has nothing in the engine may start a request even when the
+        engine is full, unless many tenants are in it: the engine divides its places among the tenants that it knows.
         """
         own, quarter = self._in_engine[tenant_id], self._engine_samples // 4
         full = self._in_engine.total() >= self._engine_samples
@@ -162,6 +184,7 @@ class SampleAdmission:
         return unfetched + coming < self._tenants.limits(tenant_id).max_unfetched_result_bytes
 
     def start(self, job: SampleJob) -> None:
+        """Note that the engine is given the job."""
         self._in_engine[job.tenant_id] += job.request.num_samples
         self._coming[job.tenant_id] += job.price.result_bytes
 

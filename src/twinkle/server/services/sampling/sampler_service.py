@@ -1,8 +1,9 @@
-"""The sampler service: samples of one base model and of its tenants' published versions.
+"""The sampling service: samples from one base model and from its tenants' published versions.
 
-Requests wait here until the engine has room and the compute thread a turn for them; tenants take turns. Samples are not
-journalled: they change nothing, and a client that asks for one lost in a restart is told so and sends it again. Samples
-of clients that vanished are cancelled and end in the same way.
+Requests wait here until the engine has room for them and the compute thread has time; tenants take turns. Samples are
+not in the journal, because they change nothing: a client that asks for a sample that was lost in a restart gets an
+error that says so, and sends its request again. The samples of clients that have vanished are cancelled; a client that
+comes back gets the same error.
 """
 
 import asyncio
@@ -37,12 +38,15 @@ from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
 
-# The tables of one request: one that asks for more is refused by the engine's own check of it.
+# The largest tables of one request in bytes: the engine itself refuses a request that asks for more.
 _MOST_RESULT_BYTES = 16 * MAX_CELLS
 
 
 class SamplerService:
-    """Belongs to one event loop; the part below the last heading runs in the compute thread."""
+    """The sampling service of one base model.
+
+    Belongs to one event loop; the methods below the last heading run in the compute thread.
+    """
 
     def __init__(
         self,
@@ -60,12 +64,14 @@ class SamplerService:
         completion_streams: bool = True,
         recorder: SamplingRecorder | None = None,
     ) -> None:
-        """context: what an unlimited sample may grow to.
+        """Make a service that is not started yet.
 
-        max_versions, idle_version_seconds: versions beyond are dropped; they come back from disk when asked for.
-        engine_samples: as many are handed to the engine at a time; with more, who came first would keep others out. For
-        the same reason a tenant gets three quarters of them at most.
-        completion_streams: whether clients may ask for all that is done in one poll.
+        context: the most tokens of prompt and sample together.
+        max_versions, idle_version_seconds: versions beyond this number or this idle time are dropped from memory; a
+        saved one is read from disk with the next request for it.
+        engine_samples: how many samples the engine gets at a time. With more, the first tenants would keep others out;
+        for the same reason one tenant gets at most three quarters of them.
+        completion_streams: whether clients may wait for all of their samples with one poll.
         """
         self._sampler = sampler
         self._compute = compute
@@ -78,23 +84,23 @@ class SamplerService:
         tenants = tenants or Tenants()
         self.admission = SampleAdmission(tenants, self._futures, engine_samples)
         self._context = context
-        self._jobs: dict[str, SampleJob] = {}  # all that are not done
-        self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
+        self._jobs: dict[str, SampleJob] = {}  # all requests that have not ended, by request id
+        self._asked: dict[str, float] = {}  # monotonic time of the last request or poll, by sampling session
         self._asking = Tally()  # long polls that wait now, by sampling session
-        self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
-        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # those that the engine was not given yet
-        self._cancelled: list[str] = []
-        self._released_versions: list[str] = []
+        self._numbers: dict[tuple[str, int], set[int]] = {}  # sequence numbers in _jobs, by sampling session and client
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # jobs that the engine was not given yet
+        self._cancelled: list[str] = []  # request ids that the next turn cancels in the engine
+        self._released_versions: list[str] = []  # versions that the next turn releases
         self._wake = asyncio.Event()
-        self._turn_due = False
-        self._busy = False
+        self._turn_due = False  # a turn is needed even if there are no requests
+        self._busy = False  # the engine has unfinished requests
         self.loop = ServiceLoop("sampling")
         self._closed = False
         self._stopping = False
         self.tokens_sampled = 0
         self.busy_seconds = 0.0
         self._rate = RecentRate(time.time())
-        # Of the compute thread:
+        # State of the compute thread:
         self._running: dict[str, SampleJob] = {}
         self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
@@ -118,7 +124,10 @@ class SamplerService:
         digest: bytes = b"",
         encode: Encode = encode_sample_result,
     ) -> None:
-        """Take in a request whose future is awaited with :meth:`wait`; the same again is the same request."""
+        """Accept a request whose future is awaited with :meth:`wait`. A repeated request has no effect.
+
+        InvalidInputError: another request, with another ``digest``, has this request id.
+        """
         known = self._futures.digest(request.request_id)
         if known is None:
             self._accept(request, session, encode)
@@ -131,10 +140,10 @@ class SamplerService:
     async def generate(
         self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
-        """Sample the prompts of one HTTP request together; yield events with the place of their request.
+        """Sample several requests together; yield events, each with the index of its request in ``requests``.
 
-        A request has progress if its ``stream`` is set, and its result last. The first error of any of them is raised
-        as a TwinkleError. A caller that leaves before the end cancels all of them.
+        A request yields progress if its ``stream`` is set, and at last its result. The first error of any request is
+        raised as a TwinkleError. If the caller stops before the end, all requests are cancelled.
         """
         if self._closed:
             raise ShuttingDownError
@@ -156,12 +165,16 @@ class SamplerService:
                 self._withdraw(job)
 
     async def results(self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Return the results of requests that are sampled together, none of which may be streamed, in their order."""
+        """Sample several requests together, and return their results in the same order. None may be streamed."""
         async with aclosing(self.generate(session, requests)) as events:
             results = {place: event async for place, event in events if isinstance(event, SampleResult)}
         return [results[place] for place in range(len(requests))]
 
     async def wait(self, request: RequestId, timeout: float) -> Outcome | None:
+        """Return the outcome of a sample, or None if there is none after ``timeout`` seconds.
+
+        GoneError: the sample is unknown, so its client has to send it again.
+        """
         request_id = str(request)
         note_request_id(request_id)
         if request_id not in self._futures:
@@ -174,13 +187,13 @@ class SamplerService:
 
     @contextmanager
     def delivering(self, request_id: str) -> Iterator[Delivery]:
-        """Enter this while a result is written to a client; the delivery notes whether that was completed."""
+        """Keep a result in memory while it is written to a client. The writer sets ``complete`` of the delivery."""
         with self._futures.delivering(request_id, time.time()) as delivery:
             yield delivery
-        self._wake.set()  # its tenant may have room for results again
+        self._wake.set()  # the tenant may be below its limit on unfetched results again
 
     def cancel(self, request_id: str) -> None:
-        """Stop the work on a sample. One that is done stays as it is."""
+        """Cancel a sample for its client. A sample that has ended keeps its outcome."""
         job = self._jobs.get(request_id)
         if job is not None and not job.streamed:
             self._withdraw(job)
@@ -188,7 +201,10 @@ class SamplerService:
 
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
-        """Enter this while a client of the sampling session waits for a sample: its samples are wanted."""
+        """Note, for the duration of a ``with`` block, that a client of the sampling session waits for samples.
+
+        Such samples are not cancelled as unasked.
+        """
         with self._asking.counting(sampling_session_id):
             try:
                 yield
@@ -196,13 +212,14 @@ class SamplerService:
                 self._asked[sampling_session_id] = time.monotonic()
 
     def unasked_sessions(self, seconds: float) -> set[str]:
-        """Return the sessions with samples under way for which no poll came in so many seconds."""
+        """Return the sessions that have unfinished samples without a poll in the last ``seconds``."""
         return {job.session.session_id for job in self._unasked(seconds)}
 
     def cancel_unasked(self, session_id: str, seconds: float) -> int:
-        """Stop the work on samples of a session for which no poll came in so many seconds; return how many.
+        """Cancel the samples of a session without a poll in the last ``seconds``; return how many were cancelled.
 
-        They are forgotten, not failed: a client that comes back for one is told to send it again, which SDKs do.
+        Their futures are removed, not failed: a client that comes back gets the error that says to send the request
+        again, which SDKs do.
         """
         cancelled = [job for job in self._unasked(seconds) if job.session.session_id == session_id]
         for job in cancelled:
@@ -213,7 +230,9 @@ class SamplerService:
         return len(cancelled)
 
     def _unasked(self, seconds: float) -> list[SampleJob]:
-        """Return jobs for which no poll came; requests that are answered in their own connection end with it."""
+        """Return the jobs without a poll in the last ``seconds``. Streamed jobs are left out: they end when their HTTP
+        connection ends.
+        """
         before = time.monotonic() - seconds
         waiting = (job for job in self._jobs.values() if not job.streamed)
         named = ((job, job.session.sampling_session_id) for job in waiting)
@@ -227,15 +246,18 @@ class SamplerService:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def acknowledge(self, sampling_session_id: str, request_ids: Sequence[str]) -> None:
-        """Note that the client has these results."""
+        """Forget results, because their client has confirmed that it has them."""
         for request_id in request_ids:
             request = RequestId.parse_or_none(request_id)
             if request is not None and request.owner == sampling_session_id:
                 self._futures.acknowledge(request_id)
-        self._wake.set()  # their tenant may have room for results again
+        self._wake.set()  # the tenant may be below its limit on unfetched results again
 
     def report_lost(self, sampling_session_id: str, numbers: range) -> None:
-        """Tell the client that samples which are unknown here are done: asking for one, it hears to send it again."""
+        """Add those of the numbers that are unknown here to the client's completion stream.
+
+        When the client then asks for such a sample, it gets the error that says to send the request again.
+        """
         assert self.completions is not None, "only a client with a stream can be told"
         now = time.time()
         for number in numbers:
@@ -244,9 +266,10 @@ class SamplerService:
                 self.completions.add(request_id, None, now)
 
     def lowest_number(self, sampling_session_id: str, seq_id: int) -> int:
-        """Return the lowest number that the client which now uses ``seq_id`` may be waiting for.
+        """Return the lowest sequence number that the client which now uses ``seq_id`` may be waiting for.
 
-        A sample that is done counts until the client was told: the next server could not tell it.
+        A sample that is done counts until the client has confirmed its completion: after a restart the server would not
+        know it, and would have to report it as lost.
         """
         client = RequestId(sampling_session_id, seq_id).client
         untold = () if self.completions is None else self.completions.numbers(*client)
@@ -255,6 +278,7 @@ class SamplerService:
     # --- maintenance --------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
+        """Forget old results, completions and sampling sessions. Called by maintenance."""
         self._futures.sweep(now)
         self._futures.take_delivered()
         if self.completions is not None:
@@ -262,17 +286,17 @@ class SamplerService:
         self._rate.note(self.tokens_sampled, now)
         under_way = {job.session.sampling_session_id for job in self._jobs.values()}
         self._asked = {name: at for name, at in self._asked.items() if name in under_way}
-        self._turn_due = True  # versions are published and grow old also when nobody samples
+        self._turn_due = True  # a turn drops old versions; they are published and expire without any sampling, too
         self._wake.set()
 
     def _drop_versions_soon(self) -> int:
-        """Have the next turn drop versions that no request uses; nothing has left memory before that."""
+        """Make the next turn drop versions that no request uses. Return 0: no bytes are dropped before that turn."""
         self._turn_due = True
         self._wake.set()
         return 0
 
     def release_waiters(self) -> None:
-        """Answer all that wait, now and from now on: long polls, and readers of events."""
+        """Answer all long polls and event readers, now and from now on, because the server shuts down."""
         self._futures.close()
         if self.completions is not None:
             self.completions.close()
@@ -283,7 +307,7 @@ class SamplerService:
                 job.send(ShuttingDownError())
 
     def readings(self, model: str) -> Iterator[Reading]:
-        """Yield the metrics that are read when somebody asks."""
+        """Yield the metrics that are computed when /metrics is read."""
         polls = self._futures.polls + (0 if self.completions is None else self.completions.polls)
         unfetched, waiting = self._futures.all_unfetched_bytes, len(self._jobs)
         return queue_readings(model, "sampling", waiting, polls, unfetched, self.busy_seconds)
@@ -312,7 +336,7 @@ class SamplerService:
         return job
 
     def _withdraw(self, job: SampleJob) -> None:
-        """Forget a request that is not done, here and in the engine. What the engine began with stays charged."""
+        """Remove a request that has not ended, here and from the engine. If it was in the engine, it stays charged."""
         if self._jobs.get(job.request_id) is not job:
             return
         if self._queue.remove(job.tenant_id, job.request_id):
@@ -325,6 +349,7 @@ class SamplerService:
         self._wake.set()
 
     def _leave(self, job: SampleJob) -> None:
+        """Remove a job that has ended or was withdrawn from the service's own state."""
         del self._jobs[job.request_id]
         self.admission.leave(job)
         if job.numbered is not None:
@@ -350,7 +375,7 @@ class SamplerService:
                 self._hand_over(event)
 
     def _next_turn(self) -> Callable[[], tuple[list[SampleEvent], bool]]:
-        """Return the next turn of the compute thread, with what it is to cancel, to release and to start."""
+        """Return the work of the compute thread's next turn: what to cancel, to release and to start, then a step."""
         fresh = []
         while (job := self._queue.pop(self.admission.may_start)) is not None:
             self.admission.start(job)
@@ -362,7 +387,7 @@ class SamplerService:
     def _hand_over(self, event: SampleEvent) -> None:
         job, result = event.job, event.result
         if self._jobs.get(job.request_id) is not job:
-            return  # withdrawn meanwhile
+            return  # it was withdrawn while the turn ran
         if not isinstance(result, Progress):
             self.admission.stop(job)
             self.admission.count(event)
@@ -383,9 +408,9 @@ class SamplerService:
     def _turn(
         self, cancelled: Sequence[str], released: Sequence[str], fresh: Sequence[SampleJob]
     ) -> tuple[list[SampleEvent], bool]:
-        """Give the engine new requests and let it work; return what came of it and whether there is more to do.
+        """Give the engine new requests and let it take one step; return the events and whether it has more to do.
 
-        ``released``: versions that no session will ask for again.
+        ``released``: versions that no session needs any more.
         """
         started = time.perf_counter()
         events: list[SampleEvent] = []
@@ -404,18 +429,18 @@ class SamplerService:
                     events.append(self._result(event))
             self._versions.drop_unused(time.monotonic(), memory_is_short=self._guard.is_short)
             busy = self._sampler.busy
-        except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
-            if not self._running:  # nobody else hears of it
+        except Exception as error:  # an edge of the service: all running requests fail, so that no client waits on
+            if not self._running:  # otherwise the error is logged with the requests that fail
                 logger.exception("the sampler failed")
             for job in list(self._running.values()):
                 self._stop(job.request_id)
                 events.append(SampleEvent(job, job.failed(error)))
-            busy = False  # it is asked again when there is something new to do
+            busy = False  # the next turn comes with the next request
         self.busy_seconds += time.perf_counter() - started
         return events, busy
 
     def _admit(self, job: SampleJob) -> Exception | None:
-        """Give a request to the engine; return the error if it was not taken."""
+        """Give a request to the engine; return the error if the engine or its version refuses it."""
         try:
             self._versions.pin(job.session, time.monotonic())
             try:
@@ -423,19 +448,19 @@ class SamplerService:
             except Exception:
                 self._versions.unpin(job.session, time.monotonic())
                 raise
-        except Exception as error:  # noqa: BLE001 - the sampler loop is an edge: it fails its own request alone
+        except Exception as error:  # noqa: BLE001 - an edge of the service: an error fails its own request alone
             return error
         self._running[job.request_id] = job
         self._recorder.started(job.request_id)
         return None
 
     def _stop(self, request_id: str) -> None:
-        """Stop a request. The sampler may go on with what it cannot cancel; its events are ignored."""
+        """Cancel a request in the engine. Later events of a request that the engine cannot cancel are ignored."""
         job = self._running.pop(request_id)
         self._versions.unpin(job.session, time.monotonic())
         try:
             self._sampler.cancel(request_id)
-        except Exception:  # the sampler loop is an edge
+        except Exception:  # an edge of the service: other requests continue
             logger.exception("request %s could not be cancelled", request_id)
 
     def _result(self, event: Finished | Progress) -> SampleEvent:
@@ -459,9 +484,9 @@ class SamplerService:
 
 
 def _result_bytes(request: SampleRequest) -> int:
-    """Return how many bytes the tables that the request asks for will have, as far as it alone decides that.
+    """Return the bytes of the prompt's log-probability tables that the request asks for.
 
-    How long its samples will be is not known; they count as results once they are there.
+    The samples are not included, because their length is not known yet; they count as results when they are done.
     """
     targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
     tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)

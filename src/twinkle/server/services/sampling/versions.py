@@ -1,7 +1,8 @@
-"""Which versions a sampler holds. Each is on disk as well: dropping one costs a read when it is wanted again.
+"""The versions in a sampler's memory: which are loaded, kept and dropped. Used in the compute thread.
 
-A version in use is pinned. Others are dropped when their session has ended, when nobody sampled from them for a while,
-and when there are too many, least recently used first. Used in the compute thread.
+A saved version is also on disk, so that one that was dropped is read again with the next request for it. A version that
+running requests use is pinned. Others are dropped when their sampling session has ended, when they were not used for a
+while, and when there are too many, least recently used first.
 """
 
 from collections import Counter
@@ -16,17 +17,21 @@ from twinkle.server.types import SamplingSessionRecord
 
 
 class SamplerVersions:
+    """The versions of one sampler. It keeps at most ``most`` of them, unless more are in use, and drops a version that
+    was not used for ``idle_seconds``.
+    """
+
     def __init__(self, sampler: Sampler, files: DataDir, *, most: int, idle_seconds: float) -> None:
         self._sampler = sampler
         self._files = files
         self._most = most
         self._idle_seconds = idle_seconds
-        self._pins: Counter[str] = Counter()  # requests under way
+        self._pins: Counter[str] = Counter()  # running requests, by version
         self._last_used: dict[str, float] = {}
-        self._unwanted: set[str] = set()  # their session has ended
+        self._unwanted: set[str] = set()  # versions whose sampling sessions have ended
 
     def pin(self, session: SamplingSessionRecord, now: float) -> None:
-        """Keep the session's version in the sampler until :meth:`unpin`; reads it from disk where it must."""
+        """Keep the session's version in the sampler until :meth:`unpin`; read it from disk if it is not loaded."""
         version_id = session.version_id
         if version_id is None:
             return
@@ -42,13 +47,16 @@ class SamplerVersions:
             self._last_used[version_id] = now
 
     def release(self, version_id: str) -> None:
-        """Note that no session will ask for the version again."""
+        """Note that no session needs the version any more, so that it is dropped when no request uses it."""
         self._unwanted.add(version_id)
 
     def drop_unused(self, now: float, *, memory_is_short: bool = False) -> None:
-        """Drop versions that are released, long idle or too many; all that no request uses, when memory is short."""
+        """Drop unpinned versions that are released, idle for too long or too many.
+
+        ``memory_is_short``: drop all versions that no request uses.
+        """
         loaded = self._sampler.version_ids()
-        for version_id in loaded:  # one that was just published was not asked for yet
+        for version_id in loaded:  # a version that was just published has not been used yet
             self._last_used.setdefault(version_id, now)
         idle = sorted((one for one in loaded if not self._pins[one]), key=self._last_used.__getitem__)
         too_many = max(0, len(loaded) - (0 if memory_is_short else self._most))
@@ -63,8 +71,8 @@ class SamplerVersions:
 
     def _load(self, session: SamplingSessionRecord, version_id: str) -> None:
         name = session.model_path or session.sampling_session_id
-        if session.directory is None:  # of a live adapter: the weights it had lately are nowhere else
-            raise GoneError(f"{name} has trained on since this request came: send it again")
+        if session.directory is None:  # a version of a live adapter is not on disk: once dropped, it cannot be loaded
+            raise GoneError(f"{name} was trained further, and its weights from before are gone: send the request again")
         directory: Path = self._files.root / session.directory
         if not directory.exists():
             raise CheckpointError(f"the weights of {name} are gone: they were deleted or replaced")

@@ -1,13 +1,14 @@
-"""The adapters of one base model that live in this process, and how each comes, moves and leaves.
+"""The live adapters of one base model in this process: how they are added, moved between trainer and disk, and removed.
 
-    add       a new run, or one that a restart found           nowhere, or on disk
-    load      from its snapshot into the trainer               disk -> trainer
-    offload   out of the trainer, its snapshot up to date      trainer -> disk
-    evict     out of this process, its last state becomes a checkpoint
-    fail      out of this process, because it could not be created or read
+    add       add a new run, or one that a restart found        nowhere, or on disk
+    load      read the snapshot into the trainer                disk -> trainer
+    offload   bring the snapshot up to date, free the memory    trainer -> disk
+    evict     remove it from this process; its last state becomes a checkpoint
+    fail      remove it from this process, because it could not be created or read
 
-An adapter on disk is in its snapshot: weights, optimizer and open gradient alike. Its next op loads it, and its tenant
-cannot tell. Where the device is a CPU, adapters on the device are in host memory, too.
+An adapter on disk is wholly in its snapshot: weights, optimizer state and the gradient of the open window. Its next op
+loads it again; its tenant notices no difference. Where the device is a CPU, adapters on the device count as host
+memory, too.
 """
 
 import asyncio
@@ -35,76 +36,77 @@ from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 
 logger = logging.getLogger(__name__)
 
-# Versions of earlier weights may still be wanted by requests that have not reached the sampler yet.
+# Versions of an adapter's weights that are kept: requests that have not reached the sampler yet may need earlier ones.
 _KEPT_VERSIONS = 3
 
-# "device": in a slot of the trainer; "host": paged out to the machine's memory; "disk": in its snapshot until its next
-# request; "nowhere": not created yet; "parked": it was evicted, a checkpoint has it; "failed": never created.
+# Where an adapter is, as tenants see it. "device": in a slot of the trainer; "host": in the trainer, but in the
+# machine's memory; "disk": in its snapshot until its next request; "nowhere": not created yet; "parked": evicted, and
+# kept as a checkpoint; "failed": it could not be created or recovered.
 Residency = Literal["device", "host", "disk", "nowhere", "parked", "failed"]
 
 
 @dataclass(frozen=True)
 class AdapterStatus:
-    """What a tenant may know of a live adapter of its own."""
+    """The status of a live adapter, as its tenant sees it."""
 
     where: Residency
-    queued_ops: int  # accepted and not ended
+    queued_ops: int  # ops that were accepted and have not ended
 
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """Ops of one base model that wait: those of one tenant, and those of all tenants."""
+    """The number of waiting ops of one base model: those of one tenant, and those of all tenants."""
 
     own: int
     all: int
 
 
 class Place(StrEnum):
-    """Where an adapter is."""
+    """Where an adapter is, as the service sees it."""
 
-    NOWHERE = "nowhere"  # it was not created yet, or could not be
+    NOWHERE = "nowhere"  # it was not created yet, or could not be created
     DISK = "disk"  # in its snapshot only
     TRAINER = "trainer"
 
 
 @dataclass
 class LiveAdapter:
-    """One adapter: its run, its place, and its ops on the way."""
+    """One live adapter: its run, its place, and its unfinished ops. Belongs to the event loop."""
 
     run: RunRecord
     place: Place
     kind: RunKind = field(default_factory=RunKind)
     last_request_at: float = 0.0
     highest_seq: int = 0
-    unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written down yet
-    ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
-    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again), in order
+    unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written to the journal yet
+    ops: dict[int, Op] = field(default_factory=dict)  # ops in the scheduler that have not ended, by sequence number
+    replays: dict[int, Replay] = field(default_factory=dict)  # journalled ops still to be replayed, in order
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is loaded or offloaded
     numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
-    changed_seq: int = 0  # the last op that gave it other weights
-    used_at: float = 0.0  # when it was last brought to the trainer or an op of it ended, by the monotonic clock
-    users: int = 0  # requests beside its ops that rely on its being in the trainer
-    versions: list[str] = field(default_factory=list)  # for sampling, of its newest weights last
+    changed_seq: int = 0  # the last op that may have changed its weights
+    used_at: float = 0.0  # monotonic time when it was last loaded, or when its last op ended
+    users: int = 0  # requests other than its ops that need it in the trainer
+    versions: list[str] = field(default_factory=list)  # versions for sampling, the newest last
 
     @property
     def repeats(self) -> bool:
-        """Whether ops that had ended before a restart are still to be done again."""
+        """Return whether ops that had ended before a restart are still to be replayed."""
         return any(replay.ended for replay in self.replays.values())
 
     @property
     def unfinished(self) -> set[int]:
-        """The numbers of all ops that were accepted and have not ended, or have to end once more after a restart."""
+        """Return the numbers of all ops that have not ended, including those that are still to be replayed."""
         return {*self.ops, *self.replays}
 
     def take_undecoded(self) -> list[Op]:
-        """Take out, without their bodies, the ops that a restart left to do and that were not decoded yet."""
+        """Remove the replays that were not decoded yet, and return their ops, without bodies."""
         left = [seq for seq in self.replays if seq not in self.ops]
         return [self.replays.pop(seq).without_body() for seq in left]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the adapter in the trainer, once it is there."""
+        """Prevent offloading for the duration of a ``with`` block. This does not load the adapter."""
         self.users += 1
         try:
             yield
@@ -112,12 +114,12 @@ class LiveAdapter:
             self.users -= 1
 
     async def next_end(self) -> None:
-        """Return when one more of its ops has ended."""
+        """Wait until one more of its ops has ended, or until the server stops."""
         self.op_ended.clear()
         await self.op_ended.wait()
 
     def residency(self, resident: bool) -> Residency:
-        """Return where it is, for its tenant. ``resident``: whether the trainer has it on the device."""
+        """Return where the adapter is, as its tenant sees it. ``resident``: the trainer has it on the device."""
         if self.place is Place.TRAINER:
             return "device" if resident else "host"
         return "disk" if self.place is Place.DISK else "nowhere"
@@ -125,42 +127,42 @@ class LiveAdapter:
 
 @dataclass(frozen=True)
 class LiveVersion:
-    """A version of an adapter's present weights. ``outdated``: versions that no new request will be sent to."""
+    """A version of an adapter's present weights. ``outdated``: earlier versions that new requests no longer use."""
 
     version_id: str
     outdated: tuple[str, ...]
 
 
 class AdapterMemory:
-    """Counts adapters in host memory and chooses which one is offloaded next. Belongs to the event loop."""
+    """Counts the host memory of adapters, and chooses which adapter to offload next. Belongs to the event loop."""
 
     def __init__(self, trainer: TrainingBackend, limit: int) -> None:
         self.limit = limit
         self._trainer = trainer
-        self._stuck = False  # there was too much, and nothing could leave
+        self._stuck = False  # memory was above the limit, and no adapter could be offloaded
 
     @property
     def budget(self) -> Budget:
         return Budget("host_adapters", self._trainer.host_bytes(), self.limit)
 
     def size_of(self, spec: LoraSpec) -> int:
-        """Return the host memory that an adapter of this shape takes at most; 0 for one that can never be."""
+        """Return the most host memory that an adapter of this shape takes; 0 if the trainer refuses the shape."""
         try:
             return self._trainer.host_bytes_of(spec)
         except UserError:
             return 0
 
     def growth(self, spec: LoraSpec) -> int:
-        """Return by how much memory grows with one more adapter, others having gone to disk where they must."""
+        """Return by how much host memory grows with one more adapter, after others were offloaded if necessary."""
         return max(0, min(self.size_of(spec), self.limit - self._trainer.host_bytes()))
 
     def lacks(self, size: int = 0) -> bool:
-        """Return whether ``size`` more bytes would pass the limit. One adapter may be there however large it is."""
+        """Return whether ``size`` more bytes would exceed the limit. A single adapter may exceed it."""
         used = self._trainer.host_bytes()
         return used > 0 and used + size > self.limit
 
     def check(self) -> None:
-        """Raise OverloadedError if no more adapters can be taken: the present ones cannot go to disk."""
+        """Raise OverloadedError if no more adapters can be accepted, because the present ones cannot be offloaded."""
         budget = self.budget
         if self._stuck and budget.used > budget.limit:
             raise OverloadedError(
@@ -170,7 +172,9 @@ class AdapterMemory:
     def next_to_leave(
         self, adapters: Sequence[LiveAdapter], may_leave: Callable[[LiveAdapter], bool]
     ) -> LiveAdapter | None:
-        """Return the adapter that is offloaded next: of the tenant with most adapters here, the longest unused."""
+        """Return the adapter to offload next: of the tenant with the most adapters in the trainer, the least recently
+        used one. Return None if none ``may_leave``.
+        """
         here = [adapter for adapter in adapters if adapter.place is Place.TRAINER]
         counts = Counter(adapter.run.tenant_id for adapter in here)
         candidates = [adapter for adapter in here if may_leave(adapter)]
@@ -180,16 +184,16 @@ class AdapterMemory:
 
 @dataclass
 class _Eviction:
-    """An adapter that is being evicted: it takes no more ops."""
+    """An eviction that has begun: the adapter accepts no more ops."""
 
     adapter: LiveAdapter
-    waiting: list[Op]  # ops that never began
-    note: str | None = None  # where it is kept, once it is
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: list[Op]  # ops that never started
+    note: str | None = None  # for the tenant: how to continue; set when the checkpoint is saved
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while one caller works on this eviction
 
 
 class LiveAdapters:
-    """Owns the live adapters of one base model. Belongs to the event loop; the trainer is called in its own thread."""
+    """Owns the live adapters of one base model. Belongs to the event loop; calls the trainer in the compute thread."""
 
     def __init__(
         self,
@@ -199,7 +203,7 @@ class LiveAdapters:
         settle: Callable[[LiveAdapter, Op, Outcome], None],
         most_bytes: int,
     ) -> None:
-        """``settle`` ends an op with an outcome. ``most_bytes`` of host memory are for adapters; others go to disk."""
+        """``settle`` ends an op with an outcome. ``most_bytes``: the host memory above which adapters are offloaded."""
         self.memory = AdapterMemory(context.model.trainer, most_bytes)
         self.stopping = False
         self._adapters: dict[str, LiveAdapter] = {}
@@ -234,13 +238,13 @@ class LiveAdapters:
             if adapter.run.tenant_id == tenant_id
         }
 
-    # --- coming -------------------------------------------------------------------------------------------------------
+    # --- adding and loading -------------------------------------------------------------------------------------------
 
     @event_loop
     def add(self, run: RunRecord, plan: Plan | None = None) -> LiveAdapter:
-        """Take in an adapter: a new one, or with the plan by which it goes on after a restart."""
+        """Add an adapter: a new one, or one that a restart found, with the plan of its recovery."""
         plan = plan or Plan()
-        place = Place.DISK if plan.has_snapshot else Place.NOWHERE  # without one, its creation is among the replays
+        place = Place.DISK if plan.has_snapshot else Place.NOWHERE  # without a snapshot, a replay creates the adapter
         replays = {replay.seq: replay for replay in plan.replays}
         adapter = LiveAdapter(run, place, self._context.kinds.find(run.run_id), highest_seq=plan.last, replays=replays)
         self._adapters[run.run_id] = adapter
@@ -256,7 +260,10 @@ class LiveAdapters:
         return adapter
 
     async def load(self, adapter: LiveAdapter) -> bool:
-        """Bring an adapter that is on disk into the trainer; return whether the trainer has it now."""
+        """Load an adapter that is on disk into the trainer; return whether the trainer has it now.
+
+        An error is logged, not raised.
+        """
         run_id = adapter.run.run_id
         async with adapter.loading:
             if adapter.place is Place.DISK:
@@ -269,7 +276,7 @@ class LiveAdapters:
                     await self._compute.run(partial(self._restore, adapter, snapshot, beside))
                     adapter.place = Place.TRAINER
                     adapter.used_at = time.monotonic()
-                except Exception as error:  # the service loop is an edge: ops of other adapters are in the same batch
+                except Exception as error:  # an edge of the service: the batch has ops of other adapters, too
                     logger.exception("snapshot of %s cannot be restored", run_id)
                     if isinstance(error, CheckpointError):
                         what = "its snapshot on the server's disk is damaged"
@@ -278,16 +285,16 @@ class LiveAdapters:
 
     @compute_thread
     def _restore(self, adapter: LiveAdapter, snapshot: AdapterSnapshot, beside: bytes | None) -> None:
-        """Run in the compute thread."""
+        """Restore a snapshot in the trainer, and the state that its run kind keeps beside it (compute thread)."""
         self._model.trainer.restore(adapter.run.run_id, snapshot)
         if beside is not None:
             adapter.kind.restore(adapter.run.run_id, beside)
 
     # --- memory -------------------------------------------------------------------------------------------------------
-    # All of this runs in the service loop, between batches: no op starts meanwhile.
+    # The service loop calls these methods between batches, so that no op starts meanwhile.
 
     async def make_room_for(self, adapter: LiveAdapter, *, creating: bool) -> bool:
-        """Make room for an adapter that an op brings to the trainer; return whether there is any now."""
+        """Make room for the adapter of an op that will create or load it; return whether there is room now."""
         comes = creating or adapter.place is Place.DISK
         return not comes or await self.make_room(self.memory.size_of(adapter.run.spec))
 
@@ -307,13 +314,13 @@ class LiveAdapters:
         return True
 
     def _may_leave(self, adapter: LiveAdapter) -> bool:
-        """Return False while an op of it runs, or while something of it is only in memory and in no snapshot."""
+        """Return whether an adapter may be offloaded: no op or request uses it, and a snapshot would be complete."""
         run_id = adapter.run.run_id
         is_idle = self._scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
         return is_idle and not adapter.unrecorded and adapter.kind.is_settled(run_id)
 
     async def offload(self, adapter: LiveAdapter) -> None:
-        """Bring the snapshot up to date and take the adapter out of the trainer; it stays if that fails."""
+        """Bring the snapshot up to date and remove the adapter from the trainer. After an error it stays there."""
         run_id = adapter.run.run_id
         async with adapter.loading:
             try:
@@ -327,42 +334,42 @@ class LiveAdapters:
                     return
                 await self._compute.run(partial(self._take_out, adapter))
                 adapter.place = Place.DISK
-                logger.debug("%s went to disk: host memory for adapters is full", run_id)
-            except Exception:  # the service loop is an edge; the adapter is where it was
-                logger.exception("%s could not go to disk", run_id)
+                logger.debug("offloaded %s: host memory for adapters is full", run_id)
+            except Exception:  # an edge of the service: the adapter stays in the trainer
+                logger.exception("%s could not be offloaded", run_id)
 
     @compute_thread
     def _take_out(self, adapter: LiveAdapter) -> None:
-        """Run in the compute thread."""
+        """Remove an adapter from the trainer and from its run kind (compute thread)."""
         self._model.trainer.remove_adapter(adapter.run.run_id)
         adapter.kind.remove(adapter.run.run_id)
 
     async def snapshot(self, run_id: str) -> None:
-        """Write an adapter's snapshot, if it is in the trainer and no op of it is half done; else look again later."""
+        """Write a snapshot of an adapter that is in the trainer. If its state is incomplete now, try again later."""
         adapter = self._adapters.get(run_id)
         if adapter is None or adapter.place is not Place.TRAINER:
             self._snapshots.forget(run_id)
             return
         position = self._scheduler.position(run_id)
-        # One of its ops is running and may change it, or has an outcome that only a replay could bring back; or a
-        # forward pass waits for its backward pass, which needs both.
+        # The state is incomplete while an op runs (position is None); while an outcome is not in the journal, because
+        # only a replay of the op could compute it again; and between a forward pass and its backward pass.
         if position is None or adapter.unrecorded or not adapter.kind.is_settled(run_id):
             self._snapshots.postpone(run_id, time.monotonic())
             return
         try:
             await self._snapshots.bring_up_to(run_id, position.seq, position.failed_seq)
-        except Exception:  # the service loop is an edge; the journal still has everything
-            logger.exception("no snapshot of %s", run_id)
+        except Exception:  # an edge of the service: the journal still has all ops, so nothing is lost
+            logger.exception("the snapshot of %s could not be taken", run_id)
             self._snapshots.postpone(run_id, time.monotonic())
 
-    # --- leaving ------------------------------------------------------------------------------------------------------
+    # --- removing -----------------------------------------------------------------------------------------------------
 
     @event_loop
     def fail(self, adapter: LiveAdapter, note: str) -> None:
-        """Remove an adapter that could not be created or brought back; what waits for it fails with the note."""
+        """Remove an adapter that could not be created or recovered; its waiting ops fail with the note."""
         run_id = adapter.run.run_id
         if self._adapters.get(run_id) is not adapter:
-            return  # its session ended meanwhile
+            return  # the run was evicted meanwhile
         for op in self._remove(adapter):
             self._settle(adapter, op, Outcome.failure(note, "user", Ending.REFUSED))
         self._snapshots.forget(run_id)
@@ -370,23 +377,23 @@ class LiveAdapters:
 
     @event_loop
     def drop(self, run_id: str) -> None:
-        """Forget an adapter that damage keeps from coming back at a start. Nothing of it waits yet."""
+        """Remove an adapter that cannot be recovered at the start because of damage. None of its ops waits yet."""
         if self._adapters.pop(run_id, None) is not None:
             self._scheduler.remove_adapter(run_id)
 
     def _remove(self, adapter: LiveAdapter) -> list[Op]:
-        """Take an adapter out; return its ops that never began."""
+        """Remove an adapter from the service and the scheduler; return its ops that never started."""
         run_id = adapter.run.run_id
         del self._adapters[run_id]
         waiting = [adapter.ops.pop(op.seq) for op in self._scheduler.remove_adapter(run_id)]
         return [*waiting, *adapter.take_undecoded()]
 
     async def evict(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
-        """Take an adapter off the device and keep its last state as a checkpoint; ``why`` says what happened.
+        """Evict a run: save its last state as a checkpoint and remove its adapter. ``why`` is the reason, for tenants.
 
-        What was done before a restart is done again first, what runs is finished, what still waits fails. If this is
-        interrupted, whoever asks again goes on from there. Returns the versions of the adapter that the sampler may
-        still hold: no new request will be sent to them.
+        First the ops that had ended before a restart are replayed and running ops finish; waiting ops fail. If this
+        call is cancelled, the next call for the same run continues the eviction. Return the versions of the adapter
+        that the sampler may still hold, so that the caller can release them.
         """
         adapter = self._adapters.get(run.run_id)
         while adapter is not None and adapter.repeats and not self.stopping:
@@ -399,7 +406,7 @@ class LiveAdapters:
                 return ()
             eviction = self._evictions[run.run_id] = _Eviction(adapter, self._remove(adapter))
         async with eviction.turn:
-            if self._evictions.get(run.run_id) is eviction:  # nobody finished it meanwhile
+            if self._evictions.get(run.run_id) is eviction:  # no other caller has finished it meanwhile
                 await self._finish_eviction(eviction, why, keep_seconds)
                 del self._evictions[run.run_id]
         return eviction.adapter.versions
@@ -408,8 +415,8 @@ class LiveAdapters:
         run_id = eviction.adapter.run.run_id
         if eviction.note is None:
             await self._keep(eviction, why, keep_seconds)
-        if eviction.note is None:  # its journal and snapshot stay: the next start tries again
-            logger.error("%s could not be kept as a checkpoint: %s", run_id, why)
+        if eviction.note is None:  # its journal and snapshot stay, and the run stays live: the next start recovers it
+            logger.error("%s could not be saved as a checkpoint before its eviction: %s", run_id, why)
             return
         await self._store.runs.set_state(run_id, "parked", eviction.note)
         await self._compute.run(partial(self._context.measurements.dropped, run_id))
@@ -418,10 +425,10 @@ class LiveAdapters:
         last = await self._store.snapshots.delete(run_id)
         directory = None if last is None else last.directory
         await asyncio.to_thread(self._context.files.remove_snapshots, run_id, directory)
-        logger.info("%s left the device: %s", run_id, why)
+        logger.info("evicted %s: %s", run_id, why)
 
     async def _keep(self, eviction: _Eviction, why: str, keep_seconds: float) -> None:
-        """Save a checkpoint of an adapter that leaves; ops that wait for it are failed in any case."""
+        """Save a checkpoint of an adapter that is evicted. Its waiting ops fail, whether the save succeeds or not."""
         adapter = eviction.adapter
         try:
             while adapter.ops:
@@ -429,20 +436,23 @@ class LiveAdapters:
             if await self.load(adapter):
                 eviction.note = await self._checkpoints.save_before_eviction(adapter.run, why, keep_seconds)
         finally:
-            message = eviction.note or f"{why}, and its adapter could not be kept"
+            message = eviction.note or f"{why}, and its adapter could not be saved"
             while eviction.waiting:
                 self._settle(adapter, eviction.waiting.pop(0), Outcome.failure(message, "user"))
 
     # --- sampling from it ---------------------------------------------------------------------------------------------
 
     async def live_version(self, run_id: str) -> LiveVersion | None:
-        """Return a version of the adapter's present weights, made when it is asked for; None if it is not here."""
+        """Publish the adapter's present weights, if they are not published yet, and return their version.
+
+        Return None if the adapter is not in this process, or cannot be loaded.
+        """
         adapter = self._adapters.get(run_id)
         if adapter is None:
             return None
         if self._model.sampler is None:
             raise UnsupportedError(f"{self._model.name} is served for training only")
-        # Not created yet, or not yet again what it was before a restart.
+        # Wait until the adapter is created, and until a replay has brought it to its state before the restart.
         while (adapter.repeats or (adapter.place is Place.NOWHERE and 0 in adapter.unfinished)) and not self.stopping:
             await adapter.next_end()
         with adapter.in_use():
@@ -458,7 +468,10 @@ class LiveAdapters:
 
     @compute_thread
     def _publish(self, version_id: str, run_id: str) -> bool:
-        """Run in the compute thread, where no optimizer step is half done."""
+        """Publish the weights in the compute thread, where no optimizer step can run at the same time.
+
+        Return False if the trainer does not have the adapter.
+        """
         sampler = self._model.sampler
         assert sampler is not None, "checked before"
         if run_id not in self._model.trainer.adapter_ids():

@@ -1,8 +1,8 @@
-"""Which ops a model service takes in: no more than a tenant's limits allow, however many come at once.
+"""Decides which ops a training service accepts: no more than a tenant's limits allow, however many arrive at once.
 
-:class:`JournalQuota` counts how much of the journal each tenant takes: request bodies that a restart would need, and
-results that are kept. What is on record is counted now and then, when the journal is pruned; in between, what comes is
-added and nothing is taken away. So a tenant may be refused a little early, never late.
+:class:`JournalQuota` counts each tenant's bytes in the journal: request bodies that a restart would need, and results
+that are kept. The exact number is read from the database when the journal is pruned; in between, new bytes are added
+and deleted ones are not subtracted. So a tenant may be refused a little too early, but never too late.
 """
 
 import math
@@ -22,35 +22,41 @@ from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Op, Tally
 
-_COUNT_SECONDS = 0.25  # between two counts of all ops that wait
-_MORE = 1.25  # of a limit of the journal, for an op that others of its adapter wait for
+_COUNT_SECONDS = 0.25  # between two exact counts of the bytes of all ops
+_MORE = 1.25  # an op of an adapter that has unfinished ops may use this multiple of the journal's limit
 
 
 @dataclass
 class Entry:
-    """An op between its check and its place in the line."""
+    """An op that has passed the checks and is being written to the journal."""
 
-    taken: bool = False  # whether it is new: otherwise it costs nothing
+    taken: bool = False  # whether it was accepted as new; if not, its tokens are refunded
 
 
 class OpAdmission:
-    """Belongs to one event loop. Between a check and its count nobody else gets in."""
+    """Checks ops against the limits on queues, results and rates. Belongs to one event loop.
+
+    There is no await between a check and its count, so that no other op gets in between.
+    """
 
     def __init__(self, context: TrainingContext, adapters: LiveAdapters, most_bytes: int = 2**62) -> None:
-        """``most_bytes``: memory of the ops of all tenants together."""
+        """``most_bytes``: the most memory that the ops of all tenants together may take."""
         self._tenants = context.tenants
         self._scheduler = context.scheduler
         self._futures = context.futures
         self._adapters = adapters
-        self._entering = Tally()  # ops that are being written down, by tenant
-        self._entering_bytes = Tally()
-        self._entering_results = Tally()
+        self._entering = Tally()  # ops that are being written to the journal, by tenant
+        self._entering_bytes = Tally()  # their bytes
+        self._entering_results = Tally()  # the bytes that their results will have
         self._most_bytes = most_bytes
-        self._counted_bytes = 0  # of all ops when they were last counted, and of those that came since
+        self._counted_bytes = 0  # bytes of all ops at the last exact count, plus those of ops that arrived since
         self._counted_at = -math.inf
 
     def check(self, tenant_id: str) -> None:
-        """Raise QuotaError if no op of this tenant would be taken now, however small."""
+        """Raise an error if no op of this tenant would be accepted now, however small it is.
+
+        QuotaError or RateLimitError: the tenant's own limits. OverloadedError: the results of all tenants.
+        """
         limits = self._tenants.limits(tenant_id)
         self.check_results(tenant_id)
         self._check_count(tenant_id, limits)
@@ -62,7 +68,11 @@ class OpAdmission:
 
     @contextmanager
     def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
-        """Holds a place for the op, and its tokens, until it has one in the scheduler or turns out to need none."""
+        """Check an op against the limits, and reserve its tokens and its place in the queue for a ``with`` block.
+
+        Within the block the op is written to the journal and given to the scheduler; the caller sets ``taken`` if it
+        is new. Otherwise its tokens are refunded.
+        """
         tenant_id = adapter.run.tenant_id
         limits = self._tenants.limits(tenant_id)
         if op.seq not in adapter.ops:
@@ -84,7 +94,7 @@ class OpAdmission:
                 rate.give_back(tenant_id, price.cost, limit)
 
     def _check_count(self, tenant_id: str, limits: LimitsConfig) -> int:
-        """Return how many ops of the tenant wait; QuotaError if it may have no more."""
+        """Return how many ops of the tenant wait; raise QuotaError if that reaches its limit."""
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.max_queued_ops_per_tenant:
             raise QuotaError("queued ops", waiting, limits.max_queued_ops_per_tenant, "max_queued_ops_per_tenant")
@@ -94,7 +104,7 @@ class OpAdmission:
         tenant_id = adapter.run.tenant_id
         self.check_results(tenant_id)
         if op.seq == self._scheduler.next_seq(op.adapter_id):
-            return  # all others of its adapter wait for it: without it they would wait in vain
+            return  # the next op of its adapter is always accepted: the ops after it cannot run without it
         waiting = self._check_count(tenant_id, limits)
         queued, results = self._queued(tenant_id)
         most = limits.max_queued_bytes_per_tenant
@@ -103,7 +113,7 @@ class OpAdmission:
         everybody = self.budget.used
         if everybody and everybody + op.price.held_bytes > self._most_bytes:
             raise OverloadedError("bytes of queued ops", everybody, self._most_bytes, "max_queued_bytes")
-        # What waits and runs will have results, too.
+        # Waiting and running ops will have results, too: count these with the results that are not fetched.
         coming = results + (waiting + 1) * PROMISE_BYTES + op.price.result_bytes
         unfetched, most = self._futures.unfetched_bytes(tenant_id), limits.max_unfetched_result_bytes
         if waiting and unfetched + coming > most:
@@ -112,9 +122,10 @@ class OpAdmission:
 
     @property
     def budget(self) -> Budget:
-        """The memory of all ops that wait, run or are being written down, of all tenants.
+        """Return the memory of all tenants' ops that wait, run or are being written to the journal.
 
-        They are counted now and then; in between, what comes is added and nothing is taken away.
+        The exact number is counted every quarter of a second at most; in between, new ops are added and ended ones are
+        not subtracted.
         """
         now = time.monotonic()
         if now - self._counted_at > _COUNT_SECONDS:
@@ -123,7 +134,7 @@ class OpAdmission:
         return Budget("queued_ops", self._counted_bytes, self._most_bytes)
 
     def _queued(self, tenant_id: str) -> tuple[int, int]:
-        """Bytes of the tenant's ops that wait, run or are being written down, and of the results they will have."""
+        """Return the bytes of the tenant's ops that wait, run or are being written, and of their future results."""
         own = (adapter for adapter in self._adapters if adapter.run.tenant_id == tenant_id)
         prices = [op.price for each in own for op in each.ops.values()]
         held = self._entering_bytes[tenant_id] + sum(price.held_bytes for price in prices)
@@ -131,26 +142,32 @@ class OpAdmission:
 
 
 class JournalQuota:
-    """Belongs to one event loop. Each process of a server counts all that is on record and adds its own."""
+    """Checks the limit on each tenant's bytes in the journal. Belongs to one event loop.
+
+    Each process of a server reads the bytes of all processes from the database, and adds only what it writes itself.
+    """
 
     def __init__(self, store: Store, tenants: Tenants) -> None:
         self._store = store
         self._tenants = tenants
         self._bytes: Counter[str] = Counter()
-        self.budget = Budget("journal", 0, 0)  # its files when they were last counted, and what the disk had room for
+        self.budget = Budget("journal", 0, 0)  # bytes of its files at the last measure, and these plus the free disk
 
     async def measure(self) -> None:
-        """Count what is on record now."""
+        """Read the exact number of bytes from the database and the disk."""
         self._bytes = Counter(await self._store.ops.bytes_by_tenant())
         used = await self._store.ops.bytes_on_disk()
         self.budget = Budget("journal", used, used + shutil.disk_usage(self._store.data_dir).free)
 
     def add(self, tenant_id: str, size: int) -> None:
-        """Note bytes that were just written for a tenant."""
+        """Add bytes that were just written for a tenant."""
         self._bytes[tenant_id] += size
 
     def check(self, tenant_id: str, size: int, *, urgent: bool) -> None:
-        """Raise QuotaError if there is no room for ``size`` bytes of a tenant. ``urgent``: other ops wait for this."""
+        """Raise QuotaError if ``size`` more bytes exceed the tenant's limit.
+
+        ``urgent``: the adapter has unfinished ops, which may wait for this one. It may exceed the limit by a quarter.
+        """
         limit = self._tenants.limits(tenant_id).max_journal_bytes_per_tenant
         used = self._bytes[tenant_id]
         if used + size > (limit * _MORE if urgent else limit):

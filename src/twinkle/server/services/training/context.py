@@ -1,4 +1,4 @@
-"""What the parts of one model service share: its model, the state, and the objects that all of them call."""
+"""The objects that all parts of one training service share: its model, the stored state, the scheduler and others."""
 
 from dataclasses import dataclass, field
 
@@ -18,11 +18,14 @@ from twinkle.server.tenancy.tenants import Tenants
 
 @dataclass(frozen=True, eq=False)
 class TrainingContext:
-    """Made where services are assembled, and handed to each part. What a part alone owns is not here."""
+    """The shared objects of one training service. It is made where services are assembled and passed to each part.
+
+    An object that only one part owns is not here.
+    """
 
     model: ServedModel
     store: Store
-    compute: Compute  # the thread that the trainer belongs to
+    compute: Compute  # the compute thread, to which the trainer belongs
     files: DataDir
     tenants: Tenants
     kinds: RunKinds
@@ -30,5 +33,5 @@ class TrainingContext:
     recorder: TrainingRecorder
     scheduler: Scheduler  # which op runs next
     measurements: RunMeasurements
-    running: RunningOps  # on disk, what runs
-    background: BackgroundTasks = field(default_factory=BackgroundTasks)  # they end before the service does
+    running: RunningOps  # the file that says which ops run
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)  # finished before the service ends

@@ -1,7 +1,7 @@
-"""Losses that tenants make: created once in a session, named by the passes of its models.
+"""Custom losses of tenants: created once in a session, and named by the passes of the session's runs.
 
-A loss is on disk before its future is told, and stays as long as anything of its session can be run again. Another
-session's loss, and so another tenant's, is unknown to a model.
+A loss is in the database before its client learns its id, and stays there as long as a replay may need it. A run knows
+only the losses of its own session, and so never those of another tenant.
 """
 
 import time
@@ -28,14 +28,14 @@ from twinkle.server.types import (
 from twinkle.server.wire import responses
 from twinkle.server.wire.custom_losses import decode_custom_loss
 
-_KEPT_GRAPHS = 256
-_KEPT_COSTS = 256  # of one graph
+_KEPT_GRAPHS = 256  # decoded graphs in memory
+_KEPT_COSTS = 256  # estimates for one graph
 
-Sizes = tuple[tuple[tuple[int, ...], str], ...]  # as in twinkle.loss.graph.estimate, which needs torch
+Sizes = tuple[tuple[tuple[int, ...], str], ...]  # the same type as in twinkle.loss.graph.estimate, which imports torch
 
 
 class CustomLosses:
-    """Those of all tenants; ``limit`` of one."""
+    """Creates the custom losses of all tenants. ``limit``: the most losses of one tenant."""
 
     def __init__(self, store: Store, limit: int, threads: FairPool) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class CustomLosses:
         self._threads = threads
 
     async def create(self, session: SessionRecord, number: int, body: bytes) -> str:
-        """The id of the loss, which is that of its future as well. What is wrong with the graph is in the future."""
+        """Create a loss; return its id, which is also the id of its future. An invalid graph fails the future."""
         error = await self._threads.in_thread(session.tenant_id, partial(_mistake, body))
         record = CustomLossRecord(
             loss_id=ids.custom_loss_id(session.session_id, number),
@@ -63,6 +63,7 @@ class CustomLosses:
         return made.loss_id
 
     async def outcome(self, loss_id: str, tenant_id: str) -> Outcome:
+        """Return the outcome of the request that created a loss; NotFoundError if the tenant has no such request."""
         record = await self._store.custom_losses.get(loss_id)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("request", loss_id)
@@ -72,16 +73,19 @@ class CustomLosses:
 
 
 class LossGraphs:
-    """Finds what the loss of an op stands for; losses never change, so that those in use are kept."""
+    """Looks up the graphs of custom losses. A loss never changes, so the most recently used graphs are cached."""
 
     def __init__(self, store: Store, threads: FairPool) -> None:
         self._store = store
         self._threads = threads
         self._graphs: OrderedDict[str, LossGraph] = OrderedDict()
-        self._costs: dict[str, dict[Sizes, int]] = {}  # of one sequence, by loss and by the sizes of its inputs
+        self._costs: dict[str, dict[Sizes, int]] = {}  # for one sequence, by loss id and sizes of its inputs
 
     async def resolved(self, op: Op, run: RunRecord) -> Op:
-        """The op with the graph of its loss, if it has one of its own; refused where the run's session has no such."""
+        """Return the op with the graph of its custom loss and the loss's work; other ops are returned unchanged.
+
+        If the run's session has no such loss, the returned op is refused.
+        """
         if not isinstance(op.payload, TrainPass) or op.payload.custom is None:
             return op
         custom = op.payload.custom
@@ -93,11 +97,14 @@ class LossGraphs:
             payload = replace(op.payload, custom=replace(custom, graph=graph, work=work))
         except UserError as error:
             payload = Refused.because(error)
-        return replace(op, payload=payload, sent_digest=op.digest)  # which was computed before, in a thread
+        return replace(op, payload=payload, sent_digest=op.digest)  # the digest was computed before, in a thread
 
     def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
-        """What the graph computes for this request, in any thread; 0 where its inputs are not there: it will fail."""
-        from twinkle.loss.graph.estimate import estimated_work  # torch: not before somebody has a loss of its own
+        """Return how many numbers the graph computes for this request. Runs in a thread of the pool.
+
+        The work is 0 if an input is missing: the op will fail.
+        """
+        from twinkle.loss.graph.estimate import estimated_work  # imports torch, so only when a custom loss is used
         from twinkle.loss.graph.interpreter import Limits
 
         assert asked.custom is not None
@@ -131,7 +138,7 @@ class LossGraphs:
 
 
 def _mistake(body: bytes) -> str | None:
-    """Why a body is no loss; None if it is one."""
+    """Return why a body is not a valid loss; None if it is valid."""
     try:
         decode_custom_loss(body)
     except UserError as error:

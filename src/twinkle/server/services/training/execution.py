@@ -1,4 +1,4 @@
-"""Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
+"""Runs batches of ops on the device, in the compute thread, and turns results and errors into outcomes."""
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -16,15 +16,17 @@ from twinkle.server.wire.training_json import is_json
 
 logger = logging.getLogger(__name__)
 
-_GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
+_GRAD_NORM = "unclipped_grad_l2:mean"  # the name of this metric in a trainer's result
 
-Steps = Iterator[list[Outcome] | None]  # None after a step that was not the last
-StepLimit = Callable[[], int | None]  # the most tokens of the next step, after which others come; None: nobody has work
-GiveWay = Callable[[], None]  # lets others compute, in the middle of a step
+Steps = Iterator[list[Outcome] | None]  # None after each step except the last
+StepLimit = Callable[[], int | None]  # returns the most tokens of the next step; None: no other tenant has work
+GiveWay = Callable[[], None]  # called by the trainer in the middle of a step: lets other tenants' work run
 
 
 class Execution:
-    """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
+    """Runs ops on one model. Every method is called in the compute thread. A request that fails gets a failed outcome;
+    no error of a single request is raised.
+    """
 
     def __init__(self, context: TrainingContext) -> None:
         self._trainer = context.model.trainer
@@ -34,13 +36,17 @@ class Execution:
 
     @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
-        """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
+        """Run one batch of passes and return their outcomes in order.
+
+        All are forward, or all are forward_backward; they may belong to many adapters and to both protocols.
+        """
         return next(outcomes for outcomes in self.passes_in_steps(ops) if outcomes is not None)
 
     def passes_in_steps(
         self, ops: Sequence[Op], limit: StepLimit | None = None, give_way: GiveWay | None = None
     ) -> Steps:
-        """The same a micro-batch at a time, if there is a ``limit``; the outcomes come last.
+        """Run one batch of passes as an iterator: with a ``limit``, one micro-batch a step; the last item has the
+        outcomes.
 
         See :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`.
         """
@@ -50,12 +56,13 @@ class Execution:
             for index in batch:
                 try:
                     prepared[index] = self._prepared(ops[index])
-                except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
+                except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails its own request alone
                     outcomes[index] = failure_of(error, ops[index].request_id)
             outcomes |= yield from self._computed(ops, prepared, limit, give_way)
         yield [outcomes[index] for index in range(len(ops))]
 
     def _prepared(self, op: Op) -> DevicePass:
+        """Return the item that the trainer runs for a pass, with the function that encodes its result."""
         trains = op.kind is OpKind.FORWARD_BACKWARD
         match op.payload:
             case TrainPass(data) as sent:
@@ -89,7 +96,7 @@ class Execution:
                 results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
             else:
                 results = yield from self._trainer.in_steps(items, train=trains, limit=limit, give_way=give_way)
-        except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
+        except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails its batch, not the server
             return {index: unexpected(error, ops[index].request_id) for index in prepared}
         return {
             index: self._encoded(ops[index], each, result)
@@ -103,17 +110,17 @@ class Execution:
             if isinstance(op.payload, TrainPass) and not op.payload.base_model:
                 self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
-        except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
+        except Exception as error:  # noqa: BLE001 - an edge: a result that cannot be encoded fails its own request alone
             return failure_of(error, op.request_id)
 
     @compute_thread
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
-        """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer."""
+        """Run barriers that need neither files nor the database, such as creating an adapter or an optimizer step."""
         return [self._guarded(op) for op in ops]
 
     @compute_thread
     def drop_window(self, adapter_id: str) -> None:
-        """Forget the gradient of a window that failed."""
+        """Drop the gradient of an adapter's open window, and what was measured of it."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
         self._kinds.find(adapter_id).drop_window(adapter_id)
@@ -122,7 +129,7 @@ class Execution:
     def _guarded(self, op: Op) -> Outcome:
         try:
             return self._barrier(op)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - an edge of the service: an error fails its own request alone
             return failure_of(error, op.request_id)
 
     def _barrier(self, op: Op) -> Outcome:
@@ -135,8 +142,8 @@ class Execution:
                 try:
                     metrics = self._trainer.optim_step(op.adapter_id, params)
                 except NonFiniteError as error:
-                    # With such a gradient no step is possible: the next window starts clean. After any other error,
-                    # such as parameters that are refused, the gradient is still there.
+                    # No step is possible with such a gradient, so it is dropped and the next window starts clean. After
+                    # any other error, such as invalid parameters, the gradient is still there.
                     self.drop_window(op.adapter_id)
                     message = f"{error}; the gradient since the last optim_step is dropped"
                     return Outcome.failure(message, "user", Ending.DROPPED)
@@ -153,13 +160,13 @@ def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
     objective: Objective
     if asked.custom is not None:
         from twinkle.model.objectives.graph_objective import (
-            GraphObjective,  # torch: not before somebody has a loss of its own
+            GraphObjective,  # imports torch, so only when a request uses a custom loss
         )
 
         assert asked.custom.graph is not None, "it was looked up when the op was accepted"
         objective = GraphObjective.of(asked.custom.graph, asked.data, asked.custom.inputs)
     elif asked.preference is not None:
-        from twinkle.model.multi_lora.preference_objective import PreferenceObjective  # torch, as above
+        from twinkle.model.multi_lora.preference_objective import PreferenceObjective  # imports torch, too
 
         objective = PreferenceObjective(asked.data, asked.preference)
     else:
@@ -168,7 +175,11 @@ def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
 
 
 def _rounds(ops: Sequence[Op], kinds: RunKinds) -> list[list[int]]:
-    """One after another, passes of one adapter, unless they add to its gradient and leave nothing else behind."""
+    """Divide a batch into rounds, as lists of indices into ``ops``, that run one after another.
+
+    Passes that leave nothing behind but a gradient all go into the first round. Where a pass leaves other state behind
+    (``passes_leave_state``), the passes of one adapter go into different rounds, in order.
+    """
     rounds: list[list[int]] = []
     count: dict[str, int] = {}
     for index, op in enumerate(ops):
@@ -182,7 +193,11 @@ def _rounds(ops: Sequence[Op], kinds: RunKinds) -> list[list[int]]:
 
 
 def failure_of(error: Exception, request_id: str) -> Outcome:
-    """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
+    """Return the outcome for an error.
+
+    The message of a user's mistake says what to fix. An error of the server is logged, and its message has the request
+    id, by which an operator finds it in the log.
+    """
     if not isinstance(error, TwinkleError):
         return unexpected(error, request_id)
     if isinstance(error, UserError):
@@ -192,5 +207,6 @@ def failure_of(error: Exception, request_id: str) -> Outcome:
 
 
 def unexpected(error: Exception, request_id: str) -> Outcome:
+    """Log an error that is a bug of the server, and return an outcome that does not show its text to the client."""
     logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return Outcome.failure(f"internal error; the server's log has the details under request {request_id}", "server")

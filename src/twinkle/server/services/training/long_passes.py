@@ -1,8 +1,8 @@
-"""Passes that take long. They run in steps, and batches of other tenants get their turns between and within these.
+"""Long passes, which run in steps; batches of other tenants run between the steps and, on a CPU, within them.
 
-One long pass at a time takes a step. Before each step the service loop gets two turns. Where a step can be interrupted,
-on a CPU, training of others and sampling may each use as much time inside a pass as its tenant: the time of the pass,
-and of short passes of the same tenant that came between.
+One long pass at a time takes a step. Before each step the service loop may run two batches. Where a step can be
+interrupted, as on a CPU, other tenants' training and sampling may each use as much time within the steps of a long pass
+as the tenant of the pass uses: the time of the pass itself, plus that of the same tenant's short passes in between.
 """
 
 import asyncio
@@ -16,30 +16,33 @@ from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.training.execution import Execution, Steps
 from twinkle.server.types import Op, Outcome
 
-_TURNS = 2  # of the loop at a time: a pass, and the optimizer step that waits for it
-_MOST = 4  # at once: each holds what it has computed so far
+_TURNS = 2  # batches of the loop before each step: a pass, and the optimizer step that follows it
+_MOST = 4  # long batches in the background at once: each holds the memory of its results so far
 
 
 class LoopTurns:
-    """Turns of the service loop, for passes that run in steps beside it: between two steps the others come first."""
+    """Counts the turns of the service loop, so that a long pass can wait for some of them between two steps.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self) -> None:
         self._turns = 0
-        self._idle = True  # the loop has nothing to do, or does not run
+        self._idle = True  # the loop has no batch to run, or does not run at all
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
-        """Note that the loop looks for work."""
+        """Note that the loop looks for a batch."""
         self._idle = False
 
     def end(self, *, idle: bool) -> None:
-        """Note that a batch has ended, or (``idle``) that there is none."""
+        """Note that a batch has ended or, if ``idle``, that there is none."""
         self._turns += not idle
         self._idle = idle
         self._changed.set()
 
     async def others(self) -> None:
-        """Return when the loop has nothing to do, or had its turns. Not to be awaited by the loop itself."""
+        """Wait until the loop has run ``_TURNS`` batches or has none to run. The loop itself must not await this."""
         until = self._turns + _TURNS
         while not self._idle and self._turns < until:
             self._changed.clear()
@@ -47,18 +50,21 @@ class LoopTurns:
 
 
 class LongPasses:
-    """Runs the long passes of one model service. Belongs to the event loop."""
+    """Runs the long passes of one training service. Belongs to the event loop."""
 
     def __init__(self, compute: Compute, scheduler: Scheduler, execution: Execution, turns: LoopTurns) -> None:
         self._compute = compute
         self._scheduler = scheduler
         self._execution = execution
         self._turns = turns
-        self.beside = asyncio.Semaphore(_MOST)  # held by a batch of long passes that runs beside the loop
-        self._step = asyncio.Lock()  # whose turn it is to take a step
+        self.beside = asyncio.Semaphore(_MOST)  # held by each long batch that runs in the background
+        self._step = asyncio.Lock()  # held by the long batch that takes a step
 
     async def run(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> tuple[list[Outcome], float]:
-        """Return the outcomes and the seconds of this pass alone. ``beside``: the service loop does not wait for it."""
+        """Run a long batch; return its outcomes and the seconds that it took by itself.
+
+        ``beside``: it runs in the background, and the service loop does not wait for it.
+        """
         run = _LongRun(self._compute, tenant_id)
         steps = self._execution.passes_in_steps(ops, lambda: run.limit, run.give_way)
         outcomes: list[Outcome] | None = None
@@ -72,20 +78,20 @@ class LongPasses:
 
 
 class _LongRun:
-    """One long batch: how large its steps are, and how much time it and others had so far."""
+    """One long batch: the size of its next step, and the time that it and others have used so far."""
 
     def __init__(self, compute: Compute, tenant_id: str) -> None:
         self.own_seconds = 0.0
-        self.limit: int | None = None  # how much the next step may hold, set on the event loop before it
+        self.limit: int | None = None  # the most tokens of the next step, set on the event loop before the step
         self._compute = compute
         self._tenant_id = tenant_id
         self._resumed_at = 0.0
-        self._short_seconds = 0.0  # of the same tenant's short passes, within this one's steps
-        self._others_seconds = {Lane.TRAINING: 0.0, Lane.SAMPLING: 0.0}  # within its steps
+        self._short_seconds = 0.0  # time of the same tenant's short passes within the steps of this batch
+        self._others_seconds = {Lane.TRAINING: 0.0, Lane.SAMPLING: 0.0}  # time of other tenants' work within the steps
 
     @compute_thread
     def step(self, steps: Steps) -> list[Outcome] | None:
-        """Take one step; None while there is more to do."""
+        """Take one step; return the outcomes after the last step, else None."""
         self._resumed_at = time.perf_counter()
         try:
             return next(steps)
@@ -94,7 +100,10 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Run one piece of each lane, unless that lane has had more time inside this pass than this pass's tenant."""
+        """Let other work run in the middle of a step: a waiting optimizer step, and one piece of each lane.
+
+        A lane that has used more time within this pass than the tenant of the pass is skipped.
+        """
         self._count_own_time()
         self._count(Lane.TRAINING, self._compute.run_waiting(Lane.STEPS))
         for lane in self._others_seconds:
@@ -104,7 +113,7 @@ class _LongRun:
             if seconds := self._compute.run_waiting(lane):
                 self._count(lane, seconds)
             else:
-                self._others_seconds[lane] = tenant_seconds  # idle time earns nothing
+                self._others_seconds[lane] = tenant_seconds  # a lane without work does not save up time for later
         self._resumed_at = time.perf_counter()
 
     def _count(self, lane: Lane, seconds: Mapping[str, float]) -> None:

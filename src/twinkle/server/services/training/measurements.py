@@ -1,15 +1,15 @@
-"""What training measures: the loss and the tokens of every window, written down behind the optimizer steps.
+"""Measures training: the loss and the tokens of every window, written to the database after each optimizer step.
 
-A window is the passes between two optimizer steps. Its loss is a mean, the sum of the losses of its passes over what
-they count:
+A window is the passes between two optimizer steps. Its loss is a mean: the sum of the losses of its passes, divided by
+a count that depends on the loss:
 
-- Tinker's cross_entropy: the weights of its targets, without their signs; every target where there are no weights
+- Tinker's cross_entropy: the absolute weights of its targets; every target counts 1 where there are no weights
 - Tinker's other losses: the targets whose advantage is not zero, so that prompts do not count
   (all targets where there are no advantages)
-- the library's losses: the tokens that the loss itself counts, or the passes where it is a mean already
+- the library's losses: the tokens that the loss itself counts, or the passes if the loss is a mean already
 
-The compute thread notes numbers; a task on the event loop writes them, a second later and many at once. A crash may
-cost that second: what is replayed is measured again, what a snapshot covers is not.
+The compute thread collects the numbers; a task on the event loop writes them a second later, many at once. A crash may
+lose that second: steps that are replayed are measured again, but steps that a snapshot covers are not.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from twinkle.server.types import MeasuredStep, TrainPass
 logger = logging.getLogger(__name__)
 
 _WRITE_SECONDS = 1.0
-_MOST_PENDING = 65_536  # steps, while the database is away; the oldest are given up
+_MOST_PENDING = 65_536  # steps kept while the database is unavailable; beyond that the oldest are dropped
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Window:
 
 
 class RunMeasurements:
-    """Of the adapters of one model."""
+    """The measurements of one model's adapters."""
 
     def __init__(self, run_metrics: RunMetrics) -> None:
         self._run_metrics = run_metrics
@@ -55,7 +55,7 @@ class RunMeasurements:
 
     @compute_thread
     def passed(self, run_id: str, loss: float, count: float, tokens: int) -> None:
-        """A pass with a gradient. ``count``: what ``loss`` is a sum over."""
+        """Add a forward_backward pass to the open window. ``count``: what the sum ``loss`` is divided by for a mean."""
         window = self._windows.setdefault(run_id, _Window())
         window.loss += loss
         window.count += count
@@ -63,11 +63,12 @@ class RunMeasurements:
 
     @compute_thread
     def clipped(self, run_id: str, norm: float) -> None:
+        """Note the norm of the window's gradient before it was clipped."""
         self._windows.setdefault(run_id, _Window()).grad_norm = norm
 
     @compute_thread
     def stepped(self, run_id: str, seq: int, learning_rate: float | None, grad_norm: float | None = None) -> None:
-        """The step closed the window, with the norm of its gradient before clipping, where it is known."""
+        """Close the window with an optimizer step. ``grad_norm``: before clipping; None: the norm from ``clipped``."""
         window = self._windows.pop(run_id, _Window())
         values = {
             "loss": window.loss / window.count if window.count > 0 else None,
@@ -80,13 +81,14 @@ class RunMeasurements:
 
     @compute_thread
     def dropped(self, run_id: str) -> None:
-        """The window's gradient is gone, and so is what was measured of it."""
+        """Forget what was measured of the open window, because its gradient was dropped."""
         self._windows.pop(run_id, None)
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
     @event_loop
     def write_soon(self) -> None:
+        """Start the task that writes measured steps, if there are any and it does not run yet."""
         if self._pending and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._write_until_done())
 
@@ -96,14 +98,14 @@ class RunMeasurements:
             await self.write()
 
     async def write(self) -> None:
-        """What was measured so far is on record when this returns, unless the database cannot take it now."""
+        """Write all measured steps to the database. If that is impossible now, keep them for the next call."""
         steps = [self._pending.popleft() for _ in range(len(self._pending))]
         if not steps:
             return
         try:
             await self._run_metrics.add_steps(steps)
         except (StorageFullError, DatabaseUnavailableError) as error:
-            logger.error("measurements of %d steps are not on record yet: %s", len(steps), error)
+            logger.error("measurements of %d steps could not be written to the database yet: %s", len(steps), error)
             room = max(0, _MOST_PENDING - len(self._pending))
             self._pending.extendleft(reversed(steps[len(steps) - min(room, len(steps)) :]))
 
@@ -114,7 +116,7 @@ class RunMeasurements:
 
 
 def counted(asked: TrainPass) -> float:
-    """What the loss of a pass is a sum over; one of pairs is a mean already."""
+    """Return the count by which the summed loss of a pass is divided; 1 for a preference loss, a mean already."""
     return 1.0 if asked.preference is not None else sum(_counted(datum, asked.loss) for datum in asked.data)
 
 

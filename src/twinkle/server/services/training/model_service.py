@@ -1,8 +1,8 @@
-"""The model service: accepts ops for the adapters of one base model, runs them in shared batches, keeps its promises.
+"""The training service of one base model: accepts ops for its adapters and runs them in shared batches.
 
-The life of an op: ``submit`` journals it and hands it to the ``runner.OpRunner``, whose outcome
-``wait`` waits for. If the process dies in between, ``start`` begins at each adapter's last snapshot and runs the
-journalled ops again, in order; clients find the same futures under the same ids.
+The life of an op: ``submit`` writes it to the journal and hands it to the ``runner.OpRunner``; ``wait`` waits for its
+outcome. If the process dies in between, the ``start`` of the next process restores each adapter's last snapshot and
+replays the ops behind it in order. Clients find the same futures under the same ids.
 """
 
 import itertools
@@ -35,19 +35,21 @@ from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
 
-# Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
+# A sequence number further beyond the last one than this is refused as a mistake. A call with many chunks uses dozens.
 _FURTHEST_AHEAD = 10_000
 
 
 class ModelService:
+    """The training service of one base model. Belongs to the event loop."""
+
     def __init__(
         self, context: TrainingContext, memory: ProcessMemory, is_ours: Callable[[RunRecord], bool] = lambda _run: True
     ) -> None:
         """``memory``: the budgets that all services of this process share.
 
-        ``is_ours`` tells which runs of this model are to be brought back here.
+        ``is_ours``: whether a run of this model is recovered by this process. On Ray each replica has its own runs.
         """
-        self.context = context  # whoever wants something of one of its parts, such as a metric, asks that part
+        self.context = context  # public: callers that need one of its parts, such as the store, use the part directly
         self._store, self._scheduler = context.store, context.scheduler
         self._futures = context.futures
         self._futures.read_back = self._on_record
@@ -70,14 +72,14 @@ class ModelService:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring back what was there before, then work."""
+        """Recover the runs of the last process, and start the service loop."""
         for run in await self._store.runs.in_state("live"):
             if run.model_name == self.context.model.name and self._is_ours(run):
                 try:
                     await self._recover(run)
-                except DamagedRecordError as error:  # costs its own adapter alone
+                except DamagedRecordError as error:  # damage fails this run alone
                     await self._leave_out(run, str(error))
-                except JournalError as error:  # it names our directories, which are not for clients
+                except JournalError as error:  # its text names server directories, which clients must not see
                     logger.error("damaged: run %s: %s", run.run_id, error)
                     await self._leave_out(run, "its journal on the server's disk is damaged")
         left = (replay.without_body() for adapter in self.adapters for replay in adapter.replays.values())
@@ -87,27 +89,30 @@ class ModelService:
         self.context.background.start(self._feed.run())
 
     async def stop(self) -> None:
-        """Finish what is on the device, put every changed adapter on disk, and end."""
+        """Finish the running batch, write a snapshot of every changed adapter, and end the service loop."""
         self.adapters.stopping = True
         self._feed.stop()
         await self._runner.stop()
 
     async def _free_journal(self) -> None:
-        """Delete files of the journal that nobody needs, which earlier versions kept, before they are counted."""
+        """Delete journal files that are no longer needed, such as those of earlier versions, and measure the rest."""
         pruned = await self._store.ops.delete_segments()
         if pruned.freed_bytes:
             files = pruned.body_segments + pruned.outcome_segments
-            logger.info("the journal had %d files that nobody needs: freed %.1f MB", files, pruned.freed_bytes / 1e6)
+            logger.info(
+                "the journal had %d files that are no longer needed: freed %.1f MB", files, pruned.freed_bytes / 1e6
+            )
         await self.journal.measure()
 
     async def _leave_out(self, run: RunRecord, what: str) -> None:
-        """Fail an adapter that damage keeps from coming back."""
+        """Mark a run as failed, because damage on disk prevents its recovery."""
         note = await self._store.damage.fail_run(run.run_id, run.tenant_id, what)
         logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, note)
         self.adapters.drop(run.run_id)
         await self._store.runs.set_state(run.run_id, "failed", note)
 
     async def _recover(self, run: RunRecord) -> None:
+        """Add the adapter of a run, promise the futures of its unfinished ops, and line up its replays."""
         plan = await plan_recovery(self._store, self.context.files, run)
         adapter = self.adapters.add(run, plan)
         for replay in plan.replays:
@@ -120,7 +125,10 @@ class ModelService:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def create(self, run: RunRecord, op: Op) -> str:
-        """A new adapter. The same run may arrive again, when a client did not hear our answer."""
+        """Accept the op that creates a run, and return the id of its future.
+
+        A client that did not get the answer sends the same request again; it gets the same future.
+        """
         if run.run_id not in self.adapters:
             self.adapters.memory.check()
             self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
@@ -129,7 +137,7 @@ class ModelService:
             accepted = await self._store.ops.accept_run(
                 run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
-        # Without a record it was created long ago, and nobody knows any more with which request.
+        # Without a record in the journal the run was created long ago, and its request can no longer be compared.
         if accepted.record is not None and accepted.record.digest != op.digest:
             used = self.context.kinds.find(run.run_id).used_before(run)
             return self.refuse(run, f"{used} before with another request")
@@ -140,13 +148,13 @@ class ModelService:
         return op.request_id
 
     async def submit(self, op: Op) -> str:
-        """Accept an op; returns the id of its future once the op is safe on disk."""
+        """Accept an op; return the id of its future when the op is in the journal."""
         adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         if op.custom_loss is not None:
-            op = await self._loss_graphs.resolved(op, adapter.run)  # what its loss costs is part of its price
-        if self.adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
+            op = await self._loss_graphs.resolved(op, adapter.run)  # before admission: the loss is a part of the price
+        if self.adapters.get(op.adapter_id) is not adapter:  # the run was evicted while the loss was looked up
             raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
@@ -178,12 +186,12 @@ class ModelService:
                 self._settle(adapter, op, refusal)
         return op.request_id
 
-    # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
+    # --- for the native protocol, whose sequence numbers are optional and whose rows the server encodes ---------------
 
     async def was_accepted(self, run_id: str, seq: int, digests: Collection[bytes]) -> bool:
-        """Return whether this request was accepted before; SequenceConflictError if another one has its number.
+        """Return whether this request was accepted before; SequenceConflictError if another request has its number.
 
-        ``digests`` by which this and earlier versions know the request.
+        ``digests``: the digests of the request as this and earlier versions of the server compute them.
         """
         record = await self._store.ops.get(run_id, seq)
         if record is not None and record.digest not in digests:
@@ -191,19 +199,23 @@ class ModelService:
         return record is not None
 
     def check_room(self, run_id: str) -> None:
-        """Raise QuotaError if no op of this adapter's tenant would be taken now, however small."""
+        """Raise an error if no op of this run's tenant would be accepted now, however small it is."""
         self._admission.check(self._adapter(run_id).run.tenant_id)
 
     @asynccontextmanager
     async def next_number(self, run_id: str) -> AsyncIterator[int]:
-        """Hold the next free sequence number of an adapter until its op is submitted."""
+        """Yield the next free sequence number of a run. No other request gets one until the block ends."""
         adapter = self._adapter(run_id)
         async with adapter.numbering:
             yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
 
     @asynccontextmanager
     async def in_trainer(self, run_id: str) -> AsyncIterator[None]:
-        """Hold an adapter in the trainer, as it is after all that was done before a restart: with its template, too."""
+        """Load an adapter and keep it in the trainer for the duration of the block.
+
+        After a restart this waits until all ops that had ended before are replayed, so that the adapter's state,
+        including its template, is what its client has seen.
+        """
         adapter = self._adapter(run_id)
         while adapter.repeats and not self.adapters.stopping:
             await adapter.next_end()
@@ -219,15 +231,18 @@ class ModelService:
         return adapter
 
     async def _comes_too_late(self, op: Op) -> bool:
-        """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
+        """Return whether the op's number was given up as missing. Then the op is not journalled, so that a replay gives
+        the number up again.
+        """
         if op.seq >= self._scheduler.next_seq(op.adapter_id):
             return False
         return await self._store.ops.get(op.adapter_id, op.seq) is None
 
     async def wait(self, request: RequestId, run: RunRecord, timeout: float) -> Outcome | None:
-        """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more).
+        """Return the outcome, or None if there is none after ``timeout`` seconds.
 
-        It counts as fetched once :meth:`delivering` has ended well.
+        NotFoundError: the request id is unknown, or its outcome was forgotten. The outcome counts as fetched after a
+        complete :meth:`delivering`.
         """
         request_id = str(request)
         note_request_id(request_id)
@@ -243,11 +258,11 @@ class ModelService:
         return await self._futures.wait(request_id, timeout)
 
     def delivering(self, request_id: str) -> AbstractContextManager[Delivery]:
-        """Entered while an outcome is written to a client, which says at the end whether that was completed."""
+        """Keep an outcome in memory while it is written to a client. The writer sets ``complete`` of the delivery."""
         return self._futures.delivering(request_id, time.time())
 
     async def _on_record(self, request_id: str) -> Outcome | None:
-        """Return the outcome that the journal has, None if it has none; a damaged one is a failure that says so."""
+        """Return the outcome in the journal, or None. If it is damaged, return a failure that says so."""
         request = RequestId.parse(request_id)
         try:
             return await self._store.ops.outcome(request.owner, request.number)
@@ -257,25 +272,31 @@ class ModelService:
             return Outcome.failure(message, "server")
 
     async def finish_accepted(self, run_id: str) -> None:
-        """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""
+        """Wait until all ops that were accepted for a run before this call have ended, or until the server stops."""
         adapter = self.adapters.get(run_id)
         accepted = set() if adapter is None else adapter.unfinished
         while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self.adapters.stopping:
             await adapter.next_end()
 
     def last_requests(self) -> dict[str, float]:
-        """When each adapter was last asked for something, as far as that is news."""
+        """Return the time of each run's last request, for the runs that had one since this process started."""
         return {a.run.run_id: a.last_request_at for a in self.adapters if a.last_request_at}
 
     def sweep(self, now: float) -> list[tuple[str, int]]:
-        """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
+        """Forget outcomes that were kept long enough. Called by maintenance.
+
+        Return (run id, sequence number) of the ops whose outcome was fetched since the last call.
+        """
         self._futures.sweep(now)
         self._rate.note(self._trained_tokens(), now)
         delivered = map(RequestId.parse, self._futures.take_delivered())
         return [(request.owner, request.number) for request in delivered if not request.is_refusal]
 
     def refuse(self, run: RunRecord, message: str) -> str:
-        """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
+        """Return the id of a new future that has already failed with ``message``.
+
+        The SDK reports a failed future to its user, but retries after an HTTP 409.
+        """
         self._admission.check_results(run.tenant_id)
         request_id = str(RequestId.for_refusal(run.run_id, next(self._refusals)))
         self._futures.promise(request_id, run.tenant_id)
@@ -284,11 +305,11 @@ class ModelService:
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What adapters, queued ops and replayed ops take of the host's memory."""
+        """Return the host memory budgets of adapters, queued ops and replayed ops."""
         return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
     def readings(self) -> Iterator[Reading]:
-        """Yield the metrics that are read when somebody asks. Those of the trainer are there after its first batch."""
+        """Yield the metrics that are computed when /metrics is read. The trainer has some after its first batch."""
         numbers, model, futures = self._scheduler.numbers(), self.context.model.name, self._futures
         waiting, busy = sum(numbers.waiting.values()), self._runner.busy_seconds
         yield from queue_readings(model, "training", waiting, futures.polls, futures.all_unfetched_bytes, busy)

@@ -1,8 +1,9 @@
-"""What a restart finds of an adapter: a snapshot to begin at, and the ops behind it, decoded when their turn comes.
+"""Plans the recovery of an adapter after a restart: the snapshot to start from, and the ops to replay after it.
 
-Ops that were refused before they ran have the reason in the journal, in the place of what was sent. A body of which
-only the error will ever be repeated may be a thousand times larger than what came over the wire. Its digest stays,
-which tells the same request from another one under its number.
+The bodies of these ops are decoded later, when their turn comes. For an op that was refused before it ran, the journal
+has the reason instead of the body: only the error will ever be needed again, and a decompressed body may be a thousand
+times larger than what was sent. The digest of the body stays, to tell a repeated request from another one with the same
+number.
 """
 
 import asyncio
@@ -23,36 +24,39 @@ from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, Refused,
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = b"\x00\x00"  # no body of any protocol begins like this
-_MOST_CHARACTERS = 4096  # of a reason
-_SMALL = 512  # bytes: a shorter body is kept as it is
+_REFUSED = b"\x00\x00"  # marks a reason in place of a body; no body of any protocol begins like this
+_MOST_CHARACTERS = 4096  # longer reasons are cut
+_SMALL = 512  # bytes: the body of a refused op is kept if it is not larger
 
 
 # --- refused ops in the journal ---------------------------------------------------------------------------------------
 
 
 def refused_body(message: str) -> bytes:
-    """Return the body in the journal of an op that was refused."""
+    """Return the bytes that the journal has in place of the body of a refused op."""
     return _REFUSED + json.dumps({"refused": message[:_MOST_CHARACTERS]}).encode()
 
 
 def journalled(op: Op, refused: Refused) -> Op:
-    """Return a refused op as it goes to the journal: without its body, unless that is small."""
+    """Return a refused op as it is written to the journal: with the reason in place of its body, unless the body is
+    small.
+    """
     if len(op.body) <= _SMALL:
         return op
     message = refused.message[:_MOST_CHARACTERS]
     return replace(op, payload=replace(refused, message=message), body=refused_body(message), sent_digest=op.digest)
 
 
-# --- what is to run again ---------------------------------------------------------------------------------------------
+# --- the ops to replay ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Replay:
-    """An op of the journal that has its turn again after a restart. Its body is still on disk.
+    """An op in the journal that is replayed after a restart. Its body is still on disk.
 
-    ``repeated`` is set once the op is decoded, if it is not run: what it ended with before. Of an outcome that was no
-    failure only the fact counts then; its bytes stay in the journal, where clients get them.
+    Ops that had failed, or that only wrote files, are not run again; for them ``repeated`` is set, when the op is
+    decoded, to the outcome that they had. If that was a success, ``repeated`` has no bytes: clients get these from the
+    journal.
     """
 
     record: OpRecord
@@ -64,20 +68,21 @@ class Replay:
 
     @property
     def ended(self) -> bool:
-        """Whether it had an outcome before the restart."""
+        """Return whether the op had an outcome before the restart."""
         return self.record.outcome is not None
 
     def without_body(self) -> Op:
-        """The op for whoever needs to know no more than its place and kind."""
+        """Return the op with its place and kind, but with a placeholder for its payload."""
         record = self.record
         return Op(record.adapter_id, record.seq, record.kind, Refused("its body was not read"), b"", record.digest)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """From where an adapter goes on: as a new one, or from what a restart found.
+    """Where the sequence of an adapter continues. The default is a new adapter.
 
-    ``replays`` and ``passed`` are the numbers behind its snapshot, in order; ``last`` is the highest that is known.
+    ``replays`` and ``passed`` are the ops to replay and the numbers to skip after the snapshot, in order; ``last`` is
+    the highest number that the journal knows.
     """
 
     next_seq: int = 0
@@ -89,10 +94,10 @@ class Plan:
 
 
 async def plan_recovery(store: Store, files: DataDir, run: RunRecord) -> Plan:
-    """Find out where an adapter stood, and which numbers are to run again, without reading their bodies.
+    """Return how far an adapter was, and which ops are to be replayed, without reading their bodies.
 
-    Forward passes that were answered are passed over. So is a number that is missing below one that has ended: it was
-    given up as missing. DamagedRecordError: too little is left to bring the adapter back.
+    Forward passes that were answered are skipped. So is a number that is missing although a higher one has ended: it
+    was given up as missing before the restart. DamagedRecordError: too little is left on disk to recover the adapter.
     """
     snapshot = await _usable_snapshot(store, files, run)
     applied, failed_seq = (-1, None) if snapshot is None else (snapshot.seq, snapshot.failed_seq)
@@ -102,7 +107,7 @@ async def plan_recovery(store: Store, files: DataDir, run: RunRecord) -> Plan:
     last = max((ended, *(record.seq for record in records[-1:])))
     present = {record.seq for record in records}.union(final)
     missing = [seq for seq in range(applied + 1, ended) if seq not in present]
-    if final and not records and not missing:  # nothing but answered passes
+    if final and not records and not missing:  # only answered forward passes: the snapshot covers them from now on
         await store.snapshots.advance(run.run_id, last, failed_seq)
     passed = sorted([*_ranges(final, given_up=False), *_ranges(missing, given_up=True)], key=lambda each: each.first)
     replays = tuple(map(Replay, records))
@@ -110,7 +115,7 @@ async def plan_recovery(store: Store, files: DataDir, run: RunRecord) -> Plan:
 
 
 def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
-    """Neighbours become one."""
+    """Return sorted numbers as ranges of consecutive numbers."""
     first = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
@@ -119,7 +124,7 @@ def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
 
 
 async def decode(store: Store, run: RunRecord, kind: RunKind, replay: Replay) -> tuple[Op, Replay]:
-    """Read an op from the journal. If it had ended and does not run again, note what it ended with."""
+    """Read an op from the journal. If it had ended and does not run again, set ``repeated`` of its replay."""
     record = replay.record
     if replay.ended:
         outcome = await _outcome(store, record)
@@ -137,7 +142,7 @@ async def _outcome(store: Store, record: OpRecord) -> Outcome:
         return Outcome(record.encoding, b"")
     outcome = await store.ops.outcome(record.adapter_id, record.seq)
     assert outcome is not None, "it has ended"
-    if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # by a version that dropped it in any case
+    if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # an earlier version always dropped the gradient
         return replace(outcome, ending=Ending.DROPPED)
     return outcome
 
@@ -147,19 +152,20 @@ def _decoded(run: RunRecord, kind: RunKind, record: OpRecord, body: bytes) -> Op
         if not body.startswith(_REFUSED):
             return replace(kind.read_op(run, record, body), sent_digest=record.digest)
         message = json.loads(body.removeprefix(_REFUSED))["refused"]
-    except UserError as error:  # it was accepted by an older version of this server
+    except UserError as error:  # an earlier version of the server accepted it
         message = str(error)
     return Op(run.run_id, record.seq, record.kind, Refused(message), body, record.digest)
 
 
-# --- from where: from its snapshot, or from its creation on -----------------------------------------------------------
+# --- where to start: at the snapshot, or at the creation of the adapter -----------------------------------------------
 
 
 async def _usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> SnapshotRecord | None:
-    """Return the snapshot to begin at; None: the journal has everything since the adapter was created.
+    """Return the snapshot to start from; None: replay the whole journal, from the creation of the adapter on.
 
-    A snapshot is read, and so checked, when its adapter is first used. It is checked here only where the journal could
-    take its place: of a young adapter. DamagedRecordError: there is neither.
+    The checksums of a snapshot are normally checked when the adapter is loaded. They are checked here only for a young
+    adapter, whose journal still reaches back to its creation and could replace a damaged snapshot. DamagedRecordError:
+    there is neither a good snapshot nor such a journal.
     """
     snapshot = await store.snapshots.get(run.run_id)
     numbers = [times.seq for times in await store.ops.times(run.run_id)]
@@ -179,7 +185,7 @@ async def _usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> Snap
         logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, what)
         damage = Damage(f"snapshot of {run.run_id}", f"model {run.run_id}: {what}", time.time(), run.tenant_id)
         await store.damage.note(damage)
-        # As long as its record covers them, the bodies of its ops would be taken for needless and deleted.
+        # Delete the snapshot's record: while it covers the ops, maintenance would delete their bodies as unneeded.
         await store.snapshots.delete(run.run_id)
         return None
     return snapshot
@@ -188,7 +194,7 @@ async def _usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> Snap
 async def _check_journal(store: Store, run: RunRecord, snapshot: CheckpointError) -> None:
     """Raise DamagedRecordError if the journal does not reach back to the adapter's creation.
 
-    Rows of ops outlive their bodies, which go with the oldest segment files once a snapshot covers them.
+    The rows of ops stay longer than their bodies, which are deleted with their segment file when snapshots cover them.
     """
     creation = await store.ops.get(run.run_id, 0)
     try:
@@ -196,5 +202,5 @@ async def _check_journal(store: Store, run: RunRecord, snapshot: CheckpointError
             await store.ops.body(creation)
             return
     except JournalError:
-        pass  # it is gone, which is no damage: the snapshot was to be enough
+        pass  # the body was deleted, which is normal: the snapshot covered it
     raise DamagedRecordError("its snapshot on the server's disk is damaged") from snapshot

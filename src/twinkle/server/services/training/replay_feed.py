@@ -1,7 +1,7 @@
-"""Brings journalled ops back to the scheduler after a restart, each when its turn comes.
+"""Submits journalled ops to the scheduler again after a restart, each when its turn comes.
 
-Of every adapter a few ops at most are decoded ahead, and all that are decoded together take no more memory than a
-budget: a start never holds all bodies, however many there are.
+For each adapter only a few ops are decoded ahead, and all decoded ops together stay within a memory budget. So the
+memory that a start needs does not depend on how many ops there are to replay.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from twinkle.server.types import Budget, Ending, Op, Outcome
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 16  # decoded ops of one adapter: the chunks of a call run in one batch
-_RETRY_SECONDS = 5.0
-_MOST_BYTES = 64 * 2**20  # of all decoded ops; one that is larger is decoded alone
+_AHEAD = 16  # decoded ops of one adapter: enough for the chunks of one call, which run in one batch
+_RETRY_SECONDS = 5.0  # between two tries while the database is unavailable
+_MOST_BYTES = 64 * 2**20  # of all decoded ops together; a larger op is decoded alone
 
 
 class ReplayFeed:
-    """Belongs to one event loop."""
+    """Decodes and submits the replays of all adapters of one base model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -35,41 +35,42 @@ class ReplayFeed:
         adapters: LiveAdapters,
         enqueue: Callable[[LiveAdapter, Op], str | None],
     ) -> None:
-        """``enqueue`` hands an op to the scheduler, and returns why it was not taken, if so."""
+        """``enqueue`` hands an op to the scheduler; it returns the reason if the op was not accepted."""
         self._store = context.store
         self._running = context.running
         self._graphs = graphs
         self._adapters = adapters
         self._enqueue = enqueue
-        self._lines: dict[str, tuple[LiveAdapter, list[Replay]]] = {}  # by run: what is not decoded yet, last first
+        self._lines: dict[str, tuple[LiveAdapter, list[Replay]]] = {}  # by run: replays not decoded yet, in reverse
         self._held: dict[str, int] = {}  # bytes of decoded ops, by request id
         self._wake = asyncio.Event()
 
     def add(self, adapter: LiveAdapter) -> None:
-        """All replays of the adapter, which are in order."""
+        """Line up all replays of an adapter, which are in order of their sequence numbers."""
         if adapter.replays:
             self._lines[adapter.run.run_id] = (adapter, [*reversed(adapter.replays.values())])
 
     def ended(self, op: Op) -> None:
-        """An op was settled, or its adapter left: there may be room for another."""
+        """Note that an op was settled, so that there may be room to decode another."""
         self._held.pop(op.request_id, None)
         self._wake.set()
 
     def stop(self) -> None:
+        """Wake :meth:`run`, which sees that the server stops."""
         self._wake.set()
 
     def budget(self) -> Budget:
         return Budget("replayed_ops", sum(self._held.values()), _MOST_BYTES)
 
     async def run(self) -> None:
-        """Returns when nothing is left to be brought back, or when the server ends."""
+        """Submit the replays of all adapters; return when none is left, or when the server stops."""
         while self._lines and not self._adapters.stopping:
             self._wake.clear()
             if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:
                 await self._wake.wait()
 
     async def _feed(self, run_id: str) -> bool:
-        """Decode the next op of an adapter, if there is room; returns whether there is less to do now."""
+        """Decode and submit the next op of an adapter, if there is room; return whether there was progress."""
         adapter, line = self._lines[run_id]
         if not line or self._adapters.get(run_id) is not adapter:
             del self._lines[run_id]
@@ -83,7 +84,7 @@ class ReplayFeed:
         line.pop()
         op, replay = await self._read(adapter, replay)
         if self._adapters.get(run_id) is not adapter or replay.seq not in adapter.replays:
-            return True  # it left meanwhile, and who waited was told
+            return True  # the adapter was removed meanwhile, and its ops were settled
         adapter.replays[replay.seq] = replay
         self._held[op.request_id] = op.price.held_bytes
         message = self._enqueue(adapter, op)
@@ -91,10 +92,10 @@ class ReplayFeed:
         return True
 
     async def _read(self, adapter: LiveAdapter, replay: Replay) -> tuple[Op, Replay]:
-        """Reading and decoding count as running: they may end the process, too."""
+        """Read and decode an op. It is recorded as running meanwhile, because decoding may crash the process, too."""
         request_id = replay.without_body().request_id
         if self._running.deaths(request_id) >= MOST_DEATHS:
-            return replay.without_body(), replay  # it will not run
+            return replay.without_body(), replay  # it is poison: the runner fails it, and needs no body for that
         while True:
             try:
                 async with self._running.noted([request_id], decoding=True):
@@ -103,11 +104,15 @@ class ReplayFeed:
             except DatabaseUnavailableError as error:
                 logger.error("request %s waits for the database: %s", request_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - an edge: what cannot be read costs its own adapter alone
+            except Exception as error:  # noqa: BLE001 - an edge: an unreadable op affects its own adapter alone
                 return await self._unreadable(adapter, replay, error)
 
     async def _unreadable(self, adapter: LiveAdapter, replay: Replay, error: Exception) -> tuple[Op, Replay]:
-        """Damage costs an op that has not run, or the adapter, if what it is now cannot be found out any more."""
+        """Fail what an unreadable journal entry affects.
+
+        An op that had not run before the restart fails alone. An op that had run is a part of the adapter's state,
+        which cannot be rebuilt without it, so that the whole run fails.
+        """
         op, run = replay.without_body(), adapter.run
         logger.error("damaged: request %s of tenant %s in the journal", op.request_id, run.tenant_id, exc_info=error)
         if replay.ended:

@@ -1,10 +1,10 @@
 """What is different about the runs of one protocol, in one place.
 
-The services work with adapters and ops, and never ask which protocol a request came through. A :class:`RunKind` answers
-what depends on it: how an op is read from the journal again, what a pass leaves behind, what is kept of an adapter
-beside the trainer's state. The class itself has the answers for Tinker's runs. Another protocol derives its own kind
-and registers it where services are assembled (``runtime/assembly.py``); ops whose payloads the services do not know
-are run by the kind that names them.
+The services work with adapters and ops, and never ask which protocol a request came through. A :class:`RunKind` has
+everything that depends on the protocol: how an op is read from the journal, what a pass leaves behind, what a snapshot
+keeps beside the trainer's state. The class itself is the kind of Tinker's runs. Another protocol derives its own kind
+and registers it where services are assembled (``runtime/assembly.py``); an op whose payload the services do not know
+is run by the kind that lists the payload's type in ``payloads``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from twinkle.server.wire.training_json import decode_json_pass, is_json
 if TYPE_CHECKING:
     from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 
-UNLIMITED = 2**62  # tokens: what was accepted under an earlier limit is not refused when the journal is read
+UNLIMITED = 2**62  # tokens: an op that was accepted under an earlier, higher limit must not be refused in a replay
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request
     for request in (
@@ -54,7 +54,7 @@ _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     )
 }
 
-# Ops that change the adapter; the others only read it, and their files are there already.
+# Ops that change the adapter, so that a replay runs them again. The others only read it, and their files exist already.
 _CHANGES = (
     OpKind.CREATE,
     OpKind.CREATE_FROM,
@@ -67,85 +67,91 @@ _CHANGES = (
 
 @dataclass(frozen=True)
 class DevicePass:
-    """A pass that is ready for the trainer. ``encode`` makes its outcome of the result, in the compute thread."""
+    """A pass that is ready for the trainer. ``encode`` turns the result into an outcome, in the compute thread."""
 
     item: TrainItem
     encode: Callable[[TrainResult], Outcome]
 
 
 class RunKind:
-    """The runs of Tinker's protocol, and what another protocol may answer differently."""
+    """The kind of Tinker's runs, and the base class of other kinds, which override what differs."""
 
-    # The payloads that only this kind can run: see the three methods that run an op.
+    # The payload types that only this kind can run, by prepare, run_on_device or run_with_files.
     payloads: tuple[type[Payload], ...] = ()
-    # Whether a pass leaves something behind that is neither gradient nor weights. Then also a forward pass changes the
-    # adapter, and the passes of one adapter run one after another.
+    # Whether a pass leaves state behind that is neither gradient nor weights. If so, a forward pass changes the
+    # adapter, too, and the passes of one adapter run one after another.
     passes_leave_state = False
     # Whether a failed pass spoils its window: the optimizer step that follows is refused.
     failed_pass_spoils = True
-    # Whether an op's OpKind tells what it means for its window. If not, a restart reads the bodies also of those ops
-    # that do not run again: a step among them closes its window once more.
+    # Whether an op's OpKind says if it is an optimizer step. If not, a replay must also decode the bodies of ops that
+    # do not run again, because a step among them closes its window in the replay, too.
     kind_tells_steps = True
 
     def owns(self, run_id: str) -> bool:
-        """Return whether a run is of this kind, by the form of its id."""
+        """Return whether a run with this id is of this kind; the form of the id tells."""
         return True
 
     def used_before(self, run: RunRecord) -> str:
-        """Say what was used before, to whoever creates a run under an id that another request has."""
+        """Return the first words of the error when a run is created under an id that another request has used."""
         return f"model_seq_id {run.number} was used"
 
     # --- running ops whose payloads are of this kind ------------------------------------------------------------------
 
     def prepare(self, op: Op, measurements: RunMeasurements) -> DevicePass:
-        """Return a pass, ready for the trainer. Runs in the compute thread."""
+        """Return a pass that is ready for the trainer. Runs in the compute thread."""
         raise AssertionError(f"{op.kind} is not a pass")
 
     def run_on_device(self, op: Op, measurements: RunMeasurements) -> Outcome:
-        """Run an op that touches nothing but the device. Runs in the compute thread."""
+        """Run a barrier that needs neither files nor the database. Runs in the compute thread."""
         raise AssertionError(f"{op.kind} is not a short barrier")
 
     async def run_with_files(self, op: Op, run: RunRecord, checkpoints: "Checkpoints") -> Outcome:
-        """Run an op that reads or writes files."""
+        """Run an op that reads or writes files. Runs on the event loop."""
         raise AssertionError(f"{op.kind} has nothing to do with files")
 
-    # --- what is kept of an adapter beside the trainer's state: all but the first in the compute thread ---------------
+    # --- state of an adapter beside the trainer's: all methods but the first run in the compute thread ----------------
 
     def is_settled(self, run_id: str) -> bool:
-        """Return whether nothing of the adapter is only in memory, so that a snapshot can be taken. Any thread."""
+        """Return whether a snapshot would have the whole state of the adapter. May be called in any thread.
+
+        It would not, for example, between a forward pass and the backward pass that needs its activations.
+        """
         return True
 
     def dump(self, run_id: str) -> bytes | None:
-        """Return what a snapshot keeps beside the trainer's state, if there is anything."""
+        """Return the state that a snapshot keeps beside the trainer's; None if there is none."""
         return None
 
     def restore(self, run_id: str, state: bytes) -> None:
-        """Bring back what :meth:`dump` returned."""
+        """Restore the state that :meth:`dump` returned."""
 
     def drop_window(self, run_id: str) -> None:
-        """Forget what was counted of a gradient that is dropped."""
+        """Forget what was counted for the open window, because its gradient is dropped."""
 
     def remove(self, run_id: str) -> None:
-        """Forget an adapter that leaves the trainer."""
+        """Forget the state of an adapter that is removed from the trainer."""
 
     # --- evicting -----------------------------------------------------------------------------------------------------
 
     def eviction_save(self, name: str, keep_seconds: int) -> Payload:
-        """Return the save that keeps the last state of an adapter that leaves the device."""
+        """Return the payload of the save that keeps the last state of an evicted run."""
         return SaveWeights(name, keep_seconds, overwrite=True)
 
     def how_to_resume(self, path: CheckpointPath) -> str:
-        """Say how a client goes on from a checkpoint."""
+        """Return a sentence that says how a client continues from a checkpoint."""
         return f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
-        """Return whether an op that has ended is run again after a restart, to bring its adapter back."""
+        """Return whether an op that has ended is run again in a replay, because it changed its adapter."""
         return not outcome.failed and kind in _CHANGES
 
     def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
-        """Return an op from its body in the journal. UserError: it was accepted by a version that took more."""
+        """Return an op, decoded from its body in the journal.
+
+        UserError: the body is invalid for this version of the server; an earlier version accepted it.
+        """
         if record.kind is OpKind.CREATE:
             return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
         if record.kind is OpKind.CREATE_FROM:
@@ -159,11 +165,11 @@ class RunKind:
 
 
 class RunKinds:
-    """The kinds of runs that a service knows: those that were registered, and Tinker's."""
+    """The kinds of runs that a service knows: those that are registered, and Tinker's."""
 
     def __init__(self, registered: Sequence[RunKind] = ()) -> None:
         self._kinds = (*registered, RunKind())
-        # The registered kinds by the payloads that only they can run.
+        # The registered kinds by the payload types that only they can run.
         self.by_payload: Mapping[type[Payload], RunKind] = {
             payload: kind for kind in registered for payload in kind.payloads
         }

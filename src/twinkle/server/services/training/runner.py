@@ -1,7 +1,7 @@
-"""Running ops: from batches of the scheduler to outcomes, for all adapters of one base model.
+"""Runs ops, from the scheduler's batches to their outcomes, for all adapters of one base model.
 
-One loop takes batches to the compute thread. Ops that wait for disk and database run beside it: other
-adapters go on meanwhile. An outcome settles its future at once and goes to the journal behind that.
+One loop takes batches to the compute thread. Ops that wait for the disk and the database run in background tasks, so
+that other adapters continue meanwhile. An outcome settles its future at once and is written to the journal after that.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from twinkle.server.usage import UsageCounts
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 5.0  # between two tries to write an outcome down
+_RETRY_SECONDS = 5.0  # between two tries to write an outcome to the journal
 
 
 class Settlement:
-    """Ends the ops of one model service. Belongs to the event loop."""
+    """Ends the ops of one training service: settles futures and writes outcomes. Belongs to the event loop."""
 
     def __init__(self, context: TrainingContext, snapshots: Snapshots, journal: JournalQuota) -> None:
         self.stopping = False
@@ -46,10 +46,10 @@ class Settlement:
 
     @event_loop
     def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
-        """Settle the op's future at once, and write the outcome down behind that.
+        """Settle the op's future at once, and write the outcome to the journal in the background.
 
-        If the process dies in between, the op is computed again. An op that had ended before a restart and was only
-        done again changes nothing that its client has seen.
+        If the process dies in between, the next one runs the op again. An op that had ended before a restart and was
+        only replayed keeps its first outcome, which its client may have seen; it is neither settled nor counted again.
         """
         adapter.ops.pop(op.seq, None)
         adapter.used_at = time.monotonic()
@@ -67,12 +67,13 @@ class Settlement:
                 self._context.tenants.usage.add(adapter.run.tenant_id, used)
             self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
-        # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.
+        # A forward pass that leaves no state behind does not change the adapter, so that the present snapshot can cover
+        # its number.
         changed = op.kind is not OpKind.FORWARD or adapter.kind.passes_leave_state
         self._snapshots.note(op.adapter_id, time.monotonic(), changed=changed)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
-        """Write an outcome down, however long the disk is full or the database cannot be reached."""
+        """Write an outcome to the journal; retry as long as the disk is full or the database is unavailable."""
         while True:
             try:
                 await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
@@ -82,7 +83,7 @@ class Settlement:
                 return
             except (StorageFullError, DatabaseUnavailableError) as error:
                 adapter.unrecorded.add(op.seq)
-                logger.error("outcome of %s is not on record: %s", op.request_id, error)
+                logger.error("the outcome of %s could not be written to the journal yet: %s", op.request_id, error)
                 if self.stopping:
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -90,19 +91,19 @@ class Settlement:
 
 @dataclass(eq=False)
 class Task:
-    """An op on its way through the device. The adapter may leave the service meanwhile."""
+    """An op of a batch that runs. Its adapter may be removed from the service meanwhile."""
 
     adapter: LiveAdapter
     op: Op
     finished: bool = False
-    in_background: bool = False  # it ends by itself, whatever becomes of its batch
+    in_background: bool = False  # a background task finishes it, even if the rest of its batch fails
 
 
-_Compute = Callable[[Sequence[Task]], Awaitable[list[Outcome]]]  # a batch on the device: at once, or in steps
+_Compute = Callable[[Sequence[Task]], Awaitable[list[Outcome]]]  # runs a batch on the device: at once, or in steps
 
 
 class OpRunner:
-    """Runs the accepted ops of one model service. Belongs to the event loop."""
+    """Runs the accepted ops of one training service. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -136,15 +137,15 @@ class OpRunner:
         self.loop.start(self._run())
 
     async def stop(self) -> None:
-        """Finish what is on the device, put every changed adapter on disk, and end."""
+        """Finish the running batch, write a snapshot of every changed adapter, and end the loop."""
         self._stopping = self._adapters.stopping = self._settlement.stopping = True
         self._running.stopping()
         self._wake.set()
         for adapter in self._adapters:
-            adapter.op_ended.set()  # nothing more of it will end: whoever waits sees that the server stops
+            adapter.op_ended.set()  # no more ops will end: wakes the tasks in next_end, which see that the server stops
         await self.loop.ended()
         await self._background.finish()
-        # After a bug nobody knows what state adapters are in: the next server begins at the last snapshots.
+        # After a bug in the loop the state of adapters is unknown: the next process starts from the last snapshots.
         for adapter_id in () if self.loop.failed else self._snapshots.noted():
             await self._snapshots.finish_writing()
             await self._adapters.snapshot(adapter_id)
@@ -154,7 +155,7 @@ class OpRunner:
 
     @event_loop
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
-        """Hand an op to the scheduler; returns why it was not taken, if so."""
+        """Hand an op to the scheduler; return the reason if it was not accepted, else None."""
         submitted = self._scheduler.submit(op, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -164,7 +165,7 @@ class OpRunner:
         adapter.ops.setdefault(op.seq, op)
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
         replay = adapter.replays.get(op.seq)
-        if replay is None or not replay.ended:  # otherwise the journal has the outcome for whoever asks
+        if replay is None or not replay.ended:  # otherwise a client that asks gets the outcome from the journal
             self._context.futures.promise(op.request_id, adapter.run.tenant_id)
         self._wake.set()
         return None
@@ -175,7 +176,7 @@ class OpRunner:
         try:
             await self._run_batches()
         finally:
-            self._turns.end(idle=True)  # nobody waits for it any more
+            self._turns.end(idle=True)  # long passes must not wait for turns of this loop any more
 
     async def _run_batches(self) -> None:
         while not self._stopping:
@@ -186,7 +187,7 @@ class OpRunner:
             batch = self._scheduler.next_batch()
             tasks = [] if batch is None else [self._task(op) for op in batch.ops]
             if batch is not None and batch.long and self._may_run_beside():
-                await self._long_passes.beside.acquire()  # at once: there is room for one more
+                await self._long_passes.beside.acquire()  # does not wait: _may_run_beside has checked it
                 self._background.start(self._run_long(tasks))
             elif batch is not None:
                 await self._run_batch(tasks, self._run_in_steps if batch.long else self._run_at_once)
@@ -197,11 +198,13 @@ class OpRunner:
                 await self._adapters.snapshot(due)
             if batch is None and due is None:
                 self._turns.end(idle=True)
-                # Ops that ended beside the loop may have kept adapters here; nobody may come who runs another batch.
+                # Background ops that have ended may have kept adapters from being offloaded, and there may be no
+                # further batch after which to offload them.
                 await self._adapters.make_room()
                 await self._sleep(time.monotonic())
 
     async def _sleep(self, now: float) -> None:
+        """Wait until there is something to do, or until the next refusal or snapshot is due."""
         deadlines = [t for t in (self._scheduler.next_deadline(), self._snapshots.next_due()) if t is not None]
         loop = asyncio.get_running_loop()
         timers = [loop.call_later(max(0.0, min(deadlines) - now), self._wake.set)] if deadlines else []
@@ -210,15 +213,15 @@ class OpRunner:
             timer.cancel()
 
     def _may_run_beside(self) -> bool:
-        """Whether one more long batch may run between those of others.
+        """Return whether one more long batch may run in the background, between batches of other tenants.
 
-        Not while an op may have killed the last process: suspects run alone, and a batch would hold the loop up for
-        the very turns that it waits for.
+        It may not while there are suspects, ops that may have killed the last process. Then only one batch runs at a
+        time, so the loop would wait for the long batch, which itself waits for turns of the loop: a deadlock.
         """
         return not self._long_passes.beside.locked() and not self._running.has_suspects
 
     async def _run_long(self, tasks: Sequence[Task]) -> None:
-        """A batch that takes long: the loop goes on with those of other tenants between its steps."""
+        """Run a long batch in the background; the loop runs batches of other tenants between its steps."""
         try:
             await self._run_batch(tasks, partial(self._run_in_steps, beside=True))
         finally:
@@ -230,21 +233,21 @@ class OpRunner:
             await self._run_together(tasks[part], compute)
 
     async def _run_together(self, tasks: Sequence[Task], compute: _Compute) -> None:
-        """Run a batch, or a part of it: an op that may have killed the process is alone."""
+        """Run a batch, or a part of one: an op that may have killed the last process is a part of its own."""
         try:
             ready: list[Task] = []
             for task in tasks:
                 if self._is_poison(task) or await self._repeat_outcome(task):
                     continue
                 if ready and not await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates):
-                    # Once they have run, their adapters may go to disk, and this one has room.
+                    # After the ops before it have run, their adapters can be offloaded to make room for this one.
                     await self._run_tasks(ready, compute)
                     ready = []
                 await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates)
                 if await self._has_come(task):
                     ready.append(task)
             await self._run_tasks(ready, compute)
-        except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
+        except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id), ran=False)
@@ -252,7 +255,7 @@ class OpRunner:
     async def _run_tasks(self, tasks: Sequence[Task], compute: _Compute) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
         quick = [task for task in tasks if not task.op.kind.takes_files]
-        for task in slow:  # these wait for disk and database: other adapters go on meanwhile
+        for task in slow:  # these wait for the disk and the database, while other adapters continue
             task.in_background = True
             self._background.start(self._run_slow(task))
         if quick:
@@ -264,9 +267,9 @@ class OpRunner:
                 self._measurements.write_soon()
 
     async def _has_come(self, task: Task) -> bool:
-        """Bring the adapter from its snapshot to the trainer, once; return whether the op can run.
+        """Load the op's adapter, if it is on disk; return whether the op can run. If not, the op has failed.
 
-        An adapter comes from disk under a note of what the process works on.
+        The op is recorded as being prepared while its adapter is read from disk, in case that kills the process.
         """
         from_disk = task.adapter.place is Place.DISK
         async with self._running.noted([task.op.request_id], decoding=True) if from_disk else nullcontext():
@@ -278,19 +281,20 @@ class OpRunner:
         return False
 
     async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """Run a batch as one piece of work of the compute thread."""
         ops = [task.op for task in tasks]
         lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
         stepped = [index for index, task in enumerate(tasks) if task.op.kind.is_pass and _step_waits(task)]
 
         def step_follows(outcomes: Sequence[Outcome]) -> bool:
-            return any(not outcomes[index].failed for index in stepped)  # after a failed pass no step may come
+            return any(not outcomes[index].failed for index in stepped)  # the step after a failed pass may be refused
 
         return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=step_follows)
 
     async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
-        """Run passes of one tenant; batches of other tenants run between their micro-batches.
+        """Run a long batch of one tenant; batches of other tenants run between its micro-batches.
 
-        ``beside``: the loop does not wait for it.
+        ``beside``: it runs in the background, and the loop does not wait for it.
         """
         ops = [task.op for task in tasks]
         for op in ops:
@@ -302,7 +306,7 @@ class OpRunner:
 
     @compute_thread
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
-        """In the compute thread."""
+        """Run a batch in the compute thread."""
         started = time.perf_counter()
         run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
         with self._recorder.batch(ops, self._model.trainer):
@@ -311,7 +315,7 @@ class OpRunner:
         return outcomes
 
     def _is_poison(self, task: Task) -> bool:
-        """Whether the process died with this op as often as it may; then the op has failed now, and never runs."""
+        """Return whether the op is poison: the process died ``MOST_DEATHS`` times during it. If so, fail the op now."""
         request_id = task.op.request_id
         deaths = self._running.deaths(request_id)
         if deaths < MOST_DEATHS:
@@ -324,6 +328,7 @@ class OpRunner:
         return True
 
     async def _run_slow(self, task: Task) -> None:
+        """Run an op that reads or writes files, in a background task."""
         async with self._running.noted([task.op.request_id]):
             self._recorder.started(task.op)
             outcome = await self._checkpoints.run(task.op, task.adapter.run)
@@ -333,16 +338,22 @@ class OpRunner:
             self._finish(task, outcome)
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
-        """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
+        """Write the outcome and a snapshot of an adapter that has just loaded a checkpoint, before its client is told.
+
+        After that the client may replace or delete the checkpoint, so no replay may need it any more.
+        """
         try:
-            # In this order: a snapshot covers only ops whose outcome is on record.
+            # In this order: a snapshot may cover only ops whose outcome is in the journal.
             await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
             await self._snapshots.take_now(op.adapter_id, op.seq, None)
-        except Exception:  # the trainer loop is an edge; the weights are loaded all the same
-            logger.exception("no snapshot of %s after %s", op.adapter_id, op.request_id)
+        except Exception:  # an edge of the service: the weights are loaded, so the load has succeeded
+            logger.exception("the snapshot of %s after %s could not be taken", op.adapter_id, op.request_id)
 
     async def _repeat_outcome(self, task: Task) -> bool:
-        """After a restart: what failed fails again, what only wrote files is not written twice."""
+        """Finish a replayed op that is not run again with the outcome that it had; return whether it is such an op.
+
+        An op that had failed fails again, and an op that only wrote files does not write them again.
+        """
         replay = task.adapter.replays.get(task.op.seq)
         if replay is None or replay.repeated is None:
             return False
@@ -352,7 +363,7 @@ class OpRunner:
         return True
 
     async def _drop_window(self, adapter: LiveAdapter) -> None:
-        """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
+        """Drop the gradient of the open window. An adapter on disk is loaded first: its snapshot has the gradient."""
         if await self._adapters.load(adapter):
             await self._compute.run(partial(self._execution.drop_window, adapter.run.run_id))
 
@@ -365,7 +376,7 @@ class OpRunner:
             outcome = Outcome.failure(refusal.message, "user", ending)
             self._running.forgive(task.op.request_id)
             self._settlement.settle(task.adapter, task.op, outcome)
-            # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
+            # Until the next snapshot, a replay after a restart would give up the gap again: take the snapshot soon.
             self._snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
 
     def _task(self, op: Op) -> Task:
@@ -375,7 +386,11 @@ class OpRunner:
 
     @event_loop
     def _finish(self, task: Task, outcome: Outcome, *, ran: bool = True) -> None:
-        """End an op. ``ran``: its outcome says something about the adapter, and not only about its batch."""
+        """End an op of a batch.
+
+        ``ran`` is False if a bug failed the whole batch: then a failed creation says nothing about the adapter, which
+        is kept.
+        """
         task.finished = True
         adapter, op = task.adapter, task.op
         if op.changes_weights:
@@ -390,13 +405,14 @@ class OpRunner:
 
 
 def _shares(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return which part of a batch is for which tenant, by the cost of its ops."""
+    """Return each tenant's part of a batch, as a fraction, by the cost of its ops."""
     shares: Counter[str] = Counter()
     for task in tasks:
-        shares[task.adapter.run.tenant_id] += 1 + task.op.price.cost  # also an op without tokens takes some time
+        shares[task.adapter.run.tenant_id] += 1 + task.op.price.cost  # + 1: an op without tokens takes some time, too
     return {tenant_id: cost / shares.total() for tenant_id, cost in shares.items()}
 
 
 def _step_waits(task: Task) -> bool:
+    """Return whether the op right after this one has arrived and is an optimizer step."""
     following = task.adapter.ops.get(task.op.seq + 1)
     return following is not None and following.is_step

@@ -1,4 +1,4 @@
-"""When and how adapters go to disk between the tenants' own checkpoints, so that a restart replays little."""
+"""Writes snapshots of adapters to disk, beside the tenants' own checkpoints, so that a restart replays only few ops."""
 
 import asyncio
 import logging
@@ -12,28 +12,32 @@ from twinkle.server.types import SnapshotRecord
 
 logger = logging.getLogger(__name__)
 
-# A changed adapter is due this long after its first change, so that a burst of steps costs one snapshot …
+# The snapshot of an adapter is due this long after its first change, so that a burst of steps costs one snapshot …
 _INTERVAL_SECONDS = 5.0
-# … and all snapshots together take at most this share of the time.
+# … and writing snapshots takes at most this share of the time.
 _SHARE = 0.05
 
 
 class Snapshots:
-    """The snapshots of one model's adapters. One is written at a time."""
+    """The snapshots of one model's adapters. One is written at a time. Belongs to the event loop."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._store = context.store
         self._files = context.files
-        self._due_at: dict[str, float] = {}  # adapters that ran something since their snapshot …
-        self._changed: set[str] = set()  # … and were changed by it
-        self._not_before = 0.0
+        # Adapters that ran ops since their snapshot, with the monotonic time when their next snapshot is due …
+        self._due_at: dict[str, float] = {}
+        self._changed: set[str] = set()  # … and those of them that an op has changed
+        self._not_before = 0.0  # monotonic time of the earliest next snapshot, so that writing stays within _SHARE
         self._writing: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held from copying an adapter until it is written
+        self._turn = asyncio.Lock()  # held from the copying of an adapter until its snapshot is written
 
     @event_loop
     def note(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
-        """An op of this adapter ended, and ``changed`` it or not."""
+        """Note that an op of this adapter has ended, so that its snapshot will be due.
+
+        ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once.
+        """
         due = now if urgent else now + _INTERVAL_SECONDS
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
         if changed:
@@ -41,26 +45,31 @@ class Snapshots:
 
     @event_loop
     def postpone(self, adapter_id: str, now: float) -> None:
+        """Make the adapter's snapshot due a whole interval later, because it cannot be taken now."""
         self._due_at[adapter_id] = now + _INTERVAL_SECONDS
 
     @event_loop
     def forget(self, adapter_id: str) -> None:
+        """Note that the adapter needs no snapshot at present."""
         self._due_at.pop(adapter_id, None)
         self._changed.discard(adapter_id)
 
     def noted(self) -> list[str]:
-        """The adapters whose snapshot does not cover all their ops."""
+        """Return the adapters whose snapshot does not cover all of their ops."""
         return list(self._due_at)
 
     def due(self, now: float) -> str | None:
-        """The adapter that has waited longest, if its time has come."""
+        """Return the adapter whose snapshot has been due longest; None if none is due or one is being written."""
         if not self._due_at or now < self._not_before or self._writing is not None:
             return None
         adapter_id = min(self._due_at, key=self._due_at.__getitem__)
         return adapter_id if self._due_at[adapter_id] <= now else None
 
     def next_due(self) -> float | None:
-        """When to ask again; None if nothing changed. The end of one that is being written wakes nobody: look later."""
+        """Return when to call :meth:`due` again; None if no adapter needs a snapshot.
+
+        While a snapshot is being written, this is an interval later, because the end of writing wakes no one.
+        """
         if not self._due_at:
             return None
         if self._writing is not None:
@@ -68,18 +77,19 @@ class Snapshots:
         return max(self._not_before, min(self._due_at.values()))
 
     async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """:meth:`take`, or let the snapshot that there is cover the ops up to ``seq`` if none of them changed anything.
+        """Make the snapshot cover the ops up to ``seq``: :meth:`take` a new one if an op has changed the adapter.
 
-        Whoever only evaluates would otherwise never get rid of a journal that grows with every pass.
+        Otherwise only the record of the present snapshot is advanced. Without this, the journal of a tenant that only
+        evaluates would grow with every forward pass and never be pruned.
         """
         if adapter_id not in self._changed:
-            self._due_at.pop(adapter_id, None)  # before anything else: another op may end meanwhile
+            self._due_at.pop(adapter_id, None)  # before the await: an op that ends meanwhile must be noted again
             if await self._store.snapshots.advance(adapter_id, seq, failed_seq):
                 return
         await self.take(adapter_id, seq, failed_seq)
 
     async def take(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """Copy the adapter now, with all ops up to ``seq`` applied, and write it behind the scenes."""
+        """Copy the adapter now, with all ops up to ``seq`` applied, and write it to disk in the background."""
         self.forget(adapter_id)
         await self._turn.acquire()
         started = time.monotonic()
@@ -97,7 +107,7 @@ class Snapshots:
                 replaced = await self._store.snapshots.set(record)
                 before = None if replaced is None else replaced.directory
                 await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
-            except Exception:  # part of the trainer loop; the journal still has everything: try again later
+            except Exception:  # an edge of the service: the journal still has all ops; try again later
                 logger.exception("snapshot of %s failed", adapter_id)
                 self._changed.add(adapter_id)
                 self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)
@@ -115,10 +125,11 @@ class Snapshots:
         return context.model.trainer.snapshot(adapter_id), context.kinds.find(adapter_id).dump(adapter_id)
 
     async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """:meth:`take`, and return when it is on disk."""
+        """Take a snapshot like :meth:`take`, and wait until it is on disk."""
         await self.take(adapter_id, seq, failed_seq)
         await self.finish_writing()
 
     async def finish_writing(self) -> None:
+        """Wait until the snapshot that is being written, if any, is on disk."""
         if self._writing is not None:
             await self._writing
