@@ -38,7 +38,7 @@ class Packing:
     own_kernels: bool  # whether those of ours run there
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
+    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
         ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
         # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
         return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), _is_hopper(device))

@@ -47,7 +47,7 @@ class HeadQuery:
     def empty(self) -> bool:
         return not self.statistics and self.sharpness_T1 is None
 
-    def of(self, rows: slice) -> "HeadQuery":
+    def for_rows(self, rows: slice) -> "HeadQuery":
         return self if self.sharpness_T1 is None else replace(self, sharpness_T1=self.sharpness_T1[rows])
 
 
@@ -133,7 +133,9 @@ class ChunkedHead:
         if query.empty and self._use_kernels(logits_CV):
             softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
         else:
-            softmax = _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows], query.of(rows))
+            softmax = _PlainSoftmax(
+                self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows], query.for_rows(rows)
+            )
         return _Chunk(hidden_CH, softmax, clipped, h_CR)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:

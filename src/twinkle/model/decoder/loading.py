@@ -55,7 +55,7 @@ def _bounds_arrive(model: PreTrainedModel) -> bool:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.of((1,), model.device))
+            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.from_lengths((1,), model.device))
     except (TypeError, UnsupportedError):  # TypeError: its forward does not know the argument
         return False
     return True

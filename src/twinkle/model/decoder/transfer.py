@@ -22,7 +22,7 @@ class HostCopy:
     _arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "HostCopy":
+    def start(cls, tensor: Tensor) -> "HostCopy":
         if not tensor.is_cuda:
             return cls(tensor, None)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -27,7 +27,7 @@ class GraphObjective:
     limits: Limits = Limits()  # noqa: RUF009 - frozen
 
     @classmethod
-    def of(cls, graph: LossGraph, data: Sequence[Datum], given: Sequence[Arrays]) -> "GraphObjective":
+    def for_data(cls, graph: LossGraph, data: Sequence[Datum], given: Sequence[Arrays]) -> "GraphObjective":
         """``given``: for every sequence all arrays that it brought, by name; raises where the graph's are not there."""
         inputs = []
         for number, (datum, arrays) in enumerate(zip(data, given, strict=True)):

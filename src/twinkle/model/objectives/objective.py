@@ -35,7 +35,7 @@ class LossRun:
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
+    def from_parts(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
         loss = members[0].item.loss
         data = [datum for part in members for datum in part.data]
         columns = [_inputs(part.item, part.data) for part in members]
@@ -123,7 +123,7 @@ class BatchObjective:
     width: int
 
     @classmethod
-    def of(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
+    def from_parts(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
         """``parts``: the requests in row order."""
         runs: list[LossRun | CustomRun] = []
         start = 0
@@ -131,7 +131,7 @@ class BatchObjective:
             members = list(run)
             custom = members[0].custom
             if custom is None:
-                runs.append(LossRun.of(members, start))
+                runs.append(LossRun.from_parts(members, start))
             else:
                 runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
             start = runs[-1].stop

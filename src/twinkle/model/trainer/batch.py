@@ -123,7 +123,7 @@ def build_batch(
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
     tokens = [datum.tokens for datum in data]
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
-    packing = None if architecture.padded else Packing.of(lengths, device)
+    packing = None if architecture.padded else Packing.from_lengths(lengths, device)
     return DeviceBatch(
         to_device(ids, device),
         to_device(positions, device),
@@ -172,7 +172,7 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
         sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
     indices = tuple(part.index for part in parts if part.adapter is not None)
     finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
-    return Gradients(indices, tuple(rows), HostCopy.of(finite))
+    return Gradients(indices, tuple(rows), HostCopy.start(finite))
 
 
 def _blocks(
@@ -189,7 +189,7 @@ def _blocks(
         if rows != slice(0, count):
             own = [clipped for each in lora if (clipped := clip_lora(each, rows.start, rows.stop)) is not None]
         targets = torch.from_numpy(_targets(data, width))
-        yield Block(rows, to_device(targets, device), query.of(rows), tuple(own), members)
+        yield Block(rows, to_device(targets, device), query.for_rows(rows), tuple(own), members)
 
 
 def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:

@@ -85,7 +85,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RankReport:
     """What a rank tells the others of its part of a request."""
 
     name: str
@@ -93,7 +93,7 @@ class _Told:
     error: TwinkleError | None
 
     @classmethod
-    def of(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_Told":
+    def from_result(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_RankReport":
         name = item.adapter_id if isinstance(item, TrainItem) else ""
         if isinstance(result, TrainFailure):
             return cls(str(name), 0, result.error)
@@ -346,11 +346,13 @@ class Call:
 
     def _agree(self, items: Sequence[TrainItem]) -> None:
         """Between the ranks: what failed somewhere has failed; of the rest every rank keeps its part."""
-        told = self._ranks.gather([_Told.of(item, self._results[index]) for index, item in enumerate(items)])
-        if any([each.name for each in other] != [each.name for each in told[0]] for other in told):
-            names = [[each.name for each in other] for other in told]
+        reports = self._ranks.gather(
+            [_RankReport.from_result(item, self._results[index]) for index, item in enumerate(items)]
+        )
+        if any([each.name for each in report] != [each.name for each in reports[0]] for report in reports):
+            names = [[each.name for each in report] for report in reports]
             raise InvalidInputError("items", f"{names} on the ranks", "the same requests on all ranks")
-        for index, request in enumerate(zip(*told, strict=True)):
+        for index, request in enumerate(zip(*reports, strict=True)):
             error = next((each.error for each in request if each.error is not None), None)
             if error is None and not any(each.count for each in request):
                 error = InvalidInputError("data", [], "a sequence of at least one datum, on one rank at least")

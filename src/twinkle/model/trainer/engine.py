@@ -33,8 +33,8 @@ class Computed:
     _gradients: Gradients | None
 
     @classmethod
-    def of(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
-        return cls(tuple(map(HostCopy.of, values)), tuple(block.lengths for block in batch.blocks), gradients)
+    def from_batch(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
+        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in batch.blocks), gradients)
 
     @property
     def values(self) -> list[FloatArray]:
@@ -79,7 +79,7 @@ class Engine:
             values = self._with_head(
                 lambda head: [_logprobs(head, block, hidden_TH, give_way) for block in batch.blocks]
             )
-        return Computed.of(batch, values, None)
+        return Computed.from_batch(batch, values, None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
         """Log-probabilities and gradients; no adapter is touched. ``give_way``: as for :meth:`forward`."""
@@ -89,7 +89,7 @@ class Engine:
             with torch.no_grad():
                 detached_TH = hidden_TH.detach()
                 values, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH))
-                computed = Computed.of(batch, values, None)
+                computed = Computed.from_batch(batch, values, None)
             if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Engine:
     def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
         """The values of each block, and dL/dhidden of all rows."""
         give_way = batch.layer_batch.give_way
-        objectives = [BatchObjective.of(block.parts, block.width) for block in batch.blocks]
+        objectives = [BatchObjective.from_parts(block.parts, block.width) for block in batch.blocks]
         coefficients: list[Coefficients]
         if all(objective.pointwise for objective in objectives):
             # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.

@@ -130,11 +130,11 @@ def _saved_bytes(run: Callable[[int], None], tokens: int) -> int:
     """The storages that autograd keeps for the backward pass; weights are among them, whatever the length."""
     storages: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         run(tokens)
     return sum(storages.values())

@@ -73,7 +73,7 @@ class CausalForward(nn.Module):
         """(T, H), sequence after sequence."""
         device = self._model.device
         if self.packed:
-            packing = Packing.of(batch.lengths, device)
+            packing = Packing.from_lengths(batch.lengths, device)
             ids_1T = torch.cat([row["input_ids"] for row in batch.rows])[None].to(device)
             positions_1T = torch.cat([torch.arange(length) for length in batch.lengths])[None].to(device)
             decoder = self._model.base_model

@@ -26,7 +26,7 @@ class Segment:
     stop: int
     groups: Groups
 
-    def of(self, rows: Tensor) -> Tensor:
+    def select_rows(self, rows: Tensor) -> Tensor:
         return rows[self.start : self.stop]
 
 
@@ -60,9 +60,9 @@ class SegmentLora:
 def add_lora(lora: BoundLora, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
     """h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment."""
     segment, groups = lora.segment, lora.segment.groups
-    h = segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
-    grouped_mm(h, segment.of(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
-    grouped_mm(segment.of(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
+    h = segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
+    grouped_mm(h, segment.select_rows(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
+    grouped_mm(segment.select_rows(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
 
 
 def add_lora_gradient(
@@ -71,8 +71,8 @@ def add_lora_gradient(
     """Adds what comes of dy in the rows of the segment to the gradients of A and B; dx = beta · dx + dy B A."""
     assert lora.da_GRI is not None and lora.db_GOR is not None, "a gradient was asked for without a place to put it"
     segment, groups = lora.segment, lora.segment.groups
-    dy, h = segment.of(dy_TO), segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
+    dy, h = segment.select_rows(dy_TO), segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
     dh = grouped_mm(torch.empty_like(h), dy, lora.b_GOR, groups, beta=0)
-    add_grouped_outer(lora.da_GRI, dh, segment.of(x_TI), groups)
+    add_grouped_outer(lora.da_GRI, dh, segment.select_rows(x_TI), groups)
     add_grouped_outer(lora.db_GOR, dy, h, groups)
-    grouped_mm(segment.of(dx_TI), dh, lora.a_GRI, groups, beta=beta)
+    grouped_mm(segment.select_rows(dx_TI), dh, lora.a_GRI, groups, beta=beta)
