@@ -235,7 +235,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if asked:
         text = ", ".join(f"{name}={size}" for name, size in asked.items())
         raise UnsupportedError(
-            f"device_mesh: {text}: training is split by dp_size and fsdp_size; tensor, pipeline, context, expert and "
+            f"device_mesh: {text}: training is spread by dp_size and fsdp_size; tensor, pipeline, context, expert and "
             "sequence parallelism are not supported"
         )
     if max(1, mesh.dp_world_size) * max(1, mesh.fsdp_world_size) != mesh.world_size:
@@ -253,7 +253,7 @@ def _ensure_processes(device: torch.device, size: int) -> None:
         # Leave before the interpreter exits: threads of the group that still run then may abort the process.
         atexit.register(_leave)
     if dist.get_world_size() != size:
-        raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, the number that runs")
+        raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, as many as run")
     if device.type == "cuda" and "cpu:gloo" not in str(dist.get_backend_config()):
         raise InvalidInputError(
             "backend of the process group", dist.get_backend(), "'cpu:gloo,cuda:nccl': ranks exchange host tensors too"
