@@ -211,7 +211,7 @@ def _keys_gradient(
     keys_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
     values_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
     blocks = tl.cdiv(length - start, TILE)
-    for i in range(0, GROUP * blocks):  # one loop over heads and blocks: two nested ones are slow to start
+    for i in range(0, GROUP * blocks):  # one loop, since nested loops over short sequences would mostly be start-up
         member = i // blocks
         t = start + (i % blocks) * TILE + tl.arange(0, TILE)
         inside_t = t < length

@@ -2,7 +2,7 @@
 
 Requests are checked one by one, cut into micro-batches together, and finished one by one as soon as their last sequence
 is computed. Running out of memory does not fail a request: the batch is split in halves and tried again. Only a single
-sequence that does not fit fails.
+sequence that does not fit fails. (In a sharded model it fails the whole call, see ``lockstep``.)
 
 Where several ranks train together, all ranks get the same requests, each with some of their sequences or none. At the
 end the ranks exchange their results: a request that failed on one rank fails on all, and only the gradients of requests
