@@ -1,6 +1,6 @@
-"""Training: the multi-tenant :class:`Trainer`, the nouns of its interface, and the models of the library.
+"""Training: the multi-tenant :class:`Trainer`, the types of its interface, and the models of the library.
 
-What a name needs (torch and transformers, above all) is imported when the name is first used.
+Heavy names (those that need torch and transformers) are imported when they are first used, not with this package.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""A matrix of which most cells are zero, kept as the values that are not: its memory is that of what it lists.
+"""A sparse matrix in CSR form: only the listed values take memory, all other cells are zero.
 
-A request of a hundred bytes may declare a matrix of millions of cells. It stays in this form while it waits and while
-it is checked; the cells are written out for one micro-batch, or for one sequence, at a time.
+A request of a hundred bytes may declare a matrix of millions of cells. The matrix stays sparse while the request waits
+and while it is checked; its cells are written out for one micro-batch, or for one sequence, at a time.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 class Csr:
     """Row t of (T, K) lists ``values[crow[t] : crow[t + 1]]``, in the columns ``col`` of the same places.
 
-    Whoever builds one has checked that the numbers fit together; columns increase within a row.
+    The constructor checks nothing: its caller has checked that the arrays fit together. Columns increase within a row.
     """
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class Csr:
 
     @property
     def size(self) -> int:
-        """How many cells it has, listed or not."""
+        """Return the number of all cells, listed or not."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -42,14 +42,14 @@ class Csr:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory as it is."""
+        """Return the memory of the sparse form, in bytes."""
         return self.crow.nbytes + self.col.nbytes + self.values.nbytes
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
-        """For numpy's functions, which see all cells."""
+        """Convert to a dense array when a numpy function is given this matrix."""
         if copy is False:
             raise ValueError("the cells of a sparse matrix are not in memory: they are always written out anew")
         return self.dense() if dtype is None else self.dense().astype(dtype, copy=False)
@@ -74,5 +74,5 @@ def dense(array: Array | Csr) -> Array:
 
 
 def listed(array: Array | Csr) -> Array:
-    """Return the numbers that are there to be checked: of a sparse array those it lists, the others being zero."""
+    """Return the numbers that need to be checked: all of a dense array, the listed ones of a sparse array."""
     return array.values if isinstance(array, Csr) else array

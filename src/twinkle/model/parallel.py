@@ -1,8 +1,9 @@
-"""What the processes that train one model together say to each other, all of it.
+"""All communication between the processes that train one model together.
 
-A process is a rank. Every rank has data of its own, and the base model either whole or, where there are shards, a part
-of it. Ranks call the same verbs in the same order; a rank without data calls them too. Groups of ranks are
-:class:`Ranks`; a process by itself is :data:`ALONE`, which says nothing and copies nothing.
+A process is a rank. Every rank has its own data, and holds either the whole base model or one shard of it. All ranks
+must call the same verbs in the same order, also a rank that has no data: most methods here are collective operations,
+which block until every rank of the group has called them. Groups of ranks are :class:`Ranks`; a process that trains by
+itself uses :data:`ALONE`, whose operations do nothing.
 """
 
 import atexit
@@ -22,39 +23,53 @@ from twinkle.infra.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
-_BUCKET_NUMBERS = 16 << 20  # numbers that are added up in one message: 64 MiB in fp32
+_BUCKET_NUMBERS = 16 << 20  # numbers that one all-reduce adds up: 64 MiB in fp32
 
 
 class Ranks(Protocol):
-    """A group of processes. Every method but the properties is called by all of them, or by none."""
+    """A group of processes. Its methods are collective: all processes of the group call them, or none does.
+
+    The properties involve no communication.
+    """
 
     @property
     def size(self) -> int: ...
 
     @property
     def number(self) -> int:
-        """Of this process among them."""
+        """Return the number of this process within the group, from 0."""
         ...
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...
 
     def add_up(self, tensor: Tensor) -> None:
-        """Each number becomes the sum over all ranks; the tensors lie on the same kind of device everywhere."""
+        """Replace each number of ``tensor`` by its sum over all ranks (all-reduce).
+
+        The tensors must be on the same kind of device on all ranks.
+        """
         ...
 
-    def total(self, value: float) -> float: ...
+    def total(self, value: float) -> float:
+        """Return the sum of the values of all ranks."""
+        ...
 
-    def smallest(self, value: int) -> int: ...
+    def smallest(self, value: int) -> int:
+        """Return the smallest of the values of all ranks."""
+        ...
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in their order; values must pickle."""
+        """Return the values of all ranks, ordered by rank number. Values must be picklable."""
         ...
 
-    def copy_from_first(self, tensor: Tensor) -> None: ...
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with that of rank 0 (broadcast)."""
+        ...
 
 
 class _Alone:
+    """The group of a single process: nothing is communicated."""
+
     size = 1
     number = 0
     group: dist.ProcessGroup | None = None
@@ -79,7 +94,7 @@ ALONE: Ranks = _Alone()
 
 
 class ProcessRanks:
-    """The ranks of a process group that takes tensors of host and device alike."""
+    """The ranks of a torch process group that accepts tensors both in host memory and on the device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: dist.ProcessGroup | None = group
@@ -96,7 +111,7 @@ class ProcessRanks:
         return int(self._reduced(torch.tensor(value), dist.ReduceOp.MIN))
 
     def _reduced(self, number: Tensor, how: Any) -> Tensor:
-        """In host memory: the device need not stop for it."""
+        """Reduce a number in host memory, so that the device does not have to be synchronized."""
         dist.all_reduce(number, how, group=self.group)
         return number
 
@@ -111,12 +126,12 @@ class ProcessRanks:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How training is spread. Each rank belongs to one replica of the model, and holds one shard of it."""
+    """How training is distributed. Each rank belongs to one replica of the model, and holds one shard of it."""
 
-    ranks: Ranks = ALONE  # all of them
-    replicas: Ranks = ALONE  # those that hold the same shard
-    shards: Ranks = ALONE  # those that hold the shards of one replica
-    shard_mesh: TorchMesh | None = None  # the same, as FSDP2 takes it; None: the model is whole on every rank
+    ranks: Ranks = ALONE  # all ranks
+    replicas: Ranks = ALONE  # the ranks that hold the same shard as this one
+    shards: Ranks = ALONE  # the ranks that hold the shards of this replica
+    shard_mesh: TorchMesh | None = None  # `shards` as a torch mesh, for FSDP2; None: every rank has the whole model
 
     @property
     def sharded(self) -> bool:
@@ -127,7 +142,10 @@ SINGLE = Parallelism()
 
 
 def read_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> Parallelism:
-    """What a mesh means for training on ``device``; :data:`SINGLE` for none, and for one process."""
+    """Return how ``device_mesh`` distributes training on ``device``; :data:`SINGLE` for None and for one process.
+
+    With several processes this joins the process group, so all ranks must call it.
+    """
     if device_mesh is None or device_mesh.world_size == 1:
         return SINGLE
     check_mesh(device_mesh)
@@ -146,7 +164,10 @@ def read_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> Paralleli
 
 
 def own_device(device: str | torch.device | None, device_mesh: DeviceMesh | None) -> torch.device:
-    """Of this process: what it was told, or CUDA where there is one; with a mesh, the GPU of its number."""
+    """Return the device of this process: ``device``, or by default CUDA where there is one, else the CPU.
+
+    With a mesh, "cuda" without a number means the GPU with the process's local rank.
+    """
     chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if str(chosen) == "cuda" and device_mesh is not None and device_mesh.world_size > 1:
         chosen = torch.device("cuda", read_environment().local_rank)
@@ -155,7 +176,10 @@ def own_device(device: str | torch.device | None, device_mesh: DeviceMesh | None
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> T:
-    """All ranks do it. Where it fails on one it has failed on all: none goes on alone."""
+    """Run ``action`` on all ranks and return its result. A TwinkleError on one rank is raised on all ranks.
+
+    No rank continues alone: it would wait forever in its next collective operation.
+    """
     result, error = None, None
     try:
         result = action()
@@ -170,20 +194,23 @@ def together(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def first_does(ranks: Ranks, action: Callable[[], None]) -> None:
-    """One rank does it, the others wait until it is done."""
+    """Run ``action`` on rank 0 while the other ranks wait until it is done."""
     together(ranks, action if ranks.number == 0 else lambda: None)
 
 
 @torch.no_grad()
 def copy_from_first(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
-    """What was drawn at random is the same on all ranks."""
+    """Copy tensors from rank 0 to all ranks, so that randomly drawn values are the same everywhere."""
     if ranks.size > 1:
         for tensor in tensors:
             ranks.copy_from_first(tensor)
 
 
 def add_up_all(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
-    """:meth:`Ranks.add_up` for many tensors of any type, in few messages, in fp32."""
+    """Sum each of many tensors over all ranks, like :meth:`Ranks.add_up`, but in few messages.
+
+    Tensors may have any dtype; the sums are computed in fp32.
+    """
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
@@ -196,7 +223,7 @@ def add_up_all(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse dimensions that training is not spread along."""
+    """Raise for mesh dimensions that training does not support; it supports dp and fsdp."""
     sizes = {
         "tp_size": mesh.tp_world_size,
         "pp_size": mesh.pp_world_size,
@@ -212,20 +239,24 @@ def check_mesh(mesh: DeviceMesh) -> None:
             "sequence parallelism are not supported"
         )
     if max(1, mesh.dp_world_size) * max(1, mesh.fsdp_world_size) != mesh.world_size:
-        raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, for all its processes")
+        raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")
 
 
 def _ensure_processes(device: torch.device, size: int) -> None:
-    """Join the others, unless the program has done so already; torchrun's variables say where they are."""
+    """Join the process group, unless the program has done so already.
+
+    torch finds the other processes by the environment variables that torchrun sets.
+    """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=read_environment().dist_timeout_seconds))
-        atexit.register(_leave)  # before the interpreter ends under the group's threads, which may abort the process
+        # Leave before the interpreter exits: threads of the group that still run then may abort the process.
+        atexit.register(_leave)
     if dist.get_world_size() != size:
-        raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, as many as there are")
+        raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, as many as run")
     if device.type == "cuda" and "cpu:gloo" not in str(dist.get_backend_config()):
         raise InvalidInputError(
-            "backend of the process group", dist.get_backend(), "'cpu:gloo,cuda:nccl': ranks also talk from the host"
+            "backend of the process group", dist.get_backend(), "'cpu:gloo,cuda:nccl': ranks exchange host tensors too"
         )
 
 

@@ -1,4 +1,4 @@
-"""The nouns of training: what goes into the :class:`~twinkle.model.Trainer` and what comes out.
+"""The types of training requests and results: what goes into the :class:`~twinkle.model.Trainer` and what comes out.
 
 Plain frozen dataclasses over numpy; this file imports neither torch nor transformers, so that services and codecs can
 build requests without them.
@@ -26,8 +26,8 @@ class LoraSpec:
     """The shape of one adapter. Its scaling is ``alpha / rank``, as in PEFT.
 
     ``target_modules`` overrides the ``train_*`` switches: names matched as PEFT matches them (a module's last path
-    components), or ``"all-linear"`` for every linear layer but the head. ``seed=None`` draws one, which is then
-    recorded in the adapter's spec.
+    components), or ``"all-linear"`` for every linear layer but the head. With ``seed=None`` a seed is drawn at random,
+    and recorded in the adapter's spec.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Datum:
     """One sequence: ``targets[i]`` is predicted from ``tokens[: i + 1]``.
 
     tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like
-    targets. What is (T, K) may be sparse: cells that it does not list are 0.
+    targets. Any (T, K) array may be sparse (:class:`~twinkle.model.csr.Csr`): the cells that it does not list are 0.
     """
 
     tokens: IntArray
@@ -70,25 +70,28 @@ class Datum:
 
     @property
     def width(self) -> int:
-        """How many targets a token has."""
+        """Return how many targets each token has."""
         return self.targets.shape[1] if self.targets.ndim == 2 else 1
 
     @property
     def cells(self) -> int:
-        """How many targets there are in all."""
+        """Return the number of targets of all tokens together."""
         return self.targets.size
 
     @property
     def nbytes(self) -> int:
-        """The memory of its arrays."""
+        """Return the memory of the arrays, in bytes."""
         arrays = (self.tokens, self.targets, self.weights, *self.extras.values())
         return sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True)
 class Preference:
-    """What DPO needs beside pairs of answers, chosen and rejected in turn: a reference's log-probabilities of the
-    targets, (T,) a datum; how dear it is to leave it; and how much the chosen answers count by themselves.
+    """The settings of DPO for a request whose data are answers in pairs: chosen, rejected, chosen, rejected, …
+
+    ``ref_logps``: the reference model's log-probabilities of the targets, one (T,) array per datum. ``beta``: how
+    strongly the loss punishes moving away from the reference. ``sft_weight``: the weight of an additional cross-entropy
+    term on the chosen answers.
     """
 
     ref_logps: Sequence[FloatArray]
@@ -98,9 +101,9 @@ class Preference:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the model says of the targets of one sequence: logprobs of their shape, the others (T,).
+    """The model's output for one sequence: logprobs have the shape of the targets, the other arrays are (T,).
 
-    entropies and predictions (the likeliest token) are empty unless statistics were asked for.
+    entropies and predictions (the most likely token) are empty unless the request asked for statistics.
     """
 
     logprobs: FloatArray
@@ -110,9 +113,10 @@ class TokenValues:
 
 @dataclass(frozen=True)
 class ObjectiveValue:
-    """What an objective makes of a request: its loss, and the loss's slope in every value, one array a datum.
+    """The result of an objective: its loss, and the derivative of the loss with respect to every value.
 
-    ``logprobs`` have the shapes of the targets; ``entropies`` is empty where the loss does not depend on them.
+    ``logprobs`` and ``entropies`` hold these derivatives, one array per datum. Those of ``logprobs`` have the shapes of
+    the targets; ``entropies`` is empty where the loss does not depend on them.
     ``metrics`` are named ``name:reduction``.
     """
 
@@ -122,8 +126,8 @@ class ObjectiveValue:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# A loss of a whole request, all its sequences together. It is called once, with one entry a datum in the order of the
-# data; a TwinkleError that it raises fails its own request alone.
+# A loss of a whole request, all its sequences together. It is called once, with one entry per datum in the order of the
+# data. If it raises a TwinkleError, its own request fails and no other.
 Objective = Callable[[Sequence[TokenValues]], ObjectiveValue]
 
 
@@ -131,8 +135,8 @@ Objective = Callable[[Sequence[TokenValues]], ObjectiveValue]
 class TrainItem:
     """One request of one tenant: some sequences, one loss, one adapter.
 
-    ``objective`` takes the place of a named loss. ``temperature`` divides the logits. ``statistics`` asks for entropies
-    and predictions. ``base_model`` leaves the adapter out, in ``forward`` alone.
+    ``objective``, where given, is used instead of the named loss. ``temperature`` divides the logits. ``statistics``
+    asks for entropies and predictions. ``base_model`` computes without the adapter; only ``forward`` accepts it.
     """
 
     adapter_id: str
@@ -147,9 +151,10 @@ class TrainItem:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Target log-probabilities, one array a datum and shaped like its targets, and metrics named ``name:reduction``.
+    """The result of one item: log-probabilities of the targets and metrics, which are named ``name:reduction``.
 
-    ``values`` has one entry a datum if the item asked for statistics, else none.
+    ``logprobs`` has one array per datum, shaped like its targets. ``values`` has one entry per datum if the item asked
+    for statistics, and is empty otherwise.
     """
 
     logprobs: list[FloatArray]
@@ -159,14 +164,14 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class TrainFailure:
-    """Why one item failed. Nothing of it was kept, and no other item noticed."""
+    """The reason why one item failed. Its gradient was discarded, and other items of the call were not affected."""
 
     error: TwinkleError
 
 
 @dataclass(frozen=True)
 class AdapterSnapshot:
-    """Everything needed to go on exactly: weights, Adam state, step count and the gradient of an open window.
+    """All state needed to continue training exactly: weights, Adam state, step count, gradient of an open window.
 
     The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.decoder.lora.stacks`); ``gradient``
     is None between windows.
@@ -183,7 +188,7 @@ class AdapterSnapshot:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes: in tensors, held by torch's allocator, on the device in all."""
+    """Bytes of a device: used by tensors, reserved by torch's allocator, and in total."""
 
     allocated: int
     reserved: int
@@ -192,17 +197,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class TrainerNumbers:
-    """How a trainer is doing. Rows are of passes since the start: of tokens, and of padding beside them."""
+    """Counters of a trainer. ``token_rows`` and ``padding_rows`` add up over all passes since the trainer was built."""
 
     resident_adapters: int
     paged_adapters: int  # in host memory
     token_rows: int
     padding_rows: int
-    memory: DeviceMemory | None = None  # None: it computes in host memory
+    memory: DeviceMemory | None = None  # None: the trainer computes on the CPU
 
 
 def check_adam_params(params: AdamParams) -> None:
-    """Refuse what would poison the optimizer state."""
+    """Raise for values that would corrupt the optimizer state, such as NaN or a negative learning rate."""
     for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
         _require(name, vars(params)[name], lambda x: x >= 0, "a finite number ≥ 0")
     for name in ("beta1", "beta2"):

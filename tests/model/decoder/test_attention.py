@@ -73,7 +73,7 @@ def _attend(
 def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv_heads=KV_HEADS, value_size=SIZE):
     """Values and gradients agree."""
     inputs = tensors(sum(lengths), kv_heads=kv_heads, value_size=value_size)
-    packing = Packing.of(tuple(lengths), torch.device("cpu"))
+    packing = Packing.from_lengths(tuple(lengths), torch.device("cpu"))
     ours, weights = packed_attention(
         nn.Identity(), *inputs, None, packing=packing, scaling=scaling, sliding_window=window, softcap=softcap
     )
@@ -130,7 +130,7 @@ def test_values_of_another_size(softcap: float | None) -> None:
 def test_bf16_is_near_fp32() -> None:
     lengths = (5, 8, 8, 17)
     inputs = [x.detach() for x in tensors(sum(lengths))]
-    packing = Packing.of(lengths, torch.device("cpu"))
+    packing = Packing.from_lengths(lengths, torch.device("cpu"))
     for softcap in (None, 2.0):
         exact, _ = packed_attention(nn.Identity(), *inputs, None, packing=packing, softcap=softcap)
         rounded, _ = packed_attention(
@@ -143,7 +143,7 @@ def test_bf16_is_near_fp32() -> None:
 def test_neighbours_do_not_meet() -> None:
     """To the bit, and NaN does not spread either."""
     query, key, value = (x.detach() for x in tensors(13))
-    packing = Packing.of((4, 4, 5), torch.device("cpu"))
+    packing = Packing.from_lengths((4, 4, 5), torch.device("cpu"))
     before, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing)
     for x in (query, key, value):
         x[:, :, 4:8] = float("nan")
@@ -154,17 +154,17 @@ def test_neighbours_do_not_meet() -> None:
 
 
 def test_packing_knows_where_sequences_end() -> None:
-    packing = Packing.of((3, 1, 5), torch.device("cpu"))
+    packing = Packing.from_lengths((3, 1, 5), torch.device("cpu"))
     assert packing.ends_N1.tolist() == [0, 3, 4, 9]
     assert packing.ends_N1.dtype == torch.int32
     assert packing.longest == 8  # the next power of two: an upper bound
-    assert Packing.of((1,), torch.device("cpu")).longest == 1
+    assert Packing.from_lengths((1,), torch.device("cpu")).longest == 1
 
 
 @pytest.mark.parametrize("wrong", [{"packing": None}, {"attention_mask": torch.ones(1, 1, 5, 5)}, {"dropout": 0.1}])
 def test_what_packing_cannot_do_is_refused(wrong: dict) -> None:
     query, key, value = tensors(5)
-    arguments = {"attention_mask": None, "packing": Packing.of((5,), torch.device("cpu")), **wrong}
+    arguments = {"attention_mask": None, "packing": Packing.from_lengths((5,), torch.device("cpu")), **wrong}
     with pytest.raises(UnsupportedError, match="Identity cannot run packed"):
         packed_attention(nn.Identity(), query, key, value, **arguments)
 
@@ -181,7 +181,7 @@ def test_the_kernel_is_the_formula(size: int, window: int | None) -> None:
     outcomes = []
     for device, dtype in ((torch.device("cpu"), torch.float32), (torch.device("cuda"), torch.bfloat16)):
         given = [x.bfloat16().to(device, dtype).requires_grad_() for x in inputs]
-        packing = Packing.of(lengths, device)
+        packing = Packing.from_lengths(lengths, device)
         out, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)
         with torch.no_grad():
             scored, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)

@@ -68,8 +68,8 @@ def test_one_launch_equals_the_formula(name: str) -> None:
     assert_close(y_TO, exact_y)
     for lora in bound:
         rank = lora.a_GRI.shape[1]
-        assert_close(lora.segment.of(h_TR)[:, :rank], lora.segment.of(exact_h)[:, :rank])
-        assert lora.segment.of(h_TR)[:, rank:].isnan().all(), "wrote beyond its rank"
+        assert_close(lora.segment.select_rows(h_TR)[:, :rank], lora.segment.select_rows(exact_h)[:, :rank])
+        assert lora.segment.select_rows(h_TR)[:, rank:].isnan().all(), "wrote beyond its rank"
 
     dy_TO, dx_TI = rows(target.out_features, 3), rows(target.in_features, 4)
     exact_dx = dx_TI.double().cpu()

@@ -42,7 +42,7 @@ def item(name: str, function, widths: list[int | None], seed: int = 0) -> TrainI
     inputs = [{"w": np.random.default_rng(seed + 9).uniform(0.5, 1, d.targets.shape).astype(np.float32)} for d in data]
     rank = data[0].targets.ndim
     graph = decode_graph(request(function, {"logprobs": rank, "w": rank}))
-    return TrainItem(name, data, objective=GraphObjective.of(graph, data, inputs))
+    return TrainItem(name, data, objective=GraphObjective.for_data(graph, data, inputs))
 
 
 def trainer_with(names: str, **options) -> Trainer:

@@ -148,7 +148,7 @@ def test_no_more_targets_a_token_than_tokens_exist(make_trainer: MakeTrainer, as
     (result,) = trainer.forward([TrainItem("a", [Datum(np.zeros(2, np.int64), targets)])])
     assert isinstance(result, TrainFailure)
     assert isinstance(result.error, InvalidInputError)
-    assert f"targets: got '{targets.shape[1]} a token'" in str(result.error)
+    assert f"targets: got '{targets.shape[1]} per token'" in str(result.error)
 
 
 def test_a_sparse_token_id_out_of_range_is_found(make_trainer: MakeTrainer) -> None:

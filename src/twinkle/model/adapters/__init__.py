@@ -1,1 +1,1 @@
-"""LoRA adapters as tensors: their weights and optimizer state, where they lie, and how they are stored in files."""
+"""LoRA adapters as tensors: their weights and optimizer state, where they are in memory, and how they are stored."""

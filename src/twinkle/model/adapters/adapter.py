@@ -1,7 +1,10 @@
 """One tenant's adapter: fp32 master weights, Adam state, step count, gradient, and its compute copy while resident.
 
-A frozen adapter is what a sampler keeps of one: a compute copy that never changes. While it is paged to the host,
-``weights_P`` holds that copy; while it is resident, nothing.
+Resident means on the device; other adapters are paged out to host memory. The compute copy is what passes read: the
+weights in the compute dtype, with B multiplied by the scaling.
+
+A frozen adapter is a version as a sampler holds it: only a compute copy, which never changes. While it is paged out,
+``weights_P`` holds that copy; while it is resident, ``weights_P`` is empty.
 """
 
 from dataclasses import dataclass
@@ -14,18 +17,21 @@ from twinkle.model.decoder.lora.stacks import RowLayout, Stack
 from twinkle.model.parallel import Ranks
 from twinkle.model.types import LoraSpec
 
-# Bytes a parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient in fp32,
-# and what a batch holds for it in passing (its own row of gradients).
+# Device memory per parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient
+# in fp32 (16 bytes), and the row of gradients that a batch holds for it during a pass (4 bytes).
 STATE_BYTES_PER_PARAMETER = 20
-# Bytes a parameter in host memory: the same but for what a batch holds.
+# Host memory per parameter of an adapter that is paged out: weights, moments and gradient.
 PAGED_BYTES_PER_PARAMETER = 16
-# The same of a frozen adapter, of which a compute copy is all there is: its passage from host memory.
+# Device memory per parameter of a frozen adapter, beside its compute copy: room for the transfer from host memory.
 FROZEN_BYTES_PER_PARAMETER = 4
 
 
 @dataclass
 class Adapter:
-    """All tensors are flat rows (P,) of ``stack.layout``. ``slot`` is None while the adapter is paged to the host."""
+    """The state of one adapter. All tensors are flat rows (P,) in the order of ``stack.layout``.
+
+    ``slot`` is the adapter's place in its stack, None while it is paged out to the host.
+    """
 
     adapter_id: str
     spec: LoraSpec
@@ -38,7 +44,7 @@ class Adapter:
     slot: int | None = None
     last_used: int = 0
     frozen: bool = False
-    divided: bool = False  # ranks hold parts of the gradient, which are yet to be added up
+    divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
 
     @classmethod
     def fresh(cls, adapter_id: str, spec: LoraSpec, stack: Stack, weights_P: Tensor) -> "Adapter":
@@ -46,7 +52,7 @@ class Adapter:
 
     @classmethod
     def frozen_copy(cls, adapter: "Adapter") -> "Adapter":
-        """The weights as they are now, in host memory."""
+        """Return a frozen copy of an adapter's present weights, in host memory."""
         row_P = torch.empty(adapter.layout.size, dtype=adapter.stack.dtype)
         if adapter.slot is not None:
             row_P.copy_(adapter.compute_copy)
@@ -56,7 +62,7 @@ class Adapter:
 
     @classmethod
     def frozen_in_slot(cls, adapter: "Adapter", slot: int) -> "Adapter":
-        """The same without leaving the device: the adapter is resident, and the slot is another of its stack."""
+        """Return a frozen copy of a resident adapter in another slot of its stack, without leaving the device."""
         adapter.stack.row(slot).copy_(adapter.compute_copy)
         frozen = cls._frozen(adapter, torch.empty(0))
         frozen.slot = slot
@@ -73,18 +79,18 @@ class Adapter:
 
     @property
     def compute_copy(self) -> Tensor:
-        """(P,), in its stack."""
+        """Return the compute copy (P,), a view into the stack."""
         assert self.slot is not None, "only a resident adapter has a compute copy"
         return self.stack.row(self.slot)
 
     @property
     def state_bytes(self) -> int:
-        """Device memory it takes while resident, beside its compute copy."""
+        """Return the bytes of device memory that the adapter takes while resident, beside its compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.size
 
     @property
     def host_bytes(self) -> int:
-        """Host memory it takes now. In any thread."""
+        """Return the bytes of host memory that the adapter takes now. May be called from any thread."""
         rows = (self.weights_P, self.exp_avg_P, self.exp_avg_sq_P, self.gradient_P)
         copy = self.layout.size * self.stack.dtype.itemsize if self.slot is not None else 0
         on_host = sum(row.nbytes for row in rows if row is not None and row.device.type == "cpu")
@@ -92,23 +98,27 @@ class Adapter:
 
     @cached_property
     def finite(self) -> bool:
-        """Whether a frozen adapter's weights are all numbers."""
-        assert self.frozen, "weights that are trained may change"
+        """Return whether a frozen adapter's weights hold neither NaN nor infinity."""
+        assert self.frozen, "only the weights of a frozen adapter never change"
         row_P = self.weights_P if self.slot is None else self.compute_copy
         return bool(row_P.isfinite().all())
 
     def add_gradient(self, gradient_P: Tensor) -> None:
-        gradient_P = gradient_P.to(self.weights_P.device)  # its adapter may have been paged out meanwhile
+        gradient_P = gradient_P.to(self.weights_P.device)  # the adapter may have been paged out during the pass
         self.gradient_P = gradient_P if self.gradient_P is None else self.gradient_P + gradient_P
 
     def divide_gradient(self, *, keeps: bool) -> None:
-        """From now on each rank adds to a part of its own. What all have is one's part; ``keeps``: this one's."""
+        """Begin to accumulate the gradient in parts: from now on each rank adds to its own part.
+
+        A gradient accumulated before is the same on all ranks, so only one rank (``keeps=True``) takes it as its part
+        and the others drop it; otherwise it would be counted once per rank.
+        """
         if not self.divided and not keeps:
             self.gradient_P = None
         self.divided = True
 
     def unite_gradient(self, ranks: Ranks) -> None:
-        """Add up the parts of all ranks; all of them call it, and hold the adapter on the device."""
+        """Add up the parts of all ranks. All ranks call this, with the adapter on the device."""
         if self.gradient_P is None:
             self.gradient_P = torch.zeros_like(self.weights_P)
         ranks.add_up(self.gradient_P)
@@ -122,18 +132,18 @@ class Adapter:
         self.write_compute_copy(self.compute_copy)
 
     def write_compute_copy(self, row_P: Tensor) -> None:
-        """In the compute type, B with the scaling."""
+        """Write the weights to ``row_P`` in its dtype (the compute dtype), with B multiplied by the scaling."""
         split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
         torch.mul(weights_P[split:], self.spec.scaling, out=row_P[split:])
 
     def host_copy(self, optimizer: bool) -> "Adapter":
-        """Weights, step and, if asked for, Adam's moments as they are now, in host memory, for whoever writes them."""
+        """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, Adam's moments."""
         moments = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
         return Adapter(self.adapter_id, self.spec, self.stack, _on_host(self.weights_P), *moments, step=self.step)
 
     def enter(self, slot: int) -> None:
-        """Take a place on the device."""
+        """Move to the device, into this slot of the stack."""
         self.slot = slot
         if self.frozen:
             self.compute_copy.copy_(self.weights_P, non_blocking=True)
@@ -143,8 +153,8 @@ class Adapter:
             self.refresh_compute_copy()
 
     def leave(self) -> None:
-        """Give up the place on the device; everything goes to host memory."""
-        assert self.slot is not None, "it has no place"
+        """Move everything to host memory and free the slot."""
+        assert self.slot is not None, "the adapter is not on the device"
         host = torch.device("cpu")
         if self.frozen:
             self.weights_P = _on_host(self.compute_copy)
@@ -162,13 +172,13 @@ class Adapter:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy, also where the tensor is there already."""
+    """Return a copy in host memory, also if the tensor is there already."""
     return _moved(tensor, torch.device("cpu")) if tensor.is_cuda else tensor.clone()
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
-    if device.type == "cpu":  # pinned memory: paging runs at the speed of the bus
+    if device.type == "cpu":  # pinned memory, so that paging runs at the speed of the bus
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return tensor.to(device)

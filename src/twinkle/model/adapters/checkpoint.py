@@ -5,8 +5,9 @@
     optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
     trainer_state.json          step count, spec and base model
 
-A directory appears whole or not at all: it is written beside its place (".NAME.*.tmp", which a crash may leave behind),
-flushed, then renamed; one that is overwritten is exchanged in a single step where the system can.
+A directory appears complete or not at all: it is written under a temporary name beside its place (".NAME.*.tmp", which
+a crash may leave behind), flushed, then renamed. A directory that is overwritten is swapped with the new one
+atomically, where the operating system can do that.
 """
 
 import ctypes
@@ -35,11 +36,11 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Fields of PEFT's config that only matter while PEFT itself trains; weights that exist are what they are.
+# Fields of PEFT's config that only matter while PEFT itself trains. They are ignored when trained weights are read.
 _TRAINING_ONLY = {name: UNIMPLEMENTED[name] for name in ("init_lora_weights", "lora_dropout")}
 # PEFT writes copies of the model's own embeddings beside LoRA on the head.
 _BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
-# Of Linux: renameat2(2) and its flag.
+# Constants of Linux's renameat2(2): AT_FDCWD, and the flag that swaps two paths.
 _CURRENT_DIRECTORY = -100
 _RENAME_EXCHANGE = 2
 
@@ -55,7 +56,11 @@ def save_adapter(
     state: Mapping[str, object] = EMPTY,
     companions: Callable[[Path], None] | None = None,
 ) -> None:
-    """``state``: further entries of trainer_state.json. ``companions`` writes further files."""
+    """Write an adapter to a directory.
+
+    ``state``: further entries of trainer_state.json. ``companions``: a function that writes further files into the
+    directory it is given.
+    """
 
     def write(staging: Path) -> None:
         _write_files(adapter, staging, target_modules, base_model, optimizer, state)
@@ -66,8 +71,8 @@ def save_adapter(
 
 
 def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
-    """``write`` fills a directory beside ``directory``, whose place it takes when it is complete and on disk."""
-    directory = directory.resolve()  # of a link, the directory it names is replaced
+    """Write a directory atomically: ``write`` fills a temporary one, which replaces ``directory`` once on disk."""
+    directory = directory.resolve()  # if it is a link, the directory it points to is replaced
     if directory.exists() and not (overwrite and directory.is_dir()):
         raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
     staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
@@ -84,7 +89,7 @@ def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bo
 
 
 def read_spec(directory: Path) -> LoraSpec:
-    """The spec of a saved adapter, ours or PEFT's."""
+    """Return the spec of an adapter saved by Twinkle or by PEFT."""
     try:
         return spec_of(read_json(directory / CONFIG))
     except InvalidInputError as error:
@@ -92,7 +97,7 @@ def read_spec(directory: Path) -> LoraSpec:
 
 
 def spec_of(config: Mapping[str, object]) -> LoraSpec:
-    """The spec of an adapter that has been trained, from the contents of its adapter_config.json."""
+    """Return the spec of a trained adapter from the contents of its adapter_config.json."""
     return spec_from_peft({**config, **_TRAINING_ONLY})
 
 
@@ -102,7 +107,10 @@ def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replace weights and, with ``optimizer``, Adam state; without it the optimizer starts anew. All or nothing."""
+    """Replace the weights and the Adam state of an adapter; after an error nothing has changed.
+
+    Without ``optimizer`` the Adam state starts from zero. An accumulated gradient is dropped.
+    """
     spec = read_spec(directory)
     if (spec.rank, spec.alpha) != (adapter.spec.rank, adapter.spec.alpha):
         raise CheckpointError(
@@ -146,7 +154,7 @@ def _write_files(
 
 
 def _put_in_place(staging: Path, directory: Path) -> None:
-    """``staging`` becomes ``directory``; what was there is gone, or, when this fails, still there."""
+    """Rename ``staging`` to ``directory`` and delete what was there; if this fails, the old directory stays."""
     if not directory.exists():
         os.replace(staging, directory)
     elif not _exchange(staging, directory):
@@ -162,7 +170,7 @@ def _put_in_place(staging: Path, directory: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one step; False where the operating system or the file system cannot."""
+    """Swap two directories atomically; return False if the operating system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError):
@@ -184,7 +192,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "") -> dict[str, Tensor]:
-    """The row as PEFT names its parts, without the padding of the rank bucket."""
+    """Return the parts of a row by PEFT's parameter names, without the padding to the rank bucket."""
     tensors, row_P = {}, row_P.cpu()
     for target in layout.targets:
         a_RI, b_OR = layout.views(row_P, target.name)

@@ -1,4 +1,4 @@
-"""Adam on one adapter's flat row: torch's own, with every hyper-parameter given anew at each step."""
+"""Adam on one adapter's flat row: torch's own function, with all hyper-parameters passed at each step."""
 
 import math
 
@@ -10,13 +10,14 @@ from twinkle.errors import NonFiniteError
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.types import AdamParams
 
-_PIECE = 512  # values of a gradient
+_PIECE = 512  # numbers of a gradient whose norm is computed in fp32
 
 
 def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-    """One step with the accumulated gradient, which is consumed. Without one nothing happens, and the metrics say so.
+    """Take one step with the accumulated gradient, then drop the gradient. Return metrics.
 
-    decoupled: weight decay shrinks the weights (AdamW); otherwise it is added to the gradient (Adam).
+    Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. With ``decoupled`` the weight decay
+    shrinks the weights (AdamW); otherwise it is added to the gradient (Adam).
     """
     gradient_P = adapter.gradient_P
     if gradient_P is None:
@@ -35,7 +36,7 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
         [adapter.exp_avg_P],
         [adapter.exp_avg_sq_P],
         [],
-        [torch.full((), float(adapter.step), device=gradient_P.device)],  # filled there: a copy would wait for it
+        [torch.full((), float(adapter.step), device=gradient_P.device)],  # made there: a copy would wait for the device
         fused=True,
         amsgrad=False,
         decoupled_weight_decay=decoupled,
@@ -58,11 +59,11 @@ def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
 
 
 def norm_in_fp64(tensor: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of all numbers of a tensor, a number in fp64 on the same device.
+    """Return the norm of all numbers of a tensor as an fp64 scalar on the same device.
 
-    On a CPU only the norms of short pieces are computed in fp32: torch's reduction of one long row is slow in fp64 and
-    inexact in fp32. Elsewhere torch adds up in a tree, which is exact enough, and a copy in fp64 would take memory.
-    Numbers of fewer bits than fp32 are added up in fp32.
+    On a CPU the norms of short pieces are computed in fp32 and combined in fp64: torch's reduction of one long row is
+    slow in fp64 and inexact in fp32. Elsewhere torch adds up in a tree, which is exact enough in fp32, and an fp64 copy
+    would take memory. Types smaller than fp32 are added up in fp32.
     """
     flat_N, dtype = tensor.reshape(-1), torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type != "cpu":

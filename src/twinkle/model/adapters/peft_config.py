@@ -1,6 +1,6 @@
-"""PEFT's ``LoraConfig`` at our edge: read one into a :class:`LoraSpec`, write one beside an adapter's weights.
+"""Conversion between PEFT's ``LoraConfig`` and :class:`LoraSpec`.
 
-Works on mappings, the contents of adapter_config.json or ``LoraConfig.to_dict()``; PEFT itself is not imported.
+Works on mappings: the contents of adapter_config.json, or ``LoraConfig.to_dict()``. PEFT itself is not imported.
 """
 
 import sys
@@ -11,11 +11,11 @@ from twinkle.model.types import LoraSpec
 
 __all__ = ["peft_config", "spec_from_peft"]
 
-# What we read, with PEFT's defaults.
+# Fields that we read, with PEFT's defaults.
 READ: Mapping[str, object] = {"r": 8, "lora_alpha": 8, "target_modules": None}
 
-# What changes nothing about the adapter: any value passes. megatron_core and qalora_group_size say something only with
-# megatron_config and use_qalora, which are refused; PEFT, too, ignores a runtime_config that it finds in a file.
+# Fields that do not affect the adapter: any value is accepted. megatron_core and qalora_group_size only matter together
+# with megatron_config and use_qalora, which are refused; PEFT, too, ignores a runtime_config that it finds in a file.
 INFORMATIVE = frozenset(
     {
         "auto_mapping",
@@ -29,10 +29,10 @@ INFORMATIVE = frozenset(
     }
 )
 
-# What must keep one of these values.
+# Fields that must have one of these values.
 RESTRICTED: Mapping[str, tuple[object, ...]] = {"peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM")}
 
-# What we do not implement, with PEFT's defaults, which mean that it is not used.
+# Fields of features that we do not implement, with PEFT's defaults, which mean that the feature is not used.
 UNIMPLEMENTED: Mapping[str, object] = {
     "alora_invocation_tokens": None,
     "alpha_pattern": {},
@@ -65,15 +65,15 @@ UNIMPLEMENTED: Mapping[str, object] = {
     "velora_config": None,
 }
 
-# In an error: so many fields, each with so many characters. A server repeats them to whoever sent them.
+# The most fields that an error names, and the most characters it shows of each: a server sends the error to its client.
 _NAMED, _SHOWN = 16, 120
 
 
 def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
-    """The spec of an adapter that PEFT would make from ``config``; a field left out has PEFT's default.
+    """Return the spec of the adapter that PEFT would make from ``config``; missing fields have PEFT's defaults.
 
-    Raises :class:`UnsupportedError` with every field that asks for something we do not implement. A field nobody knows
-    (of another PEFT version) may be there if it is null, false or empty.
+    Raises :class:`UnsupportedError` that lists every field with a value we do not implement. An unknown field (of
+    another PEFT version) is accepted if it is null, false or empty.
     """
     refused = [f"{name}={value!r}" for name, value in sorted(config.items()) if not _is_implemented(name, value)]
     if refused:
@@ -89,9 +89,10 @@ def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
 
 
 def peft_config(spec: LoraSpec, target_modules: Sequence[str], base_model: str) -> dict[str, object]:
-    """The contents of adapter_config.json for an adapter of ``base_model`` that has weights for ``target_modules``.
+    """Return the adapter_config.json of an adapter of ``base_model`` that has weights for ``target_modules``.
 
-    Only fields that PEFT has had for long: older versions, and servers with a reader of their own, warn about the rest.
+    It has only fields that PEFT has had for a long time: older versions of PEFT, and other programs that read these
+    files, warn about fields they do not know.
     """
     alpha = float(spec.alpha)
     return {
@@ -126,7 +127,7 @@ def _is_implemented(name: str, value: object) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    """Null, false or without elements. Not 0: ``layers_to_transform=0`` means the first layer."""
+    """Return whether a value is null, false or empty. 0 is not: ``layers_to_transform=0`` means the first layer."""
     return value is None or value is False or (isinstance(value, Collection) and len(value) == 0)
 
 
@@ -137,17 +138,17 @@ def _rank(value: object) -> int:
 
 
 def _alpha(value: object) -> float:
-    # compared, not converted: an int may be too large for a float; NaN is not within any bound
+    # Compared before it is converted, since an int may be too large for a float. NaN fails every comparison.
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         raise InvalidInputError("lora_alpha", value, "a finite number")
     return float(value)
 
 
 def _target_modules(value: object) -> tuple[str, ...] | str:
-    """Names sorted, so that equal sets give equal specs. A string is "all-linear" or, as in PEFT, a pattern."""
+    """Return names sorted, so that equal sets give equal specs. A string is "all-linear" or, as in PEFT, a pattern."""
     if isinstance(value, str) and value:
         return "all-linear" if value.lower() == "all-linear" else value
     if isinstance(value, Collection) and value and all(isinstance(name, str) and name for name in value):
         return tuple(sorted(set(value)))
-    # PEFT's default, None, is a table by architecture; ours would be other modules, so nobody gets it unasked
+    # PEFT's default, None, chooses modules by a table of architectures. We have no such table, so None is refused.
     raise InvalidInputError("target_modules", value, 'module names, or "all-linear"')

@@ -1,4 +1,4 @@
-"""Which adapters are on the device. Those unused for longest wait in host memory, unseen by their tenants."""
+"""Paging of adapters between device and host memory. The least recently used are paged out; tenants do not notice."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Stack
 class AdapterPool:
     """All adapters of a trainer, and a sampler's frozen versions; as many as ``budget_bytes`` allows are resident.
 
-    Versions have no ids here: their names are the sampler's business, and a tenant's adapter may have the same.
+    Versions have no ids here: the sampler names them, and such a name may equal the id of an adapter. A pool belongs to
+    the thread of its trainer; methods that may be called from other threads say so.
     """
 
     def __init__(self, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,13 +44,13 @@ class AdapterPool:
         return self._stacks[layout.digest]
 
     def add(self, adapter: Adapter) -> None:
-        """Take in a new adapter; it starts in host memory and comes to the device when it is first used."""
+        """Add a new adapter. It starts in host memory and moves to the device when it is first used."""
         if adapter.adapter_id in self._adapters:
             raise AdapterExistsError(adapter.adapter_id)
         self.put(adapter)
 
     def put(self, adapter: Adapter) -> None:
-        """Like :meth:`add`, in the place of any adapter with the same id."""
+        """Add an adapter like :meth:`add`, but replace any adapter with the same id."""
         self._require_fit(adapter, self.budget_bytes)
         if adapter.adapter_id in self._adapters:
             self.remove(adapter.adapter_id)
@@ -61,12 +62,15 @@ class AdapterPool:
         del self._adapters[adapter_id]
 
     def add_version(self, version: Adapter) -> None:
-        """Take in a frozen adapter, to be paged like the others."""
+        """Add a frozen adapter, which is paged like the others."""
         self._require_fit(version, self.budget_bytes)
         self._versions.append(version)
 
     def freeze(self, adapter_id: str) -> Adapter:
-        """Take in the adapter's weights as they are now as a version; on the device, where both have room there."""
+        """Add and return a frozen version of the adapter's present weights.
+
+        The version is made on the device if the adapter is resident and both fit there, else in host memory.
+        """
         adapter = self.get(adapter_id)
         _require_room(adapter_id, adapter.stack.block_bytes + _frozen_bytes(adapter), self.budget_bytes)
         if adapter.slot is not None and self._make_room(adapter.stack, _frozen_bytes(adapter), {id(adapter)}):
@@ -82,7 +86,7 @@ class AdapterPool:
         self._versions = [other for other in self._versions if other is not version]
 
     def shrink(self, budget_bytes: int) -> None:
-        """Live with less from now on."""
+        """Reduce the budget. If resident adapters exceed the new one, all of them are paged out."""
         for adapter in self._all():
             self._require_fit(adapter, budget_bytes)
         self.budget_bytes = budget_bytes
@@ -91,26 +95,29 @@ class AdapterPool:
                 self._page_out(adapter)
 
     def resident_ids(self) -> list[str]:
-        """In any thread: the list is made at once, however many adapters come and go meanwhile."""
+        """Return the ids of resident adapters. May be called from any thread.
+
+        The dict is copied in one step first, so adapters may be added and removed meanwhile.
+        """
         return [adapter.adapter_id for adapter in list(self._adapters.values()) if adapter.slot is not None]
 
     def host_bytes(self) -> int:
-        """Host memory that adapters take now, without a sampler's versions. In any thread, like the last."""
+        """Return the bytes of host memory that adapters take now, without versions. May be called from any thread."""
         return sum(adapter.host_bytes for adapter in list(self._adapters.values()))
 
     def fit(self, adapters: Iterable[Adapter]) -> bool:
-        """Whether these adapters can be resident at the same time."""
+        """Return whether these adapters can be resident at the same time."""
         return _bytes_of(adapters) <= self.budget_bytes
 
     def make_resident(self, adapters: Iterable[Adapter]) -> None:
-        """Bring all of these to the device, paging out others that were used least recently."""
+        """Bring all these adapters to the device; page out others, least recently used first."""
         wanted = list(adapters)
         assert self.fit(wanted), "the planner must not ask for more adapters than fit"
         now = next(self._clock)
         for adapter in wanted:
             adapter.last_used = now
         if not self._try_make_resident(wanted):
-            # Rows of the wanted adapters are scattered over half-empty blocks: start over with compact ones.
+            # The adapters are scattered over half-empty blocks, which take too much: page all out and pack them anew.
             for adapter in self._all():
                 self._page_out(adapter)
             done = self._try_make_resident(wanted)
@@ -126,7 +133,10 @@ class AdapterPool:
         return True
 
     def _make_room(self, stack: Stack, state_bytes: int, keep: set[int]) -> bool:
-        """For one more adapter of this stack."""
+        """Make room for one more adapter of this stack by paging out others; return False if that is not enough.
+
+        ``keep``: ``id()`` of the adapters that must not be paged out.
+        """
         while True:
             needed = state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
             if self._used_bytes() + needed <= self.budget_bytes:

@@ -1,1 +1,1 @@
-"""The frozen base model: how it is read, taken apart into layers, and computed for packed sequences of many tenants."""
+"""The frozen base model: how it is loaded, prepared for adapters, and run on packed sequences of many tenants."""

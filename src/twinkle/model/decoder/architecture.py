@@ -1,9 +1,9 @@
-"""What Twinkle must know of a Hugging Face decoder to train adapters on it, read off the loaded model.
+"""The facts about a Hugging Face decoder that training adapters on it needs, read from the loaded model.
 
-Layers whose token mixing is attention alone can run packed (:mod:`twinkle.model.decoder.attention`). Layers that carry
-state along the sequence (linear attention, convolutions) would mix neighbours in a packed row, so such models run
-padded, with their own attention. :mod:`twinkle.model.decoder.loading` decides which, and sets the model's attention
-implementation.
+A model in which tokens interact in attention only can run packed (:mod:`twinkle.model.decoder.attention`): all
+sequences of a batch form one row. Layers that carry state along the sequence (linear attention, convolutions) would mix
+neighbouring sequences of such a row, so models with them run padded, with their own attention.
+:mod:`twinkle.model.decoder.loading` chooses between the two, and sets the model's attention implementation.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from twinkle.model.decoder.attention import PACKED
 from twinkle.model.decoder.head import HeadSpec
 from twinkle.model.decoder.lora.stacks import Target
 
-# Families pinned by the tests. A trainer compares any other with its own forward pass (see trainer/self_check.py).
+# Families that the tests cover. For any other, a trainer compares its results with the model's own forward pass (see
+# trainer/self_check.py).
 TESTED_FAMILIES = frozenset(
     {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"}
 )
 
-# What token mixers and feed-forward blocks are called. Linear layers outside of both carry no adapters.
+# Module names of attention (or other token mixing) and of feed-forward blocks. Linear layers outside both get no LoRA.
 _ATTENTION_PARTS = frozenset({"attention", "attn", "conv", "linear_attn", "self_attn", "self_attention"})
 _MLP_PARTS = frozenset({"fc1", "fc2", "feed_forward", "ffn", "mlp", "mlp_block"})
 _PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -34,12 +35,12 @@ class Architecture:
     """The parts of one loaded model."""
 
     family: str
-    layers_path: str  # of the decoder layers, e.g. "model.layers"
+    layers_path: str  # name of the list of decoder layers, e.g. "model.layers"
     layer_count: int
     attention: tuple[Target, ...]
     mlp: tuple[Target, ...]
     head: Target
-    module_names: frozenset[str]  # of the whole model: what PEFT compares its target names with
+    module_names: frozenset[str]  # of all modules of the model; PEFT compares its target names with these
     head_spec: HeadSpec
     padded: bool
     has_experts: bool
@@ -53,7 +54,7 @@ class Architecture:
 
 
 def mixes_by_attention_alone(model: PreTrainedModel) -> bool:
-    """Whether tokens meet in attention and nowhere else: only then may neighbours share a packed row."""
+    """Return whether tokens interact in attention only: only then may several sequences share a packed row."""
     layer_types = model.config.get_text_config().to_dict().get("layer_types") or ()
     convolves = any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
     return set(layer_types) <= _PACKABLE_LAYER_TYPES and not convolves
@@ -92,9 +93,9 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The path of the decoder layers."""
+    """Return the name of the list of decoder layers."""
     count = model.config.get_text_config().num_hidden_layers
-    inside = {id(module) for module in model.get_decoder().modules()}  # vision towers have layers, too
+    inside = {id(module) for module in model.get_decoder().modules()}  # not those of a vision tower
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len(module) == count and name.split(".")[-1] == "layers"
         if is_list and id(module) in inside:
@@ -105,7 +106,7 @@ def find_layers(model: PreTrainedModel) -> str:
 def _linear_layers(
     layers: nn.Module, layers_path: str, has_experts: bool
 ) -> tuple[tuple[Target, ...], tuple[Target, ...]]:
-    """Those of attention and those of feed-forward blocks."""
+    """Return the linear layers of attention and those of feed-forward blocks."""
     attention, mlp = [], []
     for name, module in layers.named_modules():
         parts = set(name.split("."))
@@ -132,7 +133,7 @@ def _head_spec(config: PreTrainedConfig, head: nn.Linear) -> HeadSpec:
 
 
 def logit_shape(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """Scale and soft cap of a family's logits."""
+    """Return the scale and the soft cap that a family applies to its logits."""
     values = config.to_dict()
     scale = 1.0
     if values.get("logits_scaling") is not None:  # Granite divides
@@ -143,7 +144,7 @@ def logit_shape(config: PreTrainedConfig) -> tuple[float, float | None]:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, object]]:
-    """The settings of rotary embeddings: one, or one for each type of layer (Gemma 3)."""
+    """Return the settings of rotary embeddings: one dict, or one per type of layer (Gemma 3)."""
     settings = config.to_dict().get("rope_parameters") or {}
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return nested or [settings]
@@ -153,13 +154,17 @@ def _max_length(config: PreTrainedConfig) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise UnsupportedError(f"{config.model_type}: its configuration has no max_position_embeddings")
-    # Beyond this length dynamic frequencies would depend on the longest sequence that any tenant ever sent.
+    # Beyond the original length, dynamic RoPE frequencies depend on the longest sequence that any tenant ever sent.
     dynamic = [rope for rope in _ropes(config) if "dynamic" in str(rope.get("rope_type"))]
     return min([length, *(_original_length(rope, length) for rope in dynamic)])
 
 
 def _length_class(config: PreTrainedConfig) -> Callable[[int], int]:
-    """longrope picks short or long frequencies by the longest position in the batch: the two never share one."""
+    """Return a function from a sequence's length to its class; sequences of different classes never share a batch.
+
+    longrope chooses short or long frequencies by the longest position of the batch, so a long sequence would change the
+    results of short ones beside it.
+    """
     ropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     fallback = config.to_dict().get("original_max_position_embeddings") or config.max_position_embeddings
     thresholds = [_original_length(rope, fallback) for rope in ropes]
@@ -172,7 +177,7 @@ def _original_length(rope: dict[str, object], fallback: int) -> int:
 
 
 def amx_available() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (then bf16 is the default there too)."""
+    """Return whether this CPU multiplies bf16 matrices in hardware; then bf16 is its default dtype."""
     try:
         with open("/proc/cpuinfo") as info:
             return "amx_bf16" in info.read()

@@ -1,10 +1,10 @@
 """Causal attention over packed sequences, plugged into transformers through its ``AttentionInterface``.
 
-A packed batch is one row of tokens; no token may see another sequence. transformers hands every keyword argument of the
-model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work
-is done by kernels of ours where they are faster, or torch's variable-length flash attention; elsewhere, and for what
-these cannot do, by one SDPA call for each run of sequences of equal length. The latter two know sliding windows; logit
-soft-capping (Gemma 2) has only the plain formula.
+A packed batch is one row of tokens; no token may see another sequence. transformers passes every keyword argument of
+the model's forward on to the attention function, so the bounds of the sequences are passed as a :class:`Packing`. On
+CUDA this uses our own kernels where they are faster, or torch's variable-length flash attention. On other devices, and
+for cases that these kernels do not support, there is one SDPA call for each run of sequences of equal length. Our own
+kernels do not support sliding windows; logit soft-capping (Gemma 2) is computed by the plain formula only.
 
 Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
 """
@@ -35,12 +35,13 @@ class Packing:
     lengths: tuple[int, ...]
     ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
     longest: int
-    own_kernels: bool  # whether those of ours run there
+    own_kernels: bool  # whether our own kernels run on this device
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
+    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
         ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
-        # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
+        # The kernel only needs an upper bound of the longest length. A power of two keeps the number of distinct values
+        # small, so that compiled code is not compiled again for every length.
         return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), _is_hopper(device))
 
 
@@ -50,12 +51,12 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 class CachedAttention(Protocol):
-    """Attention of one layer for rows whose earlier keys and values are kept elsewhere: how a sampler hooks in."""
+    """Attention of one layer with a cache of earlier keys and values. The sampler implements this."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Shapes as in :func:`packed_attention`."""
+        """Return the attention output; shapes are as in :func:`packed_attention`."""
         ...
 
 
@@ -72,14 +73,14 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_transformers: object,  # whatever else a model family passes to every attention implementation
+    **_transformers: object,  # other arguments that model families pass to attention functions
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), the layout transformers expects back."""
+    """Compute attention: query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), as transformers expects."""
     if (packing is None and cached is None) or attention_mask is not None or dropout != 0.0:
         raise UnsupportedError(
-            f"{type(module).__name__} cannot run packed: it must be given bounds, no mask, no dropout"
+            f"{type(module).__name__} cannot run packed: it needs the bounds of sequences, no mask and no dropout"
         )
-    if query.dtype != value.dtype:  # autocast: rotary embeddings leave queries and keys in fp32
+    if query.dtype != value.dtype:  # under autocast, rotary embeddings leave queries and keys in fp32
         query, key = query.to(value.dtype), key.to(value.dtype)
     if packing is None:
         assert cached is not None
@@ -96,7 +97,7 @@ def attend_packed(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Every token sees itself and what is before it in its own sequence."""
+    """Compute causal attention: every token sees itself and the tokens before it in its own sequence."""
     if query.is_cuda and softcap is None and _kernel_takes(query, value):
         q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         size = query.shape[-1]
@@ -116,9 +117,10 @@ def _kernel_takes(query: Tensor, value: Tensor) -> bool:
 def _varlen(
     q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    """The kernel under ``torch.nn.attention.varlen.varlen_attn``.
+    """Call the kernel behind ``torch.nn.attention.varlen.varlen_attn``.
 
-    Called directly: the same call in every torch we support, and without the wrapper's half millisecond a layer.
+    It is called directly because this call is the same in every torch version we support, and because the wrapper takes
+    half a millisecond per layer.
     """
     # (left, 0) looks `left` tokens back; transformers counts the token itself into its window.
     ends, longest = packing.ends_N1, packing.longest
@@ -149,7 +151,7 @@ def _by_runs(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Sequences of equal length that lie side by side form one batch; the result is (1, T, H, D)."""
+    """Compute neighbouring sequences of equal length as one batch; the result is (1, T, H, D)."""
     outputs, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -171,7 +173,7 @@ def _by_runs(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """True where query i (row) may look at key j: j in (i - window, i]."""
+    """Return a mask that is True where query i (row) may look at key j: j in (i - window, i]."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
@@ -179,7 +181,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def softcapped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float
 ) -> Tensor:
-    """softmax(softcap · tanh(q kᵀ · scale / softcap)) v, with the scores in fp32."""
+    """Return softmax(softcap · tanh(q kᵀ · scale / softcap)) v, with the scores in fp32."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -190,5 +192,5 @@ def softcapped_attention(
 
 
 def register() -> None:
-    """Make ``attn_implementation="twinkle_packed"`` known; transformers builds no mask for names it has no mask for."""
+    """Register ``attn_implementation="twinkle_packed"`` with transformers, which builds no mask for unknown names."""
     AttentionInterface.register(PACKED, packed_attention)

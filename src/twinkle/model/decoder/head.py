@@ -1,11 +1,11 @@
 """Log-probabilities of given targets and their gradient, without ever holding all logits.
 
-The head walks over the rows in chunks: logits of a chunk, log-sum-exp, target log-probabilities, and, when the caller
-can say dL/dlp for the chunk, the gradient with respect to hidden states and head LoRA right away. Memory is O(chunk ×
-vocabulary) whatever the batch.
+The head computes the rows in chunks: logits of a chunk, log-sum-exp, target log-probabilities and, when the caller can
+compute dL/dlp for the chunk, also the gradient with respect to hidden states and head LoRA. Memory is O(chunk ×
+vocabulary) for any batch size.
 
-Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets a row, M values a row (K, or K + 2 with
-statistics), G groups, R rank.
+Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets per row, M values per row (K, or K + 2
+with statistics), G groups, R rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from twinkle.model.decoder.lora.segments import BoundLora, Segment, add_lora, ad
 # (start, stop, values_CM) → dL/dvalue of these rows
 Coefficients = Callable[[int, int, Tensor], Tensor]
 
-STATISTICS = 2  # columns after the log-probabilities: entropy, and the likeliest token (float32 holds every id)
+STATISTICS = 2  # columns after the log-probabilities: entropy, most likely token (as float32, which holds every id)
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class HeadQuery:
-    """What is asked of the rows beyond log-probabilities of their targets under the model's own distribution."""
+    """Options of the rows: whether to compute statistics, and the temperature."""
 
     statistics: bool = False
-    sharpness_T1: Tensor | None = None  # logits are multiplied by it: one over the temperature
+    sharpness_T1: Tensor | None = None  # 1 / temperature of each row, a factor on its logits; None: all 1
 
     @property
     def empty(self) -> bool:
         return not self.statistics and self.sharpness_T1 is None
 
-    def of(self, rows: slice) -> "HeadQuery":
+    def for_rows(self, rows: slice) -> "HeadQuery":
+        """Return the options of some of the rows."""
         return self if self.sharpness_T1 is None else replace(self, sharpness_T1=self.sharpness_T1[rows])
 
 
@@ -55,7 +56,7 @@ NOTHING_MORE = HeadQuery()
 
 
 class ChunkedHead:
-    """Walks over hidden states in chunks of at most ``chunk_rows`` rows."""
+    """The output head, computed in chunks of at most ``chunk_rows`` rows."""
 
     def __init__(self, spec: HeadSpec, chunk_rows: int) -> None:
         self.spec = spec
@@ -69,9 +70,9 @@ class ChunkedHead:
         query: HeadQuery = NOTHING_MORE,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        """log p(target), and what else the query asks for, (T, M) fp32, without gradient.
+        """Return log p(target) and, if the query asks for them, statistics: (T, M) fp32, without gradient.
 
-        between: called before each chunk.
+        ``between`` is called before each chunk.
         """
         values: list[Tensor] = []
         for rows in self._chunks(len(hidden_TH)):
@@ -89,7 +90,7 @@ class ChunkedHead:
         query: HeadQuery = NOTHING_MORE,
         between: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The values of :meth:`logprobs` and dL/dhidden; the gradient of head LoRA is added to its rows."""
+        """Return the values of :meth:`logprobs`, and dL/dhidden. Add the gradient of head LoRA to ``lora``."""
         count = targets_TK.shape[1] + (STATISTICS if query.statistics else 0)
         values_TM = torch.empty(len(targets_TK), count, dtype=torch.float32, device=hidden_TH.device)
         gradient_TH = torch.empty_like(hidden_TH)
@@ -106,7 +107,7 @@ class ChunkedHead:
         return values_TM, gradient_TH
 
     def logits(self, hidden_TH: Tensor, lora: Sequence[BoundLora] = ()) -> Iterator[tuple[slice, Tensor]]:
-        """All logits, chunk by chunk: which rows, and their logits (C, V) fp32."""
+        """Yield all logits chunk by chunk: the rows of the chunk, and their logits (C, V) fp32."""
         for rows in self._chunks(len(hidden_TH)):
             hidden_CH = hidden_TH[rows]
             logits_CV = self._base_logits(hidden_CH)
@@ -114,7 +115,7 @@ class ChunkedHead:
             yield rows, self._finished(logits_CV, _lora_logits(clipped, hidden_CH, logits_CV.shape)[1])
 
     def few_logits(self, hidden_CH: Tensor, add_lora: Callable[[Tensor, Tensor], None] | None) -> Tensor:
-        """All logits of at most ``chunk_rows`` rows, (C, V) fp32; ``add_lora(hidden, logits)`` adds in place."""
+        """Return the logits of at most ``chunk_rows`` rows, (C, V) fp32; ``add_lora(hidden, logits)`` adds in place."""
         logits_CV = self._base_logits(hidden_CH)
         if add_lora is not None:
             add_lora(hidden_CH, logits_CV)
@@ -133,14 +134,19 @@ class ChunkedHead:
         if query.empty and self._use_kernels(logits_CV):
             softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
         else:
-            softmax = _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows], query.of(rows))
+            softmax = _PlainSoftmax(
+                self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows], query.for_rows(rows)
+            )
         return _Chunk(hidden_CH, softmax, clipped, h_CR)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
 
     def _base_logits(self, hidden_CH: Tensor) -> Tensor:
-        """(C, V) fp32; CUDA keeps the product's fp32 accumulator, elsewhere it is rounded to the compute type first."""
+        """Return the logits without LoRA, (C, V) fp32.
+
+        On CUDA they are the product's fp32 accumulator; elsewhere the product is rounded to the compute dtype first.
+        """
         spec = self.spec
         if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
             logits = torch.mm(hidden_CH, spec.weight_VH.t(), out_dtype=torch.float32)
@@ -148,7 +154,7 @@ class ChunkedHead:
         return F.linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
 
     def _finished(self, logits_CV: Tensor, lora_CV: Tensor | None) -> Tensor:
-        """LoRA, scale and cap applied, in place."""
+        """Apply LoRA, scale and soft cap to the logits in place, and return them."""
         if lora_CV is not None:
             logits_CV += lora_CV
         if self.spec.scale != 1.0:
@@ -159,16 +165,16 @@ class ChunkedHead:
 
 
 class _Softmax(Protocol):
-    """The logits of a chunk, asked first for log-probabilities, then at most once for their gradient."""
+    """The logits of a chunk. ``values_CM`` is there from the start; :meth:`gradient` may be called once after that."""
 
     values_CM: Tensor
 
     def gradient(self, coefficients_CM: Tensor, dtype: torch.dtype) -> Tensor:
-        """Σ_k c_k (onehot(target_k) − p) with respect to the head's product h W.T, (C, V). Uses up the logits."""
+        """Return Σ_k c_k (onehot(target_k) − p), the gradient with respect to h W.T, (C, V). Overwrites the logits."""
 
 
 class _PlainSoftmax:
-    """In torch operations, each in place: a chunk of logits is the largest tensor there is."""
+    """The softmax in torch operations, in place where possible: a chunk of logits is the largest tensor of a pass."""
 
     def __init__(self, logits_CV: Tensor, spec: HeadSpec, targets_CK: Tensor, query: HeadQuery) -> None:
         self._spec = spec
@@ -191,7 +197,7 @@ class _PlainSoftmax:
         coefficients_CK = coefficients_CM[:, :width]
         entropy_CV = self._entropy_gradient(coefficients_CM[:, width : width + 1]) if self._query.statistics else None
         dlogits_CV = self._exp_CV.mul_(-coefficients_CK.sum(1, keepdim=True) / self._total_C1)
-        dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # a target that is named twice adds up
+        dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # the same target may occur twice
         if entropy_CV is not None:
             dlogits_CV += entropy_CV
         if self._query.sharpness_T1 is not None:
@@ -203,12 +209,12 @@ class _PlainSoftmax:
         return dlogits_CV.to(dtype)
 
     def _entropy(self) -> Tensor:
-        """H = −Σ p log p, (C, 1)."""
+        """Return H = −Σ p log p, (C, 1)."""
         p_CV = self._exp_CV / self._total_C1
         return -torch.xlogy(p_CV, p_CV).sum(1, keepdim=True)
 
     def _entropy_gradient(self, coefficients_C1: Tensor) -> Tensor | None:
-        """c · dH/dlogits = −c · p · (log p + H); None where nobody asked for it."""
+        """Return c · dH/dlogits = −c · p · (log p + H); None if no loss depends on entropies (all c are 0)."""
         if not coefficients_C1.any():
             return None
         p_CV = self._exp_CV / self._total_C1
@@ -217,7 +223,7 @@ class _PlainSoftmax:
 
 
 class _KernelSoftmax:
-    """In two kernels. They need Triton, which CUDA builds of torch bring."""
+    """The softmax in two Triton kernels. CUDA builds of torch come with Triton."""
 
     def __init__(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor) -> None:
         from twinkle.model.decoder.head_kernels import log_normalizer
@@ -244,7 +250,7 @@ class _Chunk:
 
 
 def _lora_logits(lora: Sequence[BoundLora], hidden_CH: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """hidden A.T, and what LoRA adds to the logits (C, V): zero in rows without LoRA."""
+    """Return hidden A.T, and the contribution of LoRA to the logits (C, V), which is zero in rows without LoRA."""
     h_CR = hidden_CH.new_empty(len(hidden_CH), max((part.a_GRI.shape[1] for part in lora), default=0))
     if not lora:
         return h_CR, None
@@ -256,7 +262,7 @@ def _lora_logits(lora: Sequence[BoundLora], hidden_CH: Tensor, shape: torch.Size
 
 
 def clip_lora(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
-    """The part of a segment that lies in rows ``start``…``stop``, with rows counted from ``start``."""
+    """Return the part of a segment within rows ``start``…``stop``, with rows counted from ``start``; None if empty."""
     segment = lora.segment
     low, high = max(segment.start, start), min(segment.stop, stop)
     if low >= high:

@@ -1,9 +1,9 @@
 """The head's two passes over its logits as one CUDA kernel each (Triton).
 
-Written out in torch operations a chunk of logits would be read and written a dozen times; at 128k vocabulary entries
-that is a tenth of a training step. Logits come in fp32 and, where the head carries LoRA, its part comes apart in bf16.
+In plain torch operations a chunk of logits would be read and written a dozen times; with a vocabulary of 128k that is a
+tenth of a training step. Logits are fp32; if the head has LoRA, its contribution is a separate tensor in bf16.
 
-Shapes: C rows of a chunk, V vocabulary, K targets a row.
+Shapes: C rows of a chunk, V vocabulary, K targets per row.
 """
 
 import torch
@@ -16,7 +16,7 @@ _WARPS = 8
 
 
 def log_normalizer(logits_CV: Tensor, lora_CV: Tensor | None) -> Tensor:
-    """log Σ exp(logits + lora), (C, 1) fp32."""
+    """Return log Σ exp(logits + lora), (C, 1) fp32."""
     rows, vocab = logits_CV.shape
     out_C = torch.empty(rows, device=logits_CV.device, dtype=torch.float32)
     second = logits_CV if lora_CV is None else lora_CV
@@ -34,7 +34,7 @@ def logits_gradient(
     coefficients_CK: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Σ_k c_k (onehot(target_k) − softmax(logits)), (C, V), computed in fp32 and rounded once."""
+    """Return Σ_k c_k (onehot(target_k) − softmax(logits)), (C, V), computed in fp32 and rounded once."""
     rows, vocab = logits_CV.shape
     out_CV = torch.empty(rows, vocab, device=logits_CV.device, dtype=dtype)
     second = logits_CV if lora_CV is None else lora_CV
@@ -95,6 +95,6 @@ def _logits_gradient(
     for k in range(targets_per_row):
         target = tl.load(targets + row * targets_per_row + k)
         coefficient = tl.load(coefficients + row * targets_per_row + k)
-        # c·(1 − p) in one step: −c·p rounded first would lose what is left of it when p is close to 1
+        # c·(1 − p) in one step: with p close to 1, c − c·p would lose its digits to the rounding of c·p
         gradient += coefficient * (tl.where(columns == target, 1.0, 0.0) - probability)
     tl.store(out + row * vocab + columns, gradient.to(out.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
-"""The decoder of a Hugging Face model, made to serve many adapters at once.
+"""Modifies the decoder of a Hugging Face model so that one batch can use many adapters.
 
-Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that the
-batch it computes arrives as an argument of its forward call. Recomputation in the backward pass therefore sees the
-batch it belongs to, whatever ran in between.
+Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that it gets
+its batch as an argument of its forward call. When the backward pass recomputes a layer it therefore uses the right
+batch, even if other batches ran in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ from twinkle.model.decoder.lora.lora import LayerAdapters, LayerLora, LoraLinear
 from twinkle.model.decoder.lora.segments import SegmentLora
 from twinkle.model.decoder.lora.table import table_for
 
-GiveWay = Callable[[], None]  # others may use the model before it returns, with batches of their own
+GiveWay = Callable[[], None]  # called in the middle of a pass; before it returns, the model may run other batches
 
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """What a decoder layer needs to know of the batch beside its hidden states."""
+    """What a decoder layer needs to know about the batch, beside its hidden states."""
 
-    packing: Packing | None  # None: the batch is padded and masked instead
-    lora: tuple[LayerAdapters, ...]  # one entry a decoder layer; to be trained they must be LayerLora
+    packing: Packing | None  # None: the batch is padded and has a mask instead
+    lora: tuple[LayerAdapters, ...]  # one entry per decoder layer; training needs LayerLora
     recompute: bool
-    give_way: GiveWay | None = None  # called before each layer, and on the way back after it
-    cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
+    give_way: GiveWay | None = None  # called before each layer, and in the backward pass after each layer
+    cached: tuple[CachedAttention, ...] | None = None  # for sampling: one entry per decoder layer, instead of packing
 
 
 class TenantLayer(nn.Module):
@@ -43,7 +43,7 @@ class TenantLayer(nn.Module):
         self.index = index
         self.linears = [module for module in inner.modules() if isinstance(module, LoraLinear)]
         self.compiled: Callable[..., Tensor] | None = None
-        self.opens_gradient = False  # the backward pass comes here even if no adapter does
+        self.opens_gradient = False  # True: the backward pass goes back to this layer even without adapters on it
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -59,7 +59,8 @@ class TenantLayer(nn.Module):
         lora = batch.lora[self.index]
         train = torch.is_grad_enabled()
         if train and not hidden_states.requires_grad and self._asks_for_gradient(lora):
-            # The first layer with adapters. Their gradients are made on the way of this one, so it must be asked for.
+            # The first layer with adapters. Their gradients are a side effect of computing this layer's input gradient,
+            # so autograd must be made to compute that.
             hidden_states = hidden_states.detach().requires_grad_()
         train = train and hidden_states.requires_grad
         if batch.give_way is not None:
@@ -81,7 +82,7 @@ def run_layer(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Tensor:
-    """One decoder layer with these adapters, which it has forgotten afterwards. This is the unit of compilation."""
+    """Run one decoder layer with these adapters, and detach them afterwards. This function is what gets compiled."""
     for linear in linears:
         linear.lora = lora
     output = inner(hidden_states, *args, **kwargs)
@@ -91,7 +92,10 @@ def run_layer(
 
 
 def _run_eagerly(inner: nn.Module, linears: Sequence[LoraLinear], *rest: Any) -> Tensor:
-    """The same; recomputation leaves the layer by an exception as soon as it has what it needs."""
+    """Run :func:`run_layer` without compilation, and detach the adapters also after an exception.
+
+    When torch recomputes activations, it leaves the layer by an exception as soon as it has all it needs.
+    """
     try:
         return run_layer(inner, linears, *rest)
     finally:
@@ -100,7 +104,7 @@ def _run_eagerly(inner: nn.Module, linears: Sequence[LoraLinear], *rest: Any) ->
 
 
 def _giving_way(hidden_states: Tensor, give_way: GiveWay, train: bool) -> Tensor:
-    """Return hidden_states. Calls give_way now, and once more when the backward pass is here."""
+    """Call ``give_way`` now and, in training, again when the backward pass reaches this point. Return hidden_states."""
     give_way()
     given: Tensor = _GiveWay.apply(hidden_states, give_way) if train else hidden_states
     return given
@@ -119,7 +123,7 @@ class _GiveWay(torch.autograd.Function):
 
 
 def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLayer]:
-    """Put LoRA layers and layer wrappers in place; the model's own weights stay where they are."""
+    """Replace linear layers by LoRA layers and wrap the decoder layers. The model's weights are not copied."""
     for target in architecture.linear:
         parent_name, _, child = target.name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -132,7 +136,7 @@ def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLa
 
 
 def bind_layers(segments: Sequence[SegmentLora], architecture: Architecture) -> tuple[LayerLora, ...]:
-    """The adapters of a batch for each decoder layer. Rows outside all segments get none."""
+    """Return the adapters of a batch for each decoder layer. Rows outside all segments have none."""
     table = table_for(segments, [target.name for target in architecture.linear])
     prefixes = [f"{architecture.layers_path}.{index}." for index in range(architecture.layer_count)]
     return tuple(LayerLora(prefix, segments, table) for prefix in prefixes)

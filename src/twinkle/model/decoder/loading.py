@@ -1,4 +1,4 @@
-"""From a model id to a frozen Hugging Face decoder on a device, with packed attention where it can have it."""
+"""From a model id to a frozen Hugging Face decoder on a device, with packed attention where possible."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,7 +17,7 @@ _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.
 
 
 def read_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """None: the device's own."""
+    """Return the dtype by its name; None means the device's default."""
     if dtype is None:
         return default_dtype(device)
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -41,7 +41,7 @@ def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     register()
     model.requires_grad_(False).eval()
-    read_architecture(model)  # refuses what is not supported before anything is run
+    read_architecture(model)  # raises for models that are not supported, before anything runs
     own = model.config.get_text_config()._attn_implementation
     if mixes_by_attention_alone(model):
         model.set_attn_implementation(PACKED)
@@ -51,18 +51,18 @@ def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _bounds_arrive(model: PreTrainedModel) -> bool:
-    """Whether the model hands the arguments of its forward on to its attention, and brings no mask of its own."""
+    """Return whether the model passes the arguments of its forward on to attention, and makes no mask of its own."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.of((1,), model.device))
-    except (TypeError, UnsupportedError):  # TypeError: its forward does not know the argument
+            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.from_lengths((1,), model.device))
+    except (TypeError, UnsupportedError):  # TypeError: its forward does not accept the argument
         return False
     return True
 
 
 def _random_model(config: AutoConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Weights drawn on the device: an 8B model takes seconds there."""
+    """Make a model with random weights. They are drawn on the device, where an 8B model takes seconds."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(seed)

@@ -1,9 +1,9 @@
-"""RMS norms in few passes.
+"""RMS norms in few passes over memory.
 
-Model files write the norm out in half a dozen elementwise steps, each a pass over memory and, in training, another
-tensor kept; their derivative takes twice as many. torch has one kernel for it on CUDA; on CPU the closed form of the
-derivative is three times as fast as what autograd makes of the steps. A module is replaced only if its replacement
-gives the same numbers on a probe.
+Model code computes the norm in half a dozen elementwise steps. Each step is a pass over memory and, in training, keeps
+another tensor; the derivative takes twice as many. torch has one kernel for it on CUDA; on CPU the closed form of the
+derivative is three times as fast as autograd through the steps. A module is replaced only if its replacement gives the
+same numbers on test data.
 
 Shapes: T rows, H features.
 """
@@ -48,7 +48,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace the RMS norms of a model; returns how many."""
+    """Replace the RMS norms of a model, and return how many were replaced."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -60,7 +60,10 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused(module: nn.Module) -> FusedRmsNorm | None:
-    """The fused twin of a norm, or None if this is not one we can replace (Gemma's adds 1 to its weight in fp32)."""
+    """Return the fused equivalent of a norm, or None if it is not one that we can replace.
+
+    Gemma's norm, for example, adds 1 to its weight in fp32.
+    """
     parameters = dict(module.named_parameters())
     if not type(module).__name__.endswith("RMSNorm") or list(parameters) != ["weight"]:
         return None
@@ -74,9 +77,10 @@ def _fused(module: nn.Module) -> FusedRmsNorm | None:
 
 
 def _agree(module: nn.Module, fused: FusedRmsNorm, weight_H: Tensor) -> bool:
-    """Equal on small values, where eps counts, and on ordinary ones; up to one rounding of the compute type.
+    """Return whether both norms give equal results, up to a few roundings of the dtype.
 
-    With gradients and without: it computes in another way then.
+    They are compared on ordinary values and on small ones, where eps matters; both with and without gradients, since
+    the fused norm uses different code for these.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, len(weight_H), generator=generator)

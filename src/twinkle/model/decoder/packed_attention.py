@@ -1,4 +1,4 @@
-"""Our attention kernels with their derivative, for eager and for compiled code.
+"""Our own attention kernels as differentiable functions, for eager and for compiled code.
 
 Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
 """
@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD_SIZES = (64, 128)  # those that were measured
+HEAD_SIZES = (64, 128)  # the sizes for which the kernels were measured
 
 
 def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float) -> Tensor:
-    """Every token sees itself and what is before it in its own sequence. All tensors are contiguous."""
+    """Compute causal attention within each sequence: a token sees itself and the tokens before it.
+
+    All tensors must be contiguous.
+    """
     inputs = q_THD, k_TJD, v_TJD, ends_N1, longest, scale
     if torch.compiler.is_compiling():
         out_THD, _ = _compiled_forward(*inputs)
@@ -26,7 +29,7 @@ def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest
 def _forward(
     q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    from twinkle.model.decoder.packed_attention_kernels import attend  # Triton comes with CUDA builds of torch
+    from twinkle.model.decoder.packed_attention_kernels import attend  # needs Triton, which CUDA builds of torch have
 
     return attend(q_THD, k_TJD, v_TJD, ends_N1, longest, scale)
 
@@ -63,7 +66,7 @@ class _Attention(torch.autograd.Function):
         return *found, None, None, None
 
 
-# The same for compiled code, to which these two are single steps.
+# The same functions for compiled code. The compiler treats each as one opaque operation.
 
 _compiled_forward = torch.library.custom_op("twinkle::packed_attention", _forward, mutates_args=())
 _compiled_backward = torch.library.custom_op("twinkle::packed_attention_backward", _backward, mutates_args=())

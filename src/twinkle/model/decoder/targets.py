@@ -1,4 +1,4 @@
-"""Which linear layers an adapter attaches to."""
+"""Checks of an adapter's spec, and the choice of the linear layers that it attaches to."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ _SEED_RANGE = 2**63
 
 
 def check_spec(spec: LoraSpec) -> LoraSpec:
-    """The same spec with its numbers checked and a seed drawn if it had none."""
+    """Check a spec, and return it with a seed, which is drawn at random if it had none."""
     if not _is_int(spec.rank) or not 1 <= spec.rank <= MAX_RANK:
         raise InvalidInputError("rank", spec.rank, f"an integer in [1, {MAX_RANK}]")
     if not _is_number(spec.alpha) or not 0 < spec.alpha <= sys.float_info.max:
@@ -31,14 +31,14 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
 
 
 def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
-    """The target modules in model order, the head last."""
+    """Return the target modules of a spec in model order, the head last."""
     if spec.target_modules is None:
         return _by_switches(spec, architecture)
     if spec.target_modules == "all-linear":
         _refuse_experts("target_modules", architecture, "name the attention layers instead")
         return architecture.linear
     candidates = (*architecture.linear, architecture.head)
-    if isinstance(spec.target_modules, str):  # PEFT reads any other string as a pattern for whole names
+    if isinstance(spec.target_modules, str):  # as in PEFT, any other string is a pattern for full names
         chosen = _by_pattern(spec.target_modules, candidates)
     else:
         for wanted in spec.target_modules:
@@ -51,7 +51,10 @@ def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, 
 
 
 def short_names(targets: tuple[Target, ...], architecture: Architecture) -> list[str]:
-    """Names for adapter_config.json: last path components where PEFT would match no others, else whole names."""
+    """Return target names for adapter_config.json: last path components, or full names where those are ambiguous.
+
+    A last component is ambiguous if PEFT would also match modules that are not targets.
+    """
     suffixes = sorted({_last(target.name) for target in targets})
     names = {target.name for target in targets}
     picked = {name for name in architecture.module_names if _last(name) in suffixes}

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: the device works on while the host prepares the next batch."""
+"""Asynchronous copies between host and device: the device computes while the host prepares the next batch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that is complete for everything that the device is given after it."""
+    """Return a copy on the device without waiting for it. Later work on the device sees the complete copy."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -16,13 +16,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy to the host under way; reading it waits for what the device did before, not for what it does after."""
+    """An asynchronous copy to the host. Reading it waits for the copy, but not for work queued on the device later."""
 
     _tensor: Tensor
     _arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "HostCopy":
+    def start(cls, tensor: Tensor) -> "HostCopy":
+        """Start to copy a tensor to the host."""
         if not tensor.is_cuda:
             return cls(tensor, None)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -31,6 +32,7 @@ class HostCopy:
         return cls(host, arrived)
 
     def array(self) -> np.ndarray:
+        """Wait for the copy, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._tensor.numpy().copy()  # pinned memory is scarce: nobody should hold on to it
+        return self._tensor.numpy().copy()  # a copy, because pinned memory is scarce and should be freed soon

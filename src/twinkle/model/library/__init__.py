@@ -1,1 +1,1 @@
-"""What the models of the library share: the interface of their verbs, optimizers and schedules, and training state."""
+"""Code that the library's models share: the interface of their verbs, optimizers and schedules, and training state."""

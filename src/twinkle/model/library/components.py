@@ -1,4 +1,4 @@
-"""Losses, metrics, schedulers, templates and processors as users name them: by name, class, instance or plugin id."""
+"""Builds losses, metrics, schedulers, templates and processors from a name, class, instance or plugin id."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from twinkle.utils.logger import get_logger
 
 
 class FunctionLoss(Loss):
-    """A plain function ``(inputs, outputs, **kwargs) → {"loss", "num_tokens"}``; nobody knows its keywords."""
+    """A plain function ``(inputs, outputs, **kwargs) → {"loss", "num_tokens"}``. Its keywords cannot be checked."""
 
     def __init__(self, function: Callable[..., LossOutput]) -> None:
         self.function = function
@@ -39,7 +39,7 @@ def build_loss(loss_cls: object, options: Mapping[str, Any]) -> Loss:
 
 
 def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """What a loss, which may be a user's own, says: the loss and its tokens."""
+    """Call a loss, check what it returns (it may be a user's own), and return the loss and its number of tokens."""
     result = loss(inputs, outputs, **kwargs)
     allowed = "{'loss': a tensor of one number, 'num_tokens': a number, 0 for a mean}"
     if not isinstance(result, Mapping) or not {"loss", "num_tokens"} <= result.keys():
@@ -51,9 +51,9 @@ def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str
 
 
 def guarded_loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """:func:`loss_value`; with TWINKLE_FAIL_FAST=0 a loss that raises, whatever it raises, is 0 and teaches nothing.
+    """Do the same as :func:`loss_value`; with TWINKLE_FAIL_FAST=0, any exception of the loss is logged and counts as 0.
 
-    The other processes of a run would wait for one that left in the middle of a step.
+    With several processes, an exception in one of them would make the others wait for it in the middle of a step.
     """
     try:
         return loss_value(loss, inputs, outputs, kwargs)
@@ -65,7 +65,7 @@ def guarded_loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Map
 
 
 def _nothing(outputs: Outputs) -> Tensor:
-    """A loss of 0 that depends on all outputs, so that the backward pass of every process is the same one."""
+    """Return a loss of 0 that depends on all outputs, so that every process runs the same backward pass."""
     floats = [value for value in outputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
     return torch.stack([value.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0 for value in floats]).sum()
 
@@ -81,7 +81,7 @@ def build_template(template_cls: object, options: Mapping[str, Any]) -> Any:
 
 
 def build_processor(processor_cls: object, options: Mapping[str, Any]) -> Any:
-    """A function takes features and returns a batch, as a processor does."""
+    """Build a processor. A function that takes features and returns a batch is accepted too."""
     from twinkle.processor import InputProcessor
 
     return construct(processor_cls, InputProcessor, "twinkle.processor", options)
@@ -107,7 +107,7 @@ def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mappin
     before = [dict(group) for group in optimizer.param_groups]
     try:
         return scheduler_cls(optimizer, **options)
-    except Exception:  # torch has no common type for them; some schedulers set the rate first and complain then
+    except Exception:  # any type: schedulers have no common error, and some raise after they changed the rate
         for group, settings in zip(optimizer.param_groups, before, strict=True):
             group.clear()
             group.update(settings)
@@ -115,7 +115,7 @@ def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mappin
 
 
 def check_forward_arguments(given: Iterable[str], loss: Loss, metrics: Iterable[Metric]) -> None:
-    """Refuses a keyword of forward that neither loss nor metrics know, or that metrics get from the model."""
+    """Raise for keywords of forward that neither loss nor metrics accept, or that the model passes to metrics."""
     if isinstance(loss, FunctionLoss):
         given = [name for name in given if name in MODEL_ARGUMENTS]
     check_call_arguments(given, [loss, *metrics], reserved=MODEL_ARGUMENTS)

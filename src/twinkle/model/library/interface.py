@@ -2,15 +2,15 @@
 
 One step of training is ``forward`` → ``calculate_loss`` → ``backward`` (or ``forward_backward``) → ``clip_grad_norm`` →
 ``step`` → ``zero_grad`` → ``lr_step`` (or ``clip_grad_and_step``). The last four do nothing until a window of
-``gradient_accumulation_steps`` backward passes is complete. The gradient of a window is divided by its tokens (by its
-backward passes, for losses that are means) before it is clipped or, without clipping, before it is used. Gradient and
-tokens are those of all processes that train together.
+``gradient_accumulation_steps`` backward passes is complete. The gradient of a window is divided by its number of
+tokens before it is clipped or, without clipping, before the optimizer step. For losses that are means it is divided by
+the number of backward passes instead. Gradient and tokens are summed over all processes that train together.
 
-What the verbs remember of an adapter is its :class:`~twinkle.model.library.optimizer_group.OptimizerGroup`. The class
-holds what is the same whoever computes; a model adds the computing.
+The verbs keep the state of an adapter in its :class:`~twinkle.model.library.optimizer_group.OptimizerGroup`.
+:class:`TwinkleModel` implements what all models have in common; its subclasses add the computation.
 
-The decorators say how a verb runs on a worker group (see :mod:`twinkle.model.library.remote_verbs`); elsewhere they do
-nothing.
+The decorators define how a verb runs on a worker group (see :mod:`twinkle.model.library.remote_verbs`); in a single
+process they do nothing.
 """
 
 import warnings
@@ -41,14 +41,14 @@ from twinkle.model.parallel import ALONE, Ranks, together
 
 
 class TwinkleModel(ABC):
-    """A model that is trained. ``optimizer_group`` has one entry an adapter."""
+    """A model that can be trained. ``optimizer_group`` has one entry per adapter."""
 
     def __init__(
         self, model_id: str, tokenizer_id: str | None, device_mesh: DeviceMesh | None = None, ranks: Ranks = ALONE
     ) -> None:
-        """tokenizer_id: None for a model made from a config; it takes what is encoded already.
+        """tokenizer_id: None for a model made from a config, which only accepts inputs that are encoded already.
 
-        ranks: the processes of the mesh. All call the same verbs in the same order; inputs may be empty on some.
+        ranks: the processes of the mesh. All must call the same verbs in the same order; some may have empty inputs.
         """
         self.model_id = model_id
         self.tokenizer_id = tokenizer_id
@@ -70,7 +70,7 @@ class TwinkleModel(ABC):
         task: str = "causal_lm",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The outputs of the model for ``inputs``, features or trajectories; further keywords are the loss's."""
+        """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss."""
 
     @on_rows
     @abstractmethod
@@ -85,17 +85,17 @@ class TwinkleModel(ABC):
         disable_lora: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The same for evaluation, without gradients."""
+        """Return the outputs like :meth:`forward`, but for evaluation, without gradients."""
 
     @averaged
     @abstractmethod
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
-        """The loss of the last forward pass; further keywords are the loss's."""
+        """Return the loss of the last forward pass. ``kwargs`` go to the loss."""
 
     @promised
     @abstractmethod
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Adds the gradient of the last loss."""
+        """Compute the gradient of the last loss, and add it to that of the window."""
 
     @on_rows
     @abstractmethod
@@ -110,7 +110,7 @@ class TwinkleModel(ABC):
         gradient_accumulation_steps: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """All three; "loss" in the outputs is a number."""
+        """Run forward, calculate_loss and backward. "loss" in the outputs is a number."""
 
     @promised
     @abstractmethod
@@ -122,7 +122,7 @@ class TwinkleModel(ABC):
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> float | None:
-        """Normalises and clips the gradient; its norm before clipping, or None inside a window."""
+        """Normalise and clip the gradient. Return its norm before clipping, or None inside a window."""
 
     @promised
     @abstractmethod
@@ -133,16 +133,16 @@ class TwinkleModel(ABC):
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Updates the weights. ``optim_params`` sets lr (and weight_decay, eps, betas) of Adam before."""
+        """Update the weights. ``optim_params`` first sets lr (and weight_decay, eps, betas) of Adam or AdamW."""
 
     @promised
     @abstractmethod
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Drops the gradient."""
+        """Drop the gradient."""
 
     @promised
     def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Moves the learning-rate schedule on, if there is one."""
+        """Advance the learning-rate scheduler, if there is one."""
         group = self._group(adapter_name)
         group.set_accumulation(gradient_accumulation_steps)
         if group.at_boundary and group.lr_scheduler is not None:
@@ -159,7 +159,7 @@ class TwinkleModel(ABC):
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
     ) -> float | None:
-        """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping, or None inside a window."""
+        """Run clip_grad_norm, step, zero_grad and lr_step. Return the norm before clipping, or None inside a window."""
         self._group(adapter_name).set_accumulation(gradient_accumulation_steps)
         norm = self.clip_grad_norm(max_grad_norm, norm_type, adapter_name=adapter_name)
         self.step(adapter_name=adapter_name, optim_params=optim_params)
@@ -171,7 +171,7 @@ class TwinkleModel(ABC):
 
     @at_once
     def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """A name in :mod:`twinkle.loss`, class, instance, plugin id, or function of inputs and outputs."""
+        """Set the loss: a name in :mod:`twinkle.loss`, class, instance, plugin id, or function of inputs, outputs."""
         loss = build_loss(loss_cls, options)
         self._check_loss(loss)
         group = self._group(adapter_name)
@@ -190,18 +190,22 @@ class TwinkleModel(ABC):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """A name in ``torch.optim`` or a class, with further ``options`` of its constructor."""
+        """Set the optimizer: a name in ``torch.optim`` or a class, with further ``options`` of its constructor."""
 
     @at_once
     def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """A name in ``torch.optim.lr_scheduler`` or :mod:`twinkle.module.scheduler`, a class, or an instance."""
+        """Set the learning-rate scheduler.
+
+        It is a name in ``torch.optim.lr_scheduler`` or :mod:`twinkle.module.scheduler`, a class, a plugin id, or an
+        instance.
+        """
         group = self._group(adapter_name)
         optimizer = group.required_optimizer("set_lr_scheduler")
         group.lr_scheduler = build_scheduler(scheduler_cls, optimizer, options)
 
     @at_once
     def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """What trajectories are encoded with. A class or name is made for this model's tokenizer."""
+        """Set the template that encodes trajectories. A class or name is constructed with this model's tokenizer."""
         if isinstance(template_cls, str | type):
             options["model_id"] = self.tokenizer_id
         group = self._group(adapter_name)
@@ -210,7 +214,7 @@ class TwinkleModel(ABC):
 
     @at_once
     def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        """What makes a batch of features."""
+        """Set the processor, which makes a batch from features."""
         group = self._group(adapter_name)
         group.processor = build_processor(processor_cls, options)
         group.chosen.add("set_processor")
@@ -219,10 +223,10 @@ class TwinkleModel(ABC):
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """To training, to evaluation, or (None) to both, which then have one each."""
+        """Add a metric to training, to evaluation or (None) to both; then each gets its own instance."""
         group = self._group(adapter_name)
         if is_training is None and isinstance(metric_cls, Metric):
-            raise InvalidInputError("is_training", None, "True or False with a ready metric: one cannot serve both")
+            raise InvalidInputError("is_training", None, "True or False: one metric instance cannot serve both")
         if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
             options = {"device_mesh": self.device_mesh, "process_group": self._ranks.group, **options}
         if is_training is not False:
@@ -233,7 +237,7 @@ class TwinkleModel(ABC):
 
     @at_once
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, Any]:
-        """What all metrics saw since they were last asked, the last forward pass included."""
+        """Return the results of all metrics since the last call, including the last forward pass."""
         group = self._group(adapter_name)
         status = group.train_status if is_training else group.eval_status
         accumulate_metrics(group, status)
@@ -242,7 +246,7 @@ class TwinkleModel(ABC):
         for metric in status.metrics:
             with group.guard(type(metric).__name__):
                 result |= metric.calculate()
-                metric.reset()  # also one that reports as it grows: here it would grow for ever
+                metric.reset()  # also metrics that report running totals, which would grow without end here
         return result
 
     @at_once
@@ -250,7 +254,7 @@ class TwinkleModel(ABC):
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: object, *, gradient_accumulation_steps: int = 1
     ) -> None:
-        """A new LoRA adapter with an optimizer group of its own."""
+        """Add a LoRA adapter with its own optimizer group."""
 
     @at_once
     def apply_patch(self, patch_cls: object, **options: Any) -> None:
@@ -274,7 +278,7 @@ class TwinkleModel(ABC):
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
     ) -> str | None:
-        """Writes a checkpoint and returns its directory; None where cur_step is no multiple of ``interval``."""
+        """Write a checkpoint and return its directory; return None if cur_step is no multiple of ``interval``."""
 
     @at_once
     @abstractmethod
@@ -287,24 +291,27 @@ class TwinkleModel(ABC):
         load_optimizer: bool = False,
         token: str | None = None,
     ) -> None:
-        """Reads an adapter's weights from a directory or a hub repository."""
+        """Read an adapter's weights from a directory or a hub repository."""
 
     @at_once
     @abstractmethod
     def resume_from_checkpoint(
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Goes on where ``save(save_optimizer=True)`` was; returns cur_step, consumed_train_samples, and the window."""
+        """Restore the state of ``save(save_optimizer=True)``.
+
+        Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
+        """
 
     @promised
     @abstractmethod
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Any]:
-        """Trainable parameters by name."""
+        """Return the trainable parameters by name."""
 
     @at_once
     @abstractmethod
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
-        """For people: what is trained, and how."""
+        """Return a readable description of what is trained, and how."""
 
     @by_first
     def upload_to_hub(
@@ -320,16 +327,19 @@ class TwinkleModel(ABC):
 
     @abstractmethod
     def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        """The group of a verb's ``adapter_name``."""
+        """Return the optimizer group for the ``adapter_name`` of a verb; raise if there is none."""
 
     @abstractmethod
     def _check_loss(self, loss: Loss) -> None:
-        """Refuses a loss that this model cannot serve."""
+        """Raise for a loss that this model cannot compute."""
 
     def _begin_forward(
         self, group: OptimizerGroup, inputs: object, kwargs: Mapping[str, Any], *, training: bool
     ) -> tuple[TrainStatus, SequenceBatch]:
-        """The batch of a forward pass that is about to run, and the side of the group it belongs to."""
+        """Make the batch of a forward pass. Return it with the status (training or evaluation) that it belongs to.
+
+        The pass before it is given to the metrics first.
+        """
         status = group.train_status if training else group.eval_status
         check_forward_arguments(kwargs, group.loss_instance, status.metrics)
         batch = together(self._ranks, lambda: self._batch(group, inputs))
@@ -348,7 +358,7 @@ class TwinkleModel(ABC):
             return split_batch(group.processor(features))
 
     def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
-        """A loss that is not finite on one rank is kept on none."""
+        """Store the loss of the last forward pass. If it is not finite on one rank, raise on all ranks."""
         try:
             together(self._ranks, lambda: status.has_loss(graph, value, tokens))
         except NonFiniteError:
@@ -356,7 +366,10 @@ class TwinkleModel(ABC):
             raise
 
     def _loss_arguments(self, group: OptimizerGroup, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the loss and the metrics of the last forward pass get, ``kwargs`` included."""
+        """Return the keywords for the loss of the last forward pass: those of forward and ``kwargs``.
+
+        They are stored, so that metrics get them too.
+        """
         check_forward_arguments(kwargs, group.loss_instance, group.status.metrics)
         group.status.forward_kwargs |= kwargs
         return group.status.forward_kwargs

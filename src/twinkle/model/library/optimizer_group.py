@@ -1,4 +1,4 @@
-"""What a model keeps of one adapter, or of all its parameters: loss, optimizer, metrics, and where training is."""
+"""The state of the verbs for one adapter, or for a full model: loss, optimizer, metrics, progress of training."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,16 +16,17 @@ from twinkle.metric import LossMetric, Metric, TrainMetric
 from twinkle.model.library.sequences import SequenceBatch
 from twinkle.model.parallel import Ranks
 
-# Entered, with the name of a component, while a loss, metric, schedule or processor that a user chose is at work. A
-# server tells by it whose mistake an error is: what a tenant chose may fail in any way, and our own code may not.
+# A context manager that is entered, with the name of a component, while a loss, metric, scheduler or processor that the
+# user chose runs. With it a server can tell errors of a tenant's components, of any type, from errors of its own code.
 Guard = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass
 class TrainStatus:
-    """One side of a group, training or evaluation: its last forward pass, until the next one.
+    """The training half or the evaluation half of a group: its metrics, and its last forward pass.
 
-    ``num_tokens`` counts the backward passes since the last update, ``last_count`` the loss that awaits its own.
+    ``num_tokens`` is the number of tokens of all backward passes since the last update; ``last_count`` is that of the
+    last loss, which is added to it by the backward pass. A mean loss counts as 1.
     """
 
     metrics: list[Metric] = field(default_factory=list)
@@ -35,7 +36,7 @@ class TrainStatus:
     temperature: float = 1.0
     loss_value: Tensor | float | None = None
     last_count: float = 0.0
-    reduction: str = "sum"  # of that loss
+    reduction: str = "sum"  # of the last loss
     num_tokens: float = 0.0
 
     def begin(
@@ -46,7 +47,7 @@ class TrainStatus:
         self.loss_value, self.last_count = None, 0.0
 
     def has_loss(self, graph: Tensor | float, value: float, tokens: float) -> None:
-        """``tokens``: 0 for a loss that is a mean already; it counts once."""
+        """Store the loss of the last forward pass. ``tokens`` is 0 for a mean, which counts as 1."""
         if not math.isfinite(value):
             self.clear()
             raise NonFiniteError(f"the loss is {value}: nothing was kept")
@@ -54,7 +55,7 @@ class TrainStatus:
         self.reduction = "sum" if tokens > 0 else "mean"
         self.loss_value, self.last_count = graph, tokens if tokens > 0 else 1.0
         if self.sequences.empty or (tokens > 0 and not self.sequences.has_targets):
-            self.last_count = tokens = 0.0  # the sum of nothing, whatever the loss says
+            self.last_count = tokens = 0.0  # a sum over no targets, whatever number the loss returned
         self.outputs["loss"], self.outputs["num_tokens"] = value, tokens
 
     def computed(self, verb: str) -> tuple[SequenceBatch, dict[str, Any]]:
@@ -68,7 +69,7 @@ class TrainStatus:
 
 @dataclass
 class OptimizerGroup:
-    """Everything about one adapter but its weights. ``cur_step`` counts backward passes."""
+    """Everything about one adapter except its weights. ``cur_step`` counts backward passes."""
 
     adapter_name: str
     adapter_config: Mapping[str, object] | None = None
@@ -77,15 +78,15 @@ class OptimizerGroup:
     loss_instance: Loss = field(default_factory=lambda: CrossEntropyLoss(reduction="sum"))
     optimizer: Optimizer | None = None
     lr_scheduler: LRScheduler | None = None
-    template: Any = None  # a twinkle.template.Template; None: made when something must be encoded
-    processor: Any = None  # a twinkle.processor.InputProcessor; None: made at the first forward pass
+    template: Any = None  # a twinkle.template.Template; None: the default is made when something must be encoded
+    processor: Any = None  # a twinkle.processor.InputProcessor; None: the default is made at the first forward pass
     train_status: TrainStatus = field(default_factory=TrainStatus)
     eval_status: TrainStatus = field(default_factory=TrainStatus)
-    training: bool = True  # which of the two the last forward pass belongs to
+    training: bool = True  # whether the last forward pass was one of training, not of evaluation
     normalized: bool = False  # whether the gradient has been divided by num_tokens
     last_grad_norm: float = 0.0
-    chosen: set[str] = field(default_factory=set)  # what was set by a verb, rather than by default
-    last_lr: tuple[float, ...] = ()  # of the last update
+    chosen: set[str] = field(default_factory=set)  # the verbs with which the user has set something
+    last_lr: tuple[float, ...] = ()  # learning rates of the last update
     guard: Guard = nullcontext
 
     def __post_init__(self) -> None:
@@ -103,19 +104,22 @@ class OptimizerGroup:
         kwargs: dict[str, Any],
         temperature: float,
     ) -> None:
-        """A forward pass of this side has been computed. Until then the other one's may still go back."""
+        """Store a forward pass that has just been computed.
+
+        From now on ``calculate_loss`` and ``backward`` refer to it; until now they referred to the pass before.
+        """
         self.training = status is self.train_status
         status.begin(sequences, outputs, kwargs, temperature)
 
     def set_accumulation(self, steps: int | None) -> None:
-        """None leaves it as it is."""
+        """Set the length of a window, in backward passes; None does not change it."""
         check_accumulation(steps)
         if steps is not None:
             self.gradient_accumulation_steps = steps
 
     @property
     def at_boundary(self) -> bool:
-        """Whether a window of backward passes is complete: after g, 2g, … of them."""
+        """Return whether a window of backward passes is complete: after g, 2g, … of them."""
         window = self.gradient_accumulation_steps
         return window == 1 or (self.cur_step > 0 and self.cur_step % window == 0)
 
@@ -126,9 +130,10 @@ class OptimizerGroup:
         self.normalized = False
 
     def take_divisor(self, ranks: Ranks) -> float | None:
-        """What the gradient of the window must be divided by, once: the tokens, or the backward passes of mean losses.
+        """Return the number by which the gradient of the window must be divided, and mark it as divided.
 
-        Those of all ranks. None when there is nothing (more) to divide.
+        It is the number of tokens (or of backward passes, for mean losses) of all ranks. It is None if the gradient has
+        been divided already, or if there is none.
         """
         tokens = 0.0 if self.normalized else ranks.total(self.train_status.num_tokens)
         if tokens <= 0:
@@ -137,7 +142,7 @@ class OptimizerGroup:
         return tokens
 
     def drop_window(self) -> None:
-        """With the gradient go its tokens."""
+        """Forget the tokens of the window, after its gradient was dropped or used."""
         self.train_status.num_tokens, self.normalized = 0.0, False
 
     def required_optimizer(self, verb: str) -> Optimizer:
@@ -147,7 +152,7 @@ class OptimizerGroup:
 
     @property
     def lr(self) -> list[float]:
-        """One a parameter group; empty without an optimizer."""
+        """Return the learning rate of each parameter group; empty without an optimizer."""
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
@@ -157,20 +162,24 @@ def check_accumulation(steps: int | None) -> None:
 
 
 def check_clipping(max_grad_norm: float, norm_type: float) -> None:
-    """torch would take a negative norm and turn the gradient around."""
+    """Raise unless both are > 0: torch would accept a negative norm and reverse the gradient."""
     for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise InvalidInputError(name, value, "a number > 0, or infinity")
 
 
 def accumulate_metrics(group: OptimizerGroup, status: TrainStatus) -> None:
-    """Give the metrics the last forward pass, once. It waits for the next one: only then are loss and norm known."""
+    """Give the last forward pass to the metrics, once.
+
+    This happens when the next pass begins or when metrics are calculated: only then are the pass's loss and gradient
+    norm known.
+    """
     sequences, outputs, forward_kwargs = status.sequences, status.outputs, status.forward_kwargs
     if sequences is None or outputs is None or "loss" not in outputs:
         return
-    status.clear()  # also for a metric that refuses it: the next pass must not meet it again
+    status.clear()  # before metrics run: if one of them raises, the next call must not count this pass again
     metrics, inputs = status.metrics, {} if sequences.empty else sequences.loss_inputs
-    if sequences.empty:  # of a step that others took: these two also tell of steps
+    if sequences.empty:  # only other ranks had data in this step; these two metrics count steps as well
         metrics, outputs = [each for each in metrics if isinstance(each, LossMetric | TrainMetric)], {}
     for metric in metrics:
         with group.guard(type(metric).__name__):

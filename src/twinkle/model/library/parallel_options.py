@@ -1,4 +1,4 @@
-"""Those options of the library's models that say how training is spread over processes, and in which precision."""
+"""Checks of the library models' options for several processes and for precision, and the description of a group."""
 
 import math
 from collections.abc import Mapping
@@ -21,9 +21,10 @@ def check_parallel_options(
     grad_scaler_config: object,
     memory_efficient_init: bool,
 ) -> bool:
-    """Whether shards are given up between the forward and the backward pass, and gathered once more for the latter.
+    """Check the options, and return whether gathered shards are freed between forward and backward pass.
 
-    The mesh decides what is sharded: strategies differ in nothing here.
+    Freed shards are gathered again for the backward pass. What is sharded depends on the mesh alone: all strategies do
+    the same here.
     """
     if strategy not in _STRATEGIES:
         raise UnknownNameError("strategy", strategy, _STRATEGIES)
@@ -54,7 +55,7 @@ def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
 
 
 def check_precision(mixed_precision: str) -> str:
-    """ "bf16" or "fp32"."""
+    """Return "bf16" or "fp32" for a value of ``mixed_precision``."""
     if mixed_precision not in _PRECISIONS:
         raise InvalidInputError("mixed_precision", mixed_precision, ", ".join(map(repr, _PRECISIONS)))
     return _PRECISIONS[mixed_precision]
@@ -69,7 +70,7 @@ def describe(
     adapter_config: Mapping[str, object] | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> str:
-    """``shapes``: of the parameters that are trained, by name."""
+    """Return a readable description of a group. ``shapes``: those of the trained parameters, by name."""
     lines = [f"model: {model_id}"]
     if adapter_config is not None:
         lines.append(f"adapter: {group.adapter_name}")

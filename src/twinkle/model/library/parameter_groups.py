@@ -1,4 +1,4 @@
-"""Which parameters an optimizer gets, and any torch optimizer over them."""
+"""Selects the parameters that an optimizer gets, and builds any torch optimizer for them."""
 
 import inspect
 import sys
@@ -14,12 +14,15 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UserError
 from twinkle.hub.construction import check_options
 from twinkle.hub.plugin import Plugin
 
-# Parameters whose names hold one of these are not decayed.
+# Parameters whose names contain one of these get no weight decay.
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", "norm")
 
 
 def trained_parameters(model: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
-    """Of one PEFT adapter, by names without the adapter's own, or (name "") all that are not frozen."""
+    """Return the parameters of one PEFT adapter, by names without the adapter's name.
+
+    With ``adapter_name=""`` return all parameters of the model that are not frozen.
+    """
     named = dict(model.named_parameters())
     if not adapter_name:
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -35,7 +38,10 @@ def build_optimizer(
     params: Any,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """``params`` takes the place of the two groups, decayed and not, that are made of ``parameters``."""
+    """Build an optimizer for ``parameters``, in one group with weight decay and one without.
+
+    ``params``, where given, is used instead of these two groups.
+    """
     if isinstance(optimizer_cls, Optimizer):
         if options or params is not None:
             raise InvalidInputError("optimizer_cls", optimizer_cls, "a class or name, with options or params")
@@ -51,7 +57,7 @@ def build_optimizer(
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
     if not parameters:
-        raise UserError("set_optimizer: nothing here is trained; its parameters are frozen")
+        raise UserError("set_optimizer: there is nothing to train; all parameters are frozen")
     decayed = [pair for pair in parameters.items() if not any(word in pair[0].lower() for word in _NOT_DECAYED)]
     rest = [pair for pair in parameters.items() if any(word in pair[0].lower() for word in _NOT_DECAYED)]
     groups = [(decayed, weight_decay), (rest, 0.0)]
@@ -59,7 +65,7 @@ def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay
 
 
 def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
-    """lr, weight_decay, eps and betas, which an optimizer that exists already would take as they come."""
+    """Check lr, weight_decay, eps and betas. torch does not check them when they are set on an existing optimizer."""
     for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         value = settings[name]
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
@@ -70,7 +76,7 @@ def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
 
 
 def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) -> None:
-    """Settings for this and later steps, as ``step(optim_params=…)`` takes them."""
+    """Set an optimizer's options for this and later steps, as ``step(optim_params=…)`` does."""
     allowed = ("lr", "weight_decay", "eps", "betas")
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         raise InvalidInputError("optim_params", type(optimizer).__name__, "an Adam or AdamW optimizer")
@@ -82,7 +88,7 @@ def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) ->
     check_settings("optim_params.", optim_params)
     for group in optimizer.param_groups:
         settings = dict(optim_params)
-        if group["weight_decay"] == 0:  # of norms and biases
+        if group["weight_decay"] == 0:  # the group of norms and biases
             settings.pop("weight_decay", None)
         group.update(settings)
 
@@ -105,7 +111,10 @@ def _optimizer_class(optimizer_cls: object) -> type[Optimizer]:
 
 
 def _belongs(name: str, adapter_name: str) -> bool:
-    """PEFT names what belongs to an adapter …lora_A.<adapter>… or …modules_to_save.<adapter>…"""
+    """Return whether a parameter belongs to an adapter.
+
+    PEFT names such parameters …lora_A.<adapter>… or …modules_to_save.<adapter>…
+    """
     parts = name.split(".")
     owners = [part for part, after in pairwise(parts) if after == adapter_name]
     return any(owner.startswith("lora_") or owner == "modules_to_save" for owner in owners)

@@ -1,7 +1,7 @@
-"""How the verbs of a model run on a worker group: which rows each worker gets, and how the parts become one answer.
+"""How the verbs of a model run on a worker group: which rows each worker gets, and how their results become one.
 
-The workers train together, so every verb runs on all of them. The rows of a batch are shared out by the mesh, in their
-order; where there are fewer rows than ranks, some have none and go along all the same.
+The workers train together, so every verb runs on all of them. The rows of a batch are distributed over the ranks of the
+mesh in order. If there are fewer rows than ranks, some ranks have none, but they call the verb all the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from twinkle.infra.tensor_collect import collect_tensor_dict
 def own_rows(
     n_workers: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_mesh: DeviceMesh
 ) -> Arguments:
-    """The i-th worker's part of ``inputs``, and of every list, array and tensor with one entry for each of its rows.
+    """Return the arguments of worker i: its part of ``inputs``, and of other arguments with one entry per row.
 
-    Those may also be in dicts, as the outputs of another pass are.
+    Such arguments are lists, tuples, arrays and tensors, also inside dicts (for example the outputs of another pass).
     """
     inputs = kwargs.get("inputs")
     rows = [inputs] if isinstance(inputs, Mapping) else inputs
     if not isinstance(rows, Sequence):
-        return args, kwargs  # the verb says what is wrong with it
+        return args, kwargs  # the verb raises an error for it
     data_rank = device_mesh.get_data_rank_from_global_rank(i * (device_mesh.world_size // n_workers))
     place = device_mesh.get_slice(len(rows), data_rank)
     others = {name: _part(value, len(rows), place) for name, value in kwargs.items() if name != "inputs"}
@@ -34,10 +34,10 @@ def own_rows(
 
 
 def joined_outputs(outputs: Sequence[Mapping[str, Any]], *, device_mesh: DeviceMesh) -> dict[str, Any]:
-    """Those of all rows, in their order; see :func:`collect_tensor_dict` for their padding.
+    """Join the outputs of all workers in the order of the rows; see :func:`collect_tensor_dict` for the padding.
 
-    A "loss" that is a sum over tokens is added up, as one process would have it; others are averaged over the workers
-    that had rows.
+    A "loss" that is a sum over tokens is added up, so that it is the same as in one process; a mean is averaged over
+    the workers that had rows.
     """
     merged = collect_tensor_dict(outputs, device_mesh)
     if len(outputs) > 1 and "loss" in merged:
@@ -47,12 +47,16 @@ def joined_outputs(outputs: Sequence[Mapping[str, Any]], *, device_mesh: DeviceM
     return merged
 
 
-# Passes. Their outputs are promises unless the program wants results at once.
+# Passes. They return before they are computed, with outputs that are resolved later, unless the program asks for
+# results at once.
 on_rows = remote_function(dispatch=own_rows, collect=joined_outputs)
-# What the driver need not wait for; what fails shows at the next call.
+# Verbs for which the driver does not wait; an error is raised by the next call.
 promised = remote_function(dispatch="all", collect="first")
+# Verbs for which the driver waits.
 at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
+# A number that is averaged over the workers.
 averaged = remote_function(dispatch="all", collect="mean")
+# Verbs that only the first worker runs, and for which the driver waits.
 by_first = remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
 
 

@@ -1,6 +1,6 @@
-"""A batch as the models of the library see it: sequences without padding for the model, padded rows for the loss.
+"""The batches of the library's models: sequences without padding for the model, padded rows for the loss.
 
-Shapes: B sequences, T tokens of one, L of the longest.
+Shapes: B sequences, T tokens of one sequence, L tokens of the longest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.loss.interface import IGNORE_INDEX
 from twinkle.model.types import FloatArray, IntArray
 
-# What a processor's batch may hold for text, with the value of its padding.
+# The fields that a processor's batch of text may have, with the values of their padding.
 _PADDING = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0, "position_ids": 0, "completion_mask": 0}
-# Where sequences begin, said once more: what positions say already.
+# Fields with the bounds of sequences, which are ignored: positions define them already.
 _BOUNDS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_kv", "max_length_q", "max_length_k", "length"}
 )
@@ -31,18 +31,18 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """B sequences of tokens, each a dict of (T,) tensors in host memory: input_ids, and what else they came with.
+    """B sequences, each a dict of (T,) tensors in host memory: input_ids, and the other fields of the batch.
 
     ``device`` is where losses are computed.
     """
 
     rows: tuple[Mapping[str, Tensor], ...]
-    pooled_labels: Tensor | None = None  # of texts, (B,), where labels are not about tokens
+    pooled_labels: Tensor | None = None  # (B,), one label per text, if labels are not per token
     device: torch.device = _HOST
 
     @property
     def empty(self) -> bool:
-        """Of a rank without data, beside others that have some."""
+        """Return whether this is the batch of a rank without data, while other ranks have some."""
         return not self.rows
 
     @cached_property
@@ -55,32 +55,32 @@ class SequenceBatch:
 
     @cached_property
     def labels(self) -> list[IntArray]:
-        """(T,) each, −100 where there is nothing to predict."""
+        """Return the labels of each sequence, (T,), −100 where there is nothing to predict."""
         if any("labels" not in row for row in self.rows):
-            raise InvalidInputError("inputs", "no labels", "features with labels, one a token")
+            raise InvalidInputError("inputs", "no labels", "features with labels, one per token")
         return [row["labels"].numpy() for row in self.rows]
 
     @cached_property
     def targets(self) -> list[IntArray]:
-        """Labels that can be looked up: 0 where there is nothing to predict. Without labels 0 everywhere."""
+        """Return the labels as valid token ids: 0 instead of −100, and 0 everywhere if there are no labels."""
         if any("labels" not in row for row in self.rows):
             return [np.zeros(length, np.int64) for length in self.lengths]
         return [np.where(labels == IGNORE_INDEX, 0, labels) for labels in self.labels]
 
     @property
     def has_targets(self) -> bool:
-        """False where labels are there, and all of them −100."""
+        """Return False if there are labels and all of them are −100."""
         return any("labels" not in row or bool((row["labels"] != IGNORE_INDEX).any()) for row in self.rows)
 
     @cached_property
     def mask(self) -> Tensor:
-        """(B, L): which of the padded rows are tokens."""
+        """Return a mask (B, L) that is True for tokens and False for padding."""
         lengths_B1 = torch.tensor(self.lengths)[:, None]
         return torch.arange(max(self.lengths))[None] < lengths_B1
 
     @cached_property
     def loss_inputs(self) -> dict[str, Tensor]:
-        """What a loss reads: (B, L) rows padded to the right."""
+        """Return the inputs of a loss: tensors (B, L), padded on the right."""
         names = [name for name in _PADDING if all(name in row for row in self.rows)]
         padded = {name: _padded([row[name] for row in self.rows], _PADDING[name]) for name in names}
         padded["attention_mask"] = self.mask.long()
@@ -89,11 +89,11 @@ class SequenceBatch:
         return {name: tensor.to(self.device) for name, tensor in padded.items()}
 
     def padded(self, values: Sequence[FloatArray]) -> Tensor:
-        """(B, L) of values a token, 0 in the padding."""
+        """Return values per token, one array per sequence, as a tensor (B, L) with 0 in the padding."""
         return _padded([torch.from_numpy(each) for each in values], 0.0)
 
     def unpadded(self, values_BL: Tensor) -> list[FloatArray]:
-        """The inverse."""
+        """Return the values (B, L) without padding, one array per sequence: the inverse of :meth:`padded`."""
         return [row[:length].numpy() for row, length in zip(values_BL, self.lengths, strict=True)]
 
 
@@ -101,7 +101,7 @@ NO_SEQUENCES = SequenceBatch(())
 
 
 def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
-    """One feature or trajectory, or several."""
+    """Return ``inputs``, one feature or trajectory or several, as a list."""
     features = [inputs] if isinstance(inputs, Mapping) else inputs
     if not isinstance(features, Sequence) or isinstance(features, str) or not features:
         raise InvalidInputError("inputs", inputs, "a list of at least one InputFeature or Trajectory")
@@ -111,7 +111,7 @@ def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
 
 
 def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -> list[Mapping[str, Any]]:
-    """Trajectories through the template; features pass."""
+    """Return features: encode trajectories with the template, and leave features as they are (with positions)."""
     encoded = ["input_ids" in feature for feature in features]
     if all(encoded):
         return [_with_positions(feature) for feature in features]
@@ -130,14 +130,14 @@ def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -
 
 
 def _with_positions(feature: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without positions nobody could tell tokens from padding, or where the next sequence begins."""
+    """Return a feature with positions: they distinguish tokens from padding, and show where a sequence begins."""
     if feature.get("position_ids") is not None:
         return feature
     return {**feature, "position_ids": np.arange(np.asarray(feature["input_ids"]).shape[-1])}
 
 
 def check_vocabulary(batch: SequenceBatch, vocab_size: int) -> None:
-    """A token that does not exist is found here: on a GPU it would end the process."""
+    """Raise for token ids that do not exist: on a GPU they would crash the process."""
     for name, columns in (("input_ids", batch.tokens), ("labels", batch.targets)):
         for column in columns:
             wrong = column[(column < 0) | (column >= vocab_size)]
@@ -147,7 +147,7 @@ def check_vocabulary(batch: SequenceBatch, vocab_size: int) -> None:
 
 
 def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
-    """The batch of a processor, padded (B, L) or packed (1, ΣT), as sequences without padding."""
+    """Split the batch of a processor, padded (B, L) or packed (1, ΣT), into sequences without padding."""
     for name, value in batch.items():
         if value is not None and name not in _PADDING and name not in _BOUNDS:
             raise UnsupportedError(f"inputs hold {name!r}: only text is supported here yet ({', '.join(_PADDING)})")
@@ -159,7 +159,7 @@ def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
     if "labels" in columns and columns["labels"].shape != ids_BL.shape:
         pooled = columns.pop("labels").reshape(-1)
     positions = columns.get("position_ids")
-    if positions is not None and positions.dim() == 3:  # several axes; text moves along all of them alike
+    if positions is not None and positions.dim() == 3:  # positions along several axes, which are equal for text
         columns["position_ids"] = positions[0]
     for name, column in columns.items():
         if column.shape != ids_BL.shape:
@@ -173,7 +173,7 @@ def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
 
 
 def _sequences(row: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-    """One row of a batch: padding goes, and where positions start anew a sequence begins."""
+    """Return the sequences of one row: remove padding, and begin a new sequence where positions restart at 0."""
     length = len(row["input_ids"])
     keep = torch.ones(length, dtype=torch.bool)
     if "attention_mask" in row:

@@ -1,13 +1,13 @@
-"""What a checkpoint holds beside weights, so that training goes on as if it had never stopped.
+"""The files of a checkpoint beside the weights, with which training continues as if it had never stopped.
 
     optimizer.pt         the optimizer's state_dict (multi-LoRA: its settings; moments are in optimizer.safetensors)
-    scheduler.pt         the learning-rate scheduler's, if there is one
+    scheduler.pt         the learning-rate scheduler's state_dict, if there is one
     window.pt            the gradient of a window that is not complete, if there is one
-    rng_state.pt         random states of Python, NumPy and torch
+    rng_state.pt         states of the random generators of Python, NumPy and torch
     trainer_state.json   {checkpoint_version, cur_step, gradient_accumulation_steps, consumed_train_samples, num_tokens,
                          optimizer_class, lr_scheduler_class}
 
-The .pt files hold tensors and plain values alone: they are read with ``weights_only``, which runs no code.
+The .pt files hold only tensors and plain values. They are read with ``weights_only``, which runs no code.
 """
 
 import pickle
@@ -41,14 +41,14 @@ def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | N
 
 
 def is_due(group: OptimizerGroup, interval: int) -> bool:
-    """Whether ``save`` writes now: after every ``interval`` backward passes."""
+    """Return whether ``save`` writes now: it does after every ``interval`` backward passes."""
     if not isinstance(interval, int) or interval < 1:
         raise InvalidInputError("interval", interval, "an integer ≥ 1")
     return group.cur_step % interval == 0
 
 
 def progress(group: OptimizerGroup, consumed_train_samples: int, ranks: Ranks) -> dict[str, object]:
-    """The contents of trainer_state.json; tokens are those of all ranks."""
+    """Return the contents of trainer_state.json. Tokens are summed over ranks, so all ranks must call this."""
     return {
         "checkpoint_version": _VERSION,
         "cur_step": group.cur_step,
@@ -64,7 +64,7 @@ def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint_dir: there is no directory {directory}")
     state = read_json(directory / STATE) if (directory / STATE).exists() else {}
-    if missing_ok and "checkpoint_version" not in state:  # weights alone: training starts here
+    if missing_ok and "checkpoint_version" not in state:  # a checkpoint of weights only: training starts from zero
         return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": 1}
     if state.get("checkpoint_version", _VERSION) != _VERSION:
         raise CheckpointError(
@@ -72,14 +72,14 @@ def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any
         )
     if "checkpoint_version" not in state:
         raise CheckpointError(
-            f"{directory / STATE} tells no training progress: it was saved without save_optimizer=True, or not by the "
+            f"{directory / STATE} holds no training progress: it was saved without save_optimizer=True, or not by the "
             "library's own verbs; load() takes its weights"
         )
     return state
 
 
 def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
-    """The progress of a checkpoint whose optimizer and scheduler have somewhere to go."""
+    """Return the progress of a checkpoint; raise if its optimizer and scheduler do not fit those of the group."""
     state = read_progress(directory)
     for file, place, verb in (
         (OPTIMIZER, group.optimizer, "set_optimizer"),
@@ -98,9 +98,9 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
 def state_values(
     group: OptimizerGroup, window: dict[str, Tensor], *, process_state: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """What goes to files beside trainer_state.json, by their names. ``process_state``: random states too.
+    """Return the contents of the .pt files by file name.
 
-    ``window``: gradients by name, empty between windows.
+    ``window``: gradients by name, empty between windows. ``process_state``: include the states of random generators.
     """
     values: dict[str, dict[str, Any]] = {}
     if group.optimizer is not None:
@@ -117,9 +117,9 @@ def state_values(
 def load_state(
     directory: Path, group: OptimizerGroup, ranks: Ranks, *, process_state: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Puts the group where it was; returns the progress and the gradients of an open window.
+    """Restore a group from a checkpoint. Return the progress, and the gradients of an open window.
 
-    ``process_state``: and the random generators of this process, where the checkpoint has them.
+    ``process_state``: restore also the random generators of this process, if the checkpoint has their states.
     """
     state = read_progress(directory)
     if group.optimizer is not None:
@@ -127,24 +127,25 @@ def load_state(
     if group.lr_scheduler is not None:
         group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
     window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
-    if process_state and (directory / RNG).exists():  # a server saves none: its tenants share its generators
+    if process_state and (directory / RNG).exists():  # a server saves none, since all its tenants share the generators
         _restore_rng(_load(directory / RNG))
     group.cur_step = int(state["cur_step"])
     group.set_accumulation(int(state["gradient_accumulation_steps"]))
     group.drop_window()
     group.train_status.clear()
-    if window and ranks.number == 0:  # the other ranks begin with none
+    if window and ranks.number == 0:  # rank 0 takes the whole window; the other ranks start with none of it
         group.train_status.num_tokens = float(state["num_tokens"])
     return state, window
 
 
 def summary(state: dict[str, Any]) -> dict[str, int]:
-    """What ``resume_from_checkpoint`` returns."""
+    """Return the part of a checkpoint's progress that ``resume_from_checkpoint`` returns."""
     names = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
     return {name: int(state[name]) for name in names}
 
 
 def plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
+    """Return a scheduler's state without functions, which cannot be stored."""
     assert group.lr_scheduler is not None
     state: dict[str, Any] = group.lr_scheduler.state_dict()
     return {name: value for name, value in state.items() if not callable(value)}
@@ -153,7 +154,7 @@ def plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
 def _load_optimizer(optimizer: Optimizer, path: Path) -> None:
     try:
         optimizer.load_state_dict(sharded_state(_load(path), optimizer))
-    except (ValueError, KeyError) as error:  # torch's words for other parameter groups
+    except (ValueError, KeyError) as error:  # what torch raises if the parameter groups differ
         raise CheckpointError(f"{path} does not fit the optimizer that is set: {error}") from error
 
 
@@ -197,7 +198,11 @@ _TOKENIZER_FILES = (
 
 
 def find_checkpoint(name: str, output_dir: str | None, token: str | None) -> Path:
-    """``name`` in ``output_dir``; without one a directory, here or in output/, or else a repository on a hub."""
+    """Return the directory of a checkpoint: ``name`` in ``output_dir``.
+
+    Without ``output_dir`` it is ``name`` itself or in ``output/``; if neither exists, ``name`` is downloaded as a hub
+    repository.
+    """
     places = [Path(output_dir) / name] if output_dir is not None else [Path(name), Path("output") / name]
     for place in places:
         if place.is_dir():
@@ -208,7 +213,7 @@ def find_checkpoint(name: str, output_dir: str | None, token: str | None) -> Pat
 
 
 def copy_tokenizer(tokenizer_id: str, directory: Path) -> None:
-    """Those files of a model that its tokenizer needs, as far as it has them."""
+    """Copy the tokenizer's files, as far as the model has them; existing files are not overwritten."""
     folder = hub.resolve(tokenizer_id).path
     for pattern in _TOKENIZER_FILES:
         for path in folder.glob(pattern):

@@ -1,8 +1,9 @@
-"""What the library's verbs know of an adapter, as bytes: it goes into snapshots and comes back after a restart.
+"""The verbs' state of one adapter as bytes: stored in snapshots and restored after a restart.
 
-Set-up is kept as the calls that made it, and made again by them; then come the counters, the settings of optimizer and
-schedule, and what the metrics have seen. A pass that has its loss is counted into copies of the metrics. One that still
-waits for its backward pass cannot be kept: no snapshot is taken meanwhile.
+Set-up (optimizer, loss, template …) is stored as the verb calls that made it, and restored by calling them again. Then
+come the counters, the settings of optimizer and scheduler, and the state of the metrics. A forward pass whose loss is
+known is included in the stored metrics (counted into copies of them). One that still waits for its loss or its backward
+pass cannot be stored, so no snapshot is taken meanwhile (:func:`is_settled`).
 """
 
 import copy
@@ -19,21 +20,22 @@ from twinkle.metric.policy import HighKLRecord, PolicySums
 from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
 from twinkle.model.library.training_state import plain_scheduler_state
 
-Call = tuple[str, Mapping[str, object]]  # a verb that set something up, and its arguments
+Call = tuple[str, Mapping[str, object]]  # the name of a set-up verb, and its arguments
 
 _PROCESS_ATTRIBUTES = ("device_mesh", "process_group", "_clock")
-# What metrics keep beside plain values: torch reads no other classes from a file.
+# Classes that metrics store beside plain values; torch refuses to read any others.
 _METRIC_TYPES: list[Any] = [HighKLRecord, PolicySums]
 _COUNTERS = ("cur_step", "gradient_accumulation_steps", "normalized", "last_grad_norm")
 
 
 class SetUp:
-    """The calls that brought a group to its settings, in order; what a later call replaced is forgotten."""
+    """The set-up calls of a group, in order, without those that a later call replaced."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def note(self, verb: str, arguments: Mapping[str, object]) -> None:
+        """Record a call. ``set_optimizer`` also removes the scheduler, which belongs to the old optimizer."""
         replaced = {verb} if verb != "add_metric" else set()
         if verb == "set_optimizer":
             replaced.add("set_lr_scheduler")
@@ -42,7 +44,7 @@ class SetUp:
 
 
 def is_settled(group: OptimizerGroup) -> bool:
-    """Whether the last forward pass waits neither for its loss nor, in training, for its backward pass."""
+    """Return whether the last forward pass waits neither for its loss nor, in training, for its backward pass."""
     status = group.status
     if status.outputs is None:
         return True
@@ -50,6 +52,7 @@ def is_settled(group: OptimizerGroup) -> bool:
 
 
 def dump(group: OptimizerGroup, set_up: SetUp) -> bytes:
+    """Return the state of a group as bytes."""
     state = {
         "config": dict(group.adapter_config or {}),
         "calls": [[verb, dict(arguments)] for verb, arguments in set_up.calls],
@@ -66,16 +69,17 @@ def dump(group: OptimizerGroup, set_up: SetUp) -> bytes:
 
 
 def read(state: bytes) -> dict[str, Any]:
+    """Return the state from bytes made by :func:`dump`."""
     try:
         with torch.serialization.safe_globals(_METRIC_TYPES):
             values: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"what the verbs knew of an adapter cannot be read: {error}") from error
+        raise CheckpointError(f"the saved state of an adapter's verbs cannot be read: {error}") from error
     return values
 
 
 def put_back(group: OptimizerGroup, state: Mapping[str, Any]) -> None:
-    """The group has been set up by the same calls."""
+    """Restore counters, settings and metrics of a group that has been set up by the stored calls."""
     for name in _COUNTERS:
         setattr(group, name, state["counters"][name])
     group.train_status.num_tokens = state["num_tokens"]
@@ -90,7 +94,10 @@ def put_back(group: OptimizerGroup, state: Mapping[str, Any]) -> None:
 
 
 def _metrics(group: OptimizerGroup, status: TrainStatus) -> list[dict[str, Any]]:
-    """What they have seen, the last pass included: on copies, for the group goes on and will count it itself."""
+    """Return the state of the metrics, including the last pass.
+
+    The pass is counted into copies of the metrics, since the group itself will count it later.
+    """
     ahead = copy.copy(status)
     ahead.metrics = [copy.deepcopy(metric) for metric in status.metrics]
     accumulate_metrics(group, ahead)

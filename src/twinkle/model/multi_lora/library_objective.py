@@ -1,4 +1,4 @@
-"""A loss of :mod:`twinkle.loss` as the objective of a Trainer's request: it sees all log-probabilities at once.
+"""A loss of :mod:`twinkle.loss` as the objective of a Trainer's request: it gets all log-probabilities at once.
 
 Shapes: B sequences, L tokens of the longest.
 """
@@ -20,7 +20,7 @@ from twinkle.model.types import FloatArray, ObjectiveValue, TokenValues
 
 
 def refuse_unless_logps(loss: Loss) -> None:
-    """Adapters that share a batch never have all logits of anyone."""
+    """Raise for a loss that needs more than log-probabilities: a Trainer never holds all logits of a request."""
     if loss.require_logits or loss.require_embeddings or not loss.require_logps:
         raise UnsupportedError(
             f"{type(loss).__name__} needs logits or embeddings, which a multi-LoRA model does not keep; "
@@ -29,7 +29,10 @@ def refuse_unless_logps(loss: Loss) -> None:
 
 
 def cross_entropy_weights(loss: Loss, batch: SequenceBatch) -> list[FloatArray] | None:
-    """Weights of the Trainer's own cross entropy, which needs one pass; None where ``loss`` is something else."""
+    """Return weights with which the Trainer's own cross entropy equals ``loss``; None if ``loss`` is another loss.
+
+    The Trainer's own loss is faster than an objective: the head runs only once.
+    """
     if type(loss) is not CrossEntropyLoss or loss.dft:
         return None
     masks = [(labels != loss.ignore_index).astype(np.float32) for labels in batch.labels]
@@ -38,7 +41,7 @@ def cross_entropy_weights(loss: Loss, batch: SequenceBatch) -> list[FloatArray] 
 
 
 class LibraryObjective:
-    """Called by the Trainer between forward and backward; keeps what the loss said."""
+    """The objective that the Trainer calls between forward and backward pass. Stores the loss's ``num_tokens``."""
 
     def __init__(self, loss: Loss, batch: SequenceBatch, kwargs: Mapping[str, Any], guard: Guard = nullcontext) -> None:
         self._loss = loss
@@ -64,7 +67,7 @@ class LibraryObjective:
 def outputs_of(
     batch: SequenceBatch, values: Sequence[TokenValues], *, entropy: bool = False, predictions: bool = False
 ) -> dict[str, Tensor]:
-    """What a forward pass hands to losses and metrics, (B, L) each."""
+    """Return the outputs of a forward pass for losses and metrics, each (B, L)."""
     outputs = {"logps": batch.padded([value.logprobs for value in values])}
     if entropy:
         outputs["entropies"] = batch.padded([value.entropies for value in values])

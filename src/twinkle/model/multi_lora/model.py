@@ -1,4 +1,4 @@
-"""Many LoRA adapters on one frozen model: the verbs of the library and a Trainer of its own in each process."""
+"""Many LoRA adapters on one frozen model: the library's verbs, with a Trainer in each process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
@@ -19,7 +19,7 @@ from twinkle.model.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What another process needs to load the same base."""
+    """What another process needs to load the same base model."""
 
     model_id: str
     tokenizer_id: str | None
@@ -28,11 +28,12 @@ class BaseModel:
 
 @remote_class()
 class MultiLoraTransformersModel(LoraVerbs):
-    """``adapter_name`` is given to every verb; adapters never meet.
+    """Many LoRA adapters on one frozen model. Every verb needs ``adapter_name``; adapters do not affect each other.
 
-    max_loras, max_r and max_length are limits on adapters, on their rank and on the tokens of a sequence. An adapter
-    whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets max_r and
-    target_modules. Memory is divided as the :class:`Trainer` does it, and its last three options are the Trainer's.
+    ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
+    An adapter whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets
+    ``max_r`` and ``target_modules``. ``memory_budget_bytes``, ``max_tokens_per_batch`` and ``compiled`` are options of
+    the :class:`Trainer`, which divides the memory.
     """
 
     def __init__(
@@ -101,7 +102,10 @@ class MultiLoraTransformersModel(LoraVerbs):
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1, seed: int | None = None
     ) -> None:
-        """``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: of the initial weights."""
+        """Add a new adapter.
+
+        ``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: that of the initial weights.
+        """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
         if isinstance(config_or_dir, str | Path):
@@ -138,7 +142,7 @@ def _limit(field: str, value: int) -> int:
 
 
 def _fields(field: str, config: Any) -> dict[str, Any]:
-    """Those of PEFT's LoraConfig, which is not imported, or of a mapping like it."""
+    """Return the fields of PEFT's LoraConfig (PEFT itself is not imported), or of a mapping like it."""
     if isinstance(config, Mapping):
         return dict(config)
     if not is_dataclass(config) or isinstance(config, type):

@@ -1,7 +1,7 @@
-"""The optimizer of one adapter of the multi-LoRA model: torch's own object for its settings, the Trainer for the work.
+"""The optimizer of one adapter of the multi-LoRA model: a torch object for the settings, the Trainer for the updates.
 
-Weights and moments are the Trainer's. What users hold and schedulers change is a real torch optimizer over one
-parameter that nobody trains; its settings are read at every step.
+The Trainer holds weights and moments. The object that users have and schedulers change is a real torch optimizer over
+one dummy parameter; its settings are read at every step.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from twinkle.hub.construction import check_options
 from twinkle.model.library.parameter_groups import check_settings
 from twinkle.model.types import AdamParams
 
-# Adam adds weight decay to the gradient, AdamW does not; the Trainer does both.
+# Adam adds weight decay to the gradient, AdamW does not; the Trainer implements both.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -39,13 +39,13 @@ def build_lora_optimizer(
     check_options(chosen, options, given=1)
     check_settings("", {**options, "lr": lr, "weight_decay": weight_decay})
     if options.get("fused") and options.get("foreach"):
-        raise InvalidInputError("fused", True, "False with foreach: they are two ways of the same")
+        raise InvalidInputError("fused", True, "False with foreach: they exclude each other")
     factory: Callable[..., Optimizer] = chosen
     return factory([nn.Parameter(torch.zeros(1))], lr=lr, weight_decay=weight_decay, **options)
 
 
 def adam_params(optimizer: Optimizer) -> tuple[AdamParams, bool]:
-    """The settings as they are now, and whether weight decay is decoupled from the gradient."""
+    """Return the present settings, and whether weight decay is decoupled from the gradient."""
     group = optimizer.param_groups[0]
     beta1, beta2 = group["betas"]
     params = AdamParams(

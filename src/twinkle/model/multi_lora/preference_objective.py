@@ -1,4 +1,4 @@
-"""DPO as the objective of a Trainer's request: answers in pairs, against what a reference model makes of them."""
+"""DPO as the objective of a Trainer's request: answers in pairs, compared with a reference model's probabilities."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ from twinkle.model.types import Datum, FloatArray, IntArray, ObjectiveValue, Pre
 
 
 class PreferenceObjective:
-    """The library's loss, a mean over pairs; and the rewards β·(log p − log p_ref) that it compares."""
+    """The library's DPO loss, a mean over pairs, with metrics of the rewards β·(log p − log p_ref)."""
 
     def __init__(self, data: Sequence[Datum], asked: Preference) -> None:
-        """Tokens of weight 0 are no part of an answer."""
+        """``data``: chosen and rejected answers in turn. Tokens with weight 0 do not count as part of an answer."""
         labels = [_labels(datum) for datum in data]
         rows = [
             {"input_ids": torch.from_numpy(datum.tokens.copy()), "labels": torch.from_numpy(own)}
@@ -45,7 +45,7 @@ class PreferenceObjective:
         return ObjectiveValue(value.loss, value.logprobs, metrics=metrics)
 
     def _rewards(self, logprobs: Sequence[FloatArray]) -> FloatArray:
-        """(B,), of each answer."""
+        """Return the reward of each answer, (B,)."""
         parts = zip(logprobs, self._asked.ref_logps, self._masks, strict=True)
         sums = [lp[mask].sum(dtype=np.float64) - ref[mask].sum(dtype=np.float64) for lp, ref, mask in parts]
         with np.errstate(over="ignore"):
@@ -58,5 +58,5 @@ class PreferenceObjective:
 def _labels(datum: Datum) -> IntArray:
     targets = dense(datum.targets)
     if datum.weights is None:
-        return targets.copy()  # torch wants to be able to write
+        return targets.copy()  # torch needs an array that is writable
     return np.where(dense(datum.weights) == 0, IGNORE_INDEX, targets)

@@ -1,4 +1,4 @@
-"""From a batch of the library to a request of the Trainer, and back to what losses and metrics read."""
+"""Converts a batch of the library to a request of the Trainer, and its result to the outputs for losses and metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,14 +20,17 @@ _NO_IDS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """One pass forward and back. ``num_tokens`` is known once it has run: the loss is a sum over them or (0) a mean."""
+    """A request of one forward and backward pass.
+
+    ``num_tokens`` may be called once the pass has run. It returns the tokens that the loss is a sum over; 0 for a mean.
+    """
 
     item: TrainItem
     num_tokens: Callable[[], float]
 
 
 class LoraRequests:
-    """Makes requests of batches, and outputs of results."""
+    """Makes requests from batches, and outputs from results."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length

@@ -1,4 +1,4 @@
-"""Saving and resuming one adapter of a trainer together with what the library's verbs know of it."""
+"""Saves and resumes one adapter of a trainer together with the state of the library's verbs."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _WINDOW_GRADIENT = "gradient"
 
 
 class StateTrainer(Protocol):
-    """What saving and resuming ask of a :class:`~twinkle.model.Trainer`."""
+    """The methods of a :class:`~twinkle.model.Trainer` that saving and resuming use."""
 
     def prepare_save(
         self,
@@ -43,7 +43,10 @@ class StateTrainer(Protocol):
 
 
 class LoraState:
-    """``process_state``: checkpoints hold the random states of this process. Not where tenants share it."""
+    """Saves and resumes adapters.
+
+    ``process_state``: whether checkpoints include the random generators of this process; False if tenants share it.
+    """
 
     def __init__(
         self, trainer: StateTrainer, tokenizer_id: str | None, *, process_state: bool, ranks: Ranks = ALONE
@@ -56,9 +59,10 @@ class LoraState:
     def prepare_save(
         self, group: OptimizerGroup, *, save_optimizer: bool, consumed_train_samples: int
     ) -> Callable[[Path], None]:
-        """Copies everything; the function returned writes it, in any thread, in the place of what is there.
+        """Copy the state of an adapter, and return a function that writes it to a directory.
 
-        All ranks prepare, and one writes.
+        The function may be called from any thread; it overwrites an existing directory. All ranks must call this
+        method, and one rank calls the function.
         """
         values = {}
         if save_optimizer:
@@ -76,6 +80,7 @@ class LoraState:
         return self._trainer.prepare_save(group.adapter_name, save_optimizer, state, companions)
 
     def resume(self, group: OptimizerGroup, directory: Path, *, resume_only_model: bool) -> dict[str, int]:
+        """Restore an adapter from a checkpoint: its weights only, or with the optimizer and an open window."""
         if resume_only_model:
             self._trainer.load(group.adapter_name, directory, optimizer=False)
             group.drop_window()

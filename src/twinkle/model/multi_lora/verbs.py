@@ -1,10 +1,10 @@
-"""The verbs of the library on the adapters of a trainer that somebody else made: a thin layer.
+"""The library's verbs for the adapters of an existing trainer: a thin layer over it.
 
-``forward`` keeps its inputs, not a graph: ``backward`` computes them again, together with the gradient, so that any
-number of adapters may be between the two. ``forward_backward`` computes once.
+``forward`` keeps its inputs, not an autograd graph; ``backward`` runs the forward pass again, with the gradient.
+So any number of adapters may be between the two at the same time. ``forward_backward`` runs the forward pass once.
 
-Each pass is prepared, computed and absorbed. Whoever has passes of many adapters prepares them one by one and computes
-them together.
+Each pass is prepared, computed and absorbed. A server prepares the passes of many adapters one by one, and computes
+them together in one call of the trainer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem,
 
 
 class LoraTrainer(StateTrainer, Protocol):
-    """What the verbs ask of a :class:`~twinkle.model.Trainer`."""
+    """The methods of a :class:`~twinkle.model.Trainer` that the verbs use."""
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
@@ -57,15 +57,18 @@ class LoraTrainer(StateTrainer, Protocol):
 
 @dataclass(frozen=True)
 class PreparedPass:
-    """A pass that is ready to be computed. ``absorb`` takes its result and returns the outputs of the verb."""
+    """A pass that is ready to be computed. ``absorb`` stores its result and returns the outputs of the verb."""
 
     item: TrainItem
-    train: bool  # with gradient
+    train: bool  # whether to compute the gradient
     absorb: Callable[[TrainResult], dict[str, Any]]
 
 
 class LoraVerbs(TwinkleModel):
-    """``adapter_name`` is given to every verb; adapters never meet. Who adds adapters adds their optimizer groups."""
+    """The verbs for the adapters of a trainer. Every verb needs ``adapter_name``; adapters do not affect each other.
+
+    The creator of an adapter also adds its optimizer group, with :meth:`add_adapter_to_model`.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,10 @@ class LoraVerbs(TwinkleModel):
         ranks: Ranks = ALONE,
         guard: Guard = nullcontext,
     ) -> None:
-        """process_state: checkpoints hold tokenizer and random states. Not where tenants share this process."""
+        """process_state: whether checkpoints include the tokenizer and the states of random generators.
+
+        It is False where tenants share this process.
+        """
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
@@ -92,7 +98,10 @@ class LoraVerbs(TwinkleModel):
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
     ) -> None:
-        """Begin an optimizer group for an adapter that the trainer has already. ``config_or_dir``: PEFT's fields."""
+        """Add an optimizer group for an adapter that the trainer has already.
+
+        ``config_or_dir``: the fields of PEFT's LoraConfig as a mapping.
+        """
         self.optimizer_group[adapter_name] = self._new_group(adapter_name, config_or_dir, gradient_accumulation_steps)
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ class LoraVerbs(TwinkleModel):
         training: bool = False,
         **kwargs: Any,
     ) -> PreparedPass:
-        """``training``: a backward pass may follow."""
+        """Prepare a forward pass. ``training``: a backward pass may follow."""
         _check_asked(return_logits, task)
         group = self._group(adapter_name)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
@@ -167,7 +176,7 @@ class LoraVerbs(TwinkleModel):
         return PreparedPass(request.item, True, absorb)
 
     def _compute(self, prepared: PreparedPass) -> dict[str, Any]:
-        """Alone. A failure is raised; nothing of it was kept."""
+        """Compute one pass by itself, and absorb its result. If it fails, raise its error; nothing has changed then."""
         run = self._lora_trainer.forward_backward if prepared.train else self._lora_trainer.forward
         outcome = run([prepared.item])[0]
         if isinstance(outcome, TrainFailure):
@@ -296,7 +305,7 @@ class LoraVerbs(TwinkleModel):
         self._normalize(group)
         params, decoupled = adam_params(optimizer)
         self._lora_trainer.optim_step(group.adapter_name, params, decoupled=decoupled)
-        optimizer.step()  # moves nothing; schedulers want to see it before they go on
+        optimizer.step()  # changes no weights; without it, schedulers warn that they ran before the optimizer
         group.last_lr = (params.learning_rate,)
         group.drop_window()
 
@@ -354,7 +363,7 @@ class LoraVerbs(TwinkleModel):
         load_optimizer: bool = False,
         token: str | None = None,
     ) -> None:
-        """With ``load_optimizer`` it is :meth:`resume_from_checkpoint`."""
+        """Load an adapter's weights; with ``load_optimizer`` all state, as :meth:`resume_from_checkpoint` does."""
         directory = find_checkpoint(name, output_dir, token)
         self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
 
@@ -370,7 +379,7 @@ class LoraVerbs(TwinkleModel):
 
     @at_once
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, object]:
-        """The contents of its adapter_config.json."""
+        """Return the contents of the adapter's adapter_config.json."""
         return self._lora_trainer.peft_config(self._group(adapter_name).adapter_name)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
@@ -392,7 +401,8 @@ class LoraVerbs(TwinkleModel):
         self, adapter_name: str, config: Mapping[str, object], gradient_accumulation_steps: int
     ) -> OptimizerGroup:
         group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps, guard=self._guard)
-        # Accuracy is not among the defaults: it needs the likeliest token of every row, and with it CUDA's slower head.
+        # Accuracy is not among the defaults: it needs the most likely token of every row, which CUDA's fast head
+        # kernels do not compute.
         for status in (group.train_status, group.eval_status):
             status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]
         return group

@@ -1,10 +1,12 @@
-"""A request with an objective of its own: a loss of all its sequences together, evaluated once.
+"""A request with an objective instead of a named loss: one loss of all its sequences together, evaluated once.
 
-The objective needs every log-probability of the request. Where all its sequences are in one batch it is called between
-the forward and the backward pass; where they are not, they are computed once more beforehand, and each batch then finds
-the slopes known.
+The objective needs every log-probability of the request. If all its sequences are in one batch, the objective is called
+between the forward and the backward pass. Otherwise an extra forward pass computes the log-probabilities beforehand,
+and the batches use the derivatives found then.
 
-Shapes: n rows of the request in a batch, K targets a row, M values of a row, T tokens of a sequence.
+Slope means the derivative of the loss with respect to a value, dL/dvalue.
+
+Shapes: n rows of the request in a batch, K targets per row, M values per row, T tokens of a sequence.
 """
 
 import math
@@ -23,13 +25,13 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 class Evaluation:
-    """The objective of one request and, once it was called, its value or why it has none."""
+    """The objective of one request and, once it was called, its value or its error."""
 
     def __init__(self, objective: Objective, sequences: int) -> None:
-        """``sequences``: how many the request has."""
+        """``sequences``: the number of sequences of the request."""
         self._objective = objective
         self._sequences = sequences
-        self._noted: dict[int, TokenValues] = {}  # while the sequences of one batch are gathered
+        self._noted: dict[int, TokenValues] = {}  # values collected so far, by number of the sequence
         self.value: ObjectiveValue | None = None
         self.error: TwinkleError | None = None
 
@@ -43,14 +45,14 @@ class Evaluation:
         return {"loss:sum": self.value.loss, **self.value.metrics}
 
     def note(self, values: Mapping[int, TokenValues]) -> None:
-        """Take the values of some sequences, by their numbers; with the last of them the objective is called."""
+        """Collect the values of some sequences, by their numbers, and call the objective when all are there."""
         self._noted |= values
         if len(self._noted) == self._sequences:
             self.run([self._noted[number] for number in range(self._sequences)])
             self._noted = {}
 
     def run(self, values: Sequence[TokenValues]) -> None:
-        """``values``: one entry a datum, in the order of the data."""
+        """Call the objective with ``values``, one entry per datum in the order of the data, and store the result."""
         if not all(np.isfinite(value.logprobs).all() for value in values):
             self.error = NonFiniteError("log-probabilities are NaN or infinite: nothing was kept")
             return
@@ -69,7 +71,7 @@ class Evaluation:
         self.value = value
 
     def slopes(self, numbers: Sequence[int], lengths: Sequence[int], columns: int, width: int) -> Tensor:
-        """dL/dvalue of the sequences ``numbers``, (n, M); zero where the objective failed."""
+        """Return dL/dvalue of the sequences ``numbers``, (n, M); all zero if the objective failed."""
         result = np.zeros((sum(lengths), columns), np.float32)
         if self.value is not None:
             for rows, number in zip(np.split(result, np.cumsum(lengths)[:-1]), numbers, strict=True):
@@ -81,10 +83,10 @@ class Evaluation:
 
 
 class CustomPart:
-    """Those sequences of such a request that are in one block of a batch, in row order."""
+    """The sequences of a request with an objective that are in one block of a batch, in row order."""
 
     def __init__(self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
-        """``shapes``: (T,) or (T, K) of each sequence's targets."""
+        """``shapes``: the shape of each sequence's targets, (T,) or (T, K)."""
         self._evaluation = evaluation
         self._numbers = tuple(numbers)
         self._shapes = tuple(shapes)
@@ -110,7 +112,10 @@ class CustomPart:
 
 
 def token_values(rows_TM: FloatArray, width: int, target_shape: tuple[int, ...]) -> TokenValues:
-    """``width``: how many of the values are log-probabilities, of which the first belong to the targets."""
+    """Split the head's values of one sequence into log-probabilities and, where present, statistics.
+
+    ``width``: how many columns are log-probabilities. The first of those belong to the sequence's targets.
+    """
     logprobs = rows_TM[:, 0] if len(target_shape) == 1 else rows_TM[:, : target_shape[1]]
     if rows_TM.shape[1] == width:
         return TokenValues(logprobs.copy(), _NONE, _NO_IDS)

@@ -18,8 +18,10 @@ Arrays = Mapping[str, NDArray[Any] | Csr]
 
 @dataclass(frozen=True)
 class GraphObjective:
-    """``inputs``: for every sequence what the graph reads beside log-probabilities. Sparse ones are written out for
-    one sequence at a time.
+    """A loss graph with its inputs.
+
+    ``inputs``: for every sequence the arrays that the graph reads beside log-probabilities. Sparse arrays are written
+    out for one sequence at a time.
     """
 
     graph: LossGraph
@@ -27,8 +29,11 @@ class GraphObjective:
     limits: Limits = Limits()  # noqa: RUF009 - frozen
 
     @classmethod
-    def of(cls, graph: LossGraph, data: Sequence[Datum], given: Sequence[Arrays]) -> "GraphObjective":
-        """``given``: for every sequence all arrays that it brought, by name; raises where the graph's are not there."""
+    def for_data(cls, graph: LossGraph, data: Sequence[Datum], given: Sequence[Arrays]) -> "GraphObjective":
+        """Select the graph's inputs from ``given``, which has all arrays of each sequence by name.
+
+        Raises if an input of the graph is missing or has the wrong rank.
+        """
         inputs = []
         for number, (datum, arrays) in enumerate(zip(data, given, strict=True)):
             _check_rank(graph, f"data[{number}].target_tokens", graph.inputs[0].rank, datum.targets.ndim)
@@ -41,7 +46,7 @@ class GraphObjective:
             return self._value(values)
         except TwinkleError:
             raise
-        except Exception as error:  # an edge: requests of others are in the same batch
+        except Exception as error:  # broad on purpose: it must not fail the other tenants' requests in this batch
             raise UserError(f"custom loss {self.graph.name!r} failed: {type(error).__name__}") from error
 
     def _value(self, values: Sequence[TokenValues]) -> ObjectiveValue:
@@ -65,7 +70,7 @@ def _array(graph: LossGraph, declared: LossInput, given: Arrays, where: str) -> 
     array = given[declared.name]
     if (
         declared.rank == 0 and not isinstance(array, Csr) and array.shape == (1,)
-    ):  # the wire does not tell a number from a list of one
+    ):  # the wire format does not distinguish a number from a list of one
         array = array.reshape(())
     _check_rank(graph, where, declared.rank, array.ndim)
     return array
@@ -77,6 +82,6 @@ def _check_rank(graph: LossGraph, where: str, declared: int, rank: int) -> None:
 
 
 def _reduced(name: str, losses: Sequence[DatumLoss]) -> float:
-    """By the word behind the colon."""
+    """Return the sum or the mean of a metric over sequences, as the suffix of its name says."""
     total = math.fsum(each.metrics[name] for each in losses)
     return total / len(losses) if name.endswith(":mean") else total

@@ -1,9 +1,11 @@
-"""From log-probabilities to losses: what the requests of one batch ask for, token by token.
+"""From log-probabilities to losses: the losses of all requests of one batch, token by token.
 
 Consecutive requests with the same loss are evaluated together, each token with its own tenant's configuration.
 
-Shapes: n tokens of a run or request, K targets a token, C rows of a head chunk, M values of a row (log-probabilities of
-K targets and, where someone asked for them, statistics).
+A loss is pointwise if dL/dlp of a token depends on that token alone. Coefficients are dL/dvalue.
+
+Shapes: n tokens of a run or request, K targets per token, C rows of a head chunk, M values of a row (log-probabilities
+of K targets and, if any request of the batch asked for them, statistics).
 """
 
 import math
@@ -22,7 +24,7 @@ from twinkle.model.decoder.transfer import to_device
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.types import FloatArray
 
-_MOST_CELLS = 2**20  # targets whose loss is computed at once when a whole request is looked at
+_MOST_CELLS = 2**20  # targets whose loss is computed at once by `evaluate`
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class LossRun:
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
+    def from_parts(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
         loss = members[0].item.loss
         data = [datum for part in members for datum in part.data]
         columns = [_inputs(part.item, part.data) for part in members]
@@ -50,7 +52,7 @@ class LossRun:
         return self.loss.pointwise
 
     def note(self, values_nM: Tensor, width: int) -> None:
-        """A named loss needs no more than the rows it is asked about."""
+        """Do nothing: a named loss computes its coefficients from the rows it is given then."""
 
     def to(self, device: torch.device) -> "LossRun":
         return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
@@ -62,26 +64,29 @@ class LossRun:
 
 
 class CustomLoss(Protocol):
-    """What one request has in the place of a named loss: rows are counted from its first one in the batch."""
+    """The objective of one request, used instead of a named loss.
+
+    Rows are counted from the request's first row in the block.
+    """
 
     @property
     def pointwise(self) -> bool: ...
 
     def note(self, values_nM: Tensor, width: int) -> None:
-        """Take the values of all its rows. One that is not pointwise gets them before any coefficients are asked for.
+        """Take the values of all rows of this object. If it is not pointwise, this comes before :meth:`coefficients`.
 
-        Its rows may be in several blocks, each with a loss object of its own that is told in turn.
+        A request whose rows are in several blocks has one such object per block; each gets the values of its own rows.
         """
         ...
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
-        """dL/dvalue of these rows, (C, M) with K = ``width``."""
+        """Return dL/dvalue of these rows, (C, M) with K = ``width``."""
         ...
 
 
 @dataclass(frozen=True)
 class CustomRun:
-    """Rows ``start``…``stop`` are one request with a loss of its own."""
+    """Rows ``start``…``stop`` belong to one request with an objective."""
 
     custom: CustomLoss
     start: int
@@ -95,7 +100,7 @@ class CustomRun:
         self.custom.note(values_nM, width)
 
     def to(self, device: torch.device) -> "CustomRun":
-        return self  # it moves its rows itself
+        return self  # a CustomLoss moves its coefficients to the device itself
 
     def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
         return self.custom.coefficients(low - self.start, high - self.start, values_CM, width)
@@ -103,7 +108,7 @@ class CustomRun:
 
 @dataclass(frozen=True)
 class LossPart:
-    """One request, with those of its sequences that are in a batch."""
+    """The sequences of one request that are in one block of a batch."""
 
     item: CheckedItem
     data: Sequence[CheckedDatum]
@@ -111,7 +116,7 @@ class LossPart:
 
     @property
     def kind(self) -> str:
-        """Neighbours of one kind are evaluated together."""
+        """Return a key: neighbouring parts with equal keys are evaluated together."""
         return self.item.loss.name if self.custom is None else f"custom {id(self.custom)}"
 
 
@@ -123,15 +128,15 @@ class BatchObjective:
     width: int
 
     @classmethod
-    def of(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
-        """``parts``: the requests in row order."""
+    def from_parts(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
+        """Group neighbouring parts with the same loss. ``parts`` are in row order."""
         runs: list[LossRun | CustomRun] = []
         start = 0
         for _, run in groupby(parts, key=lambda part: part.kind):
             members = list(run)
             custom = members[0].custom
             if custom is None:
-                runs.append(LossRun.of(members, start))
+                runs.append(LossRun.from_parts(members, start))
             else:
                 runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
             start = runs[-1].stop
@@ -145,12 +150,12 @@ class BatchObjective:
         return replace(self, runs=tuple(run.to(device) for run in self.runs))
 
     def note(self, values_nM: Tensor) -> None:
-        """Tell every loss the values of all its rows in this block."""
+        """Give every loss the values of its rows in this block."""
         for run in self.runs:
             run.note(values_nM[run.start : run.stop], self.width)
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor) -> Tensor:
-        """dL/dvalue of the rows ``start``…``stop``, (C, M)."""
+        """Return dL/dvalue of the rows ``start``…``stop``, (C, M)."""
         result_CM = torch.zeros_like(values_CM)
         for run in self.runs:
             low, high = max(start, run.start), min(stop, run.stop)
@@ -162,10 +167,10 @@ class BatchObjective:
 
 
 def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, float]:
-    """The metrics of one whole request from the log-probabilities of all its sequences, each (T, K).
+    """Return the metrics of a whole request from the log-probabilities of all its sequences, each (T, K).
 
-    A loss with several targets a token is a sum that is taken in pieces of one width, so that a request's inputs are
-    never all written out at once; such losses have no diagnostics.
+    A loss that allows several targets per token is a sum, so it is computed in pieces of equal width: the sparse inputs
+    of a request are never all written out at once. Such losses have no diagnostics.
     """
     pieces = list(_pieces(item.data)) if item.loss.allows_topk else [range(len(item.data))]
     losses, metrics = [], {}
@@ -182,7 +187,7 @@ def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, flo
 
 
 def _pieces(data: Sequence[CheckedDatum]) -> Iterator[range]:
-    """Neighbouring sequences of one width, with no more cells together than ``_MOST_CELLS``, or one alone."""
+    """Yield ranges of neighbouring sequences of equal width with at most ``_MOST_CELLS`` cells, or one sequence."""
     start = cells = 0
     for number, datum in enumerate(data):
         differs = datum.width != data[start].width
@@ -194,7 +199,7 @@ def _pieces(data: Sequence[CheckedDatum]) -> Iterator[range]:
 
 
 def _inputs(item: CheckedItem, data: Sequence[CheckedDatum]) -> dict[str, FloatArray]:
-    """Every input and configuration value of the loss for each token of sequences of one width."""
+    """Return every input and configuration value of the loss, per token. All sequences must have the same width."""
     defaults = {**item.config, "weights": 1.0} if "weights" in item.loss.optional_inputs else dict(item.config)
     columns = {}
     for name in (*item.loss.inputs, *defaults):

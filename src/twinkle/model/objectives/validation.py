@@ -1,6 +1,6 @@
-"""Checks a tenant's request before it joins a batch: every mistake names its field and what is allowed there.
+"""Checks a tenant's request before it joins a batch. Every error names the field and the values that are allowed.
 
-What passes here cannot fail another tenant: shapes agree, token ids exist, numbers are finite.
+A request that passes cannot make another tenant's request fail: shapes agree, token ids exist, numbers are finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from twinkle.model.types import Datum, FloatArray, IntArray, Objective, TrainIte
 if TYPE_CHECKING:
     from twinkle.loss import TokenLoss
 
-_HOTTEST = 1e4  # beyond it every distribution is flat, and a typing mistake likelier than a wish
+_HOTTEST = 1e4  # the highest temperature; above it distributions are flat, and the value is probably a mistake
 
 
 class LossInputs(Protocol):
-    """What a loss needs of each datum; :class:`~twinkle.loss.TokenLoss` is one."""
+    """The inputs that a loss needs of each datum; :class:`~twinkle.loss.TokenLoss` implements this."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,10 @@ class LossInputs(Protocol):
 
 @dataclass(frozen=True)
 class CheckedDatum:
-    """tokens (T,) · targets (T, K) · inputs: one float32 array (T, K) a loss input. What came sparse still is."""
+    """A datum that was checked: tokens (T,) · targets (T, K) · inputs: one float32 array (T, K) per loss input.
+
+    Sparse arrays stay sparse. ``target_shape`` is the shape that the targets had in the request, (T,) or (T, K).
+    """
 
     tokens: IntArray
     targets: IntArray | Csr
@@ -47,30 +50,30 @@ class CheckedDatum:
 
     @property
     def width(self) -> int:
-        """K: targets a token."""
+        """Return K, the number of targets per token."""
         return self.targets.shape[1]
 
 
 @dataclass(frozen=True)
 class CheckedItem:
-    """A request that is safe to compute."""
+    """A request that was checked and is safe to compute."""
 
     adapter_id: str
     loss: "TokenLoss"
     config: Mapping[str, float]
     data: tuple[CheckedDatum, ...]
-    objective: Objective | None = None  # in the place of loss
+    objective: Objective | None = None  # used instead of ``loss``
     temperature: float = 1.0
     statistics: bool = False
 
     @property
     def width(self) -> int:
-        """The most targets that a token of any datum has."""
+        """Return the largest number of targets per token of any datum."""
         return max(datum.width for datum in self.data)
 
 
 def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
-    from twinkle.loss import get_loss, resolve_config  # torch; check_data does without
+    from twinkle.loss import get_loss, resolve_config  # imports torch, which check_data does not need
 
     for field, expected in (("loss", str), ("loss_config", Mapping)):
         if not isinstance(vars(item)[field], expected):
@@ -87,7 +90,7 @@ def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedI
 def check_data(
     data: Sequence[Datum], loss: LossInputs, *, vocab_size: int, max_length: int
 ) -> tuple[CheckedDatum, ...]:
-    """Check the data of a request for a loss; without torch."""
+    """Check the data of a request for a loss. This does not import torch."""
     if not isinstance(data, Sequence) or len(data) == 0:
         raise InvalidInputError("data", data, "a sequence of at least one datum")
     return tuple(
@@ -103,9 +106,9 @@ def _check_options(item: TrainItem, data: Sequence[CheckedDatum]) -> None:
     if item.objective is None and not item.statistics:
         return
     if item.objective is not None and item.loss_config:
-        raise InvalidInputError("loss_config", item.loss_config, "nothing beside an objective")
+        raise InvalidInputError("loss_config", item.loss_config, "nothing: an objective has no loss_config")
     if item.statistics and any(len(datum.target_shape) != 1 for datum in data):
-        raise InvalidInputError("targets", "several a token", "one a token with statistics")
+        raise InvalidInputError("targets", "several per token", "one per token with statistics")
 
 
 def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int) -> CheckedDatum:
@@ -124,7 +127,7 @@ def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, ma
         raise InvalidInputError(f"{where}.targets", f"shape {targets.shape}", f"({length},) for loss {loss.name!r}")
     if targets.ndim == 2 and targets.shape[1] > vocab_size:
         raise InvalidInputError(
-            f"{where}.targets", f"{targets.shape[1]} a token", f"at most {vocab_size}: there are no more tokens"
+            f"{where}.targets", f"{targets.shape[1]} per token", f"at most {vocab_size}, the vocabulary size"
         )
     inputs = _loss_inputs(datum, where, loss, targets.shape)
     return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape)
@@ -153,7 +156,7 @@ def _token_ids(values: IntArray | Csr, field: str, vocab_size: int) -> IntArray 
     array = _array(values, field)
     if array.dtype.kind not in "iu":
         raise InvalidInputError(field, f"dtype {array.dtype}", "an integer array")
-    ids = listed(array)  # a cell that is not listed is token 0, which every model has
+    ids = listed(array)  # cells that are not listed are token 0, which every model has
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         worst = ids.min() if ids.min() < 0 else ids.max()
         raise InvalidInputError(field, int(worst), f"token ids in [0, {vocab_size})")
@@ -165,7 +168,7 @@ def _array(values: object, field: str) -> NDArray[Any] | Csr:
         return values
     try:
         return np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists, for one
+    except (TypeError, ValueError) as error:  # for example ragged lists
         raise InvalidInputError(field, values, "an array of numbers") from error
 
 
@@ -184,5 +187,5 @@ def _floats(values: FloatArray | Csr, field: str, shape: tuple[int, ...]) -> Flo
 
 
 def _rows_of(array: NDArray[Any] | Csr) -> NDArray[Any] | Csr:
-    """As (T, K), K being 1 of what has one dimension."""
+    """Return an array as (T, K); an array of one dimension becomes (T, 1)."""
     return array if isinstance(array, Csr) else array.reshape(array.shape[0], -1)

@@ -1,7 +1,7 @@
 """One micro-batch on the device: token rows, sequence bounds, the adapters of each request and room for its gradient.
 
-Shapes: T tokens, N sequences, L longest of them (padded batches are N × L rows), K targets a token, G requests of a
-segment, P parameters of an adapter's row.
+Shapes: T tokens, N sequences, L length of the longest (padded batches are N × L rows), K targets per token, G requests
+of a segment, P parameters of an adapter's row.
 """
 
 import dataclasses
@@ -29,9 +29,10 @@ from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 
 @dataclass(frozen=True)
 class Part:
-    """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call.
+    """The sequences of one request that are in a micro-batch; ``index`` is the request's place in the call.
 
-    ``evaluation`` is what the request has in the place of a named loss, which knows its sequences by their numbers.
+    ``evaluation`` is set if the request has an objective instead of a named loss. It identifies sequences by their
+    ``numbers``, their places in the request.
     """
 
     index: int
@@ -39,14 +40,14 @@ class Part:
     adapter: Adapter | None  # None: the base model, which is never trained
     data: tuple[CheckedDatum, ...]
     evaluation: Evaluation | None = None
-    numbers: tuple[int, ...] = ()  # of the sequences, where there is an evaluation
+    numbers: tuple[int, ...] = ()  # of ``data`` within the request; needed where there is an evaluation
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(datum.tokens) for datum in self.data)
 
     def by_width(self) -> Iterator[tuple[int, LossPart]]:
-        """Its sequences as runs of neighbours that have the same number of targets a token."""
+        """Yield runs of neighbouring sequences that have the same number of targets per token, with that number."""
         for width, run in groupby(range(len(self.data)), key=lambda place: self.data[place].width):
             places = list(run)
             data = [self.data[place] for place in places]
@@ -59,15 +60,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring rows that all have K targets. The head walks over one block after another.
+    """Neighbouring rows that all have K targets. The head computes one block after another.
 
-    No row is padded to the width of another: one with a single target costs the same beside rows of a thousand.
+    Rows are not padded to the largest K of the batch: a row with one target costs the same beside rows with 1000.
     """
 
     rows: slice
     targets_nK: Tensor
     query: HeadQuery
-    lora: tuple[BoundLora, ...]  # of the head, with rows counted from the block's first
+    lora: tuple[BoundLora, ...]  # LoRA on the head; rows are counted from the block's first row
     parts: tuple[LossPart, ...]
 
     @property
@@ -76,20 +77,20 @@ class Block:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of its sequences."""
+        """Return the lengths of the block's sequences."""
         return tuple(len(datum.tokens) for part in self.parts for datum in part.data)
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """Arguments of the decoder's forward, and what the head needs."""
+    """The tensors of one micro-batch on the device: arguments of the decoder's forward, and input of the head."""
 
     input_ids: Tensor  # (1, T) packed or (N, L) padded
     position_ids: Tensor
     attention_mask: Tensor | None
     layer_batch: LayerBatch
-    real_rows_T: Tensor | None  # padded: the rows that hold tokens
-    rows: int  # that hold tokens
+    real_rows_T: Tensor | None  # padded batches: the indices of the rows that hold tokens
+    rows: int  # number of rows that hold tokens
     blocks: tuple[Block, ...]
     adapters: tuple[SegmentLora, ...]
 
@@ -103,7 +104,11 @@ def build_batch(
     recompute: bool,
     give_way: GiveWay | None = None,
 ) -> DeviceBatch:
-    """Build one micro-batch. With ``give_way`` it copies adapters: other calls may page them out during the pass."""
+    """Build one micro-batch.
+
+    With ``give_way`` the batch copies the adapters' compute copies, because other calls may page the adapters out while
+    this pass is interrupted.
+    """
     data = [datum for part in parts for datum in part.data]
     lengths = tuple(len(datum.tokens) for datum in data)
     rows_per_sequence = max(lengths) if architecture.padded else None
@@ -116,14 +121,14 @@ def build_batch(
             segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
         row, head_row = segment.stop, head_segment.stop
         wearers = [part.adapter for part in members if part.adapter is not None]
-        if not wearers:  # rows outside all segments are the base model's
+        if not wearers:  # requests of the base model: rows outside all segments get no LoRA
             continue
         adapters.append(_segment_lora(wearers, segment, train, copy=give_way is not None))
         if adapters[-1].layout.has(architecture.head.name):
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
     tokens = [datum.tokens for datum in data]
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
-    packing = None if architecture.padded else Packing.of(lengths, device)
+    packing = None if architecture.padded else Packing.from_lengths(lengths, device)
     return DeviceBatch(
         to_device(ids, device),
         to_device(positions, device),
@@ -138,7 +143,7 @@ def build_batch(
 
 @dataclass(frozen=True)
 class GradientRow:
-    """What one request adds to its adapter's gradient, (P,) fp32, and whether all of it is finite."""
+    """The gradient of one request, (P,) fp32, and whether all its numbers are finite."""
 
     index: int
     row_P: Tensor
@@ -147,7 +152,7 @@ class GradientRow:
 
 @dataclass(frozen=True)
 class Gradients:
-    """One row a request; :meth:`rows` waits until the device has computed them."""
+    """The gradients of a micro-batch, one row per request. :meth:`rows` waits until the device has computed them."""
 
     indices: tuple[int, ...]  # of the requests
     rows_P: tuple[Tensor, ...]
@@ -158,21 +163,21 @@ class Gradients:
 
 
 def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
-    """After the backward pass: gradients with respect to the master weights."""
+    """Collect the gradients with respect to the master weights. Called after the backward pass."""
     rows: list[Tensor] = []
     sums: list[Tensor] = []
     scalings = (part.adapter.spec.scaling for part in parts if part.adapter is not None)
     for segment in batch.adapters:
         assert segment.gradient_GP is not None
         scaling_G = list(islice(scalings, len(segment.gradient_GP)))
-        if set(scaling_G) != {1.0}:  # the compute copies hold scaled B, the master weights unscaled
+        if set(scaling_G) != {1.0}:  # compute copies hold B times the scaling, master weights hold B alone
             b_rows = segment.gradient_GP[:, segment.layout.a_size :]
             b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
         rows += segment.gradient_GP
-        sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
+        sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum non-finite
     indices = tuple(part.index for part in parts if part.adapter is not None)
     finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
-    return Gradients(indices, tuple(rows), HostCopy.of(finite))
+    return Gradients(indices, tuple(rows), HostCopy.start(finite))
 
 
 def _blocks(
@@ -189,11 +194,11 @@ def _blocks(
         if rows != slice(0, count):
             own = [clipped for each in lora if (clipped := clip_lora(each, rows.start, rows.stop)) is not None]
         targets = torch.from_numpy(_targets(data, width))
-        yield Block(rows, to_device(targets, device), query.of(rows), tuple(own), members)
+        yield Block(rows, to_device(targets, device), query.for_rows(rows), tuple(own), members)
 
 
 def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:
-    """(n, K) of sequences of one width; what a sparse datum does not list is token 0."""
+    """Return the targets (n, K) of sequences that all have K per token; cells that a sparse datum omits are token 0."""
     targets_nK, row = np.zeros((sum(len(datum.targets) for datum in data), width), np.int64), 0
     for datum in data:
         rows = targets_nK[row : row + len(datum.targets)]
@@ -222,7 +227,7 @@ def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool, *,
     slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
     assert len(slots) == len(adapters), "adapters of a batch must be resident"
     weights_GP = stack.gather(slots, copy=copy)
-    # Zeros, since all products add to it, and a layer that the model never runs has none.
+    # It starts as zeros: layers add to it, and the part of a layer that the model never runs must stay zero.
     gradient_GP = torch.zeros(weights_GP.shape, device=weights_GP.device) if train else None
     return SegmentLora(segment, stack.layout, weights_GP, gradient_GP)
 
@@ -233,7 +238,7 @@ def _packed(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, None, None]:
 
 
 def _padded(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Padding goes to the right, where causal layers never look."""
+    """Return ids, positions, mask and rows of tokens. Padding is on the right, where causal layers never look."""
     longest = max(len(row) for row in tokens)
     ids = np.zeros((len(tokens), longest), np.int64)
     mask = np.zeros((len(tokens), longest), np.int64)

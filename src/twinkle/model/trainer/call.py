@@ -1,10 +1,12 @@
 """One call of ``forward`` or ``forward_backward``: many requests in, one result or failure each out.
 
 Requests are checked one by one, cut into micro-batches together, and finished one by one as soon as their last sequence
-is computed. Out of memory is never a tenant's problem: a batch that does not fit after all is cut in halves.
+is computed. Running out of memory does not fail a request: the batch is split in halves and tried again. Only a single
+sequence that does not fit fails. (In a sharded model it fails the whole call, see ``lockstep``.)
 
-Where several ranks train together, a request is the same on all of them, and each rank has some of its sequences, or
-none. What fails on one rank fails on all; only then is any gradient kept.
+Where several ranks train together, all ranks get the same requests, each with some of their sequences or none. At the
+end the ranks exchange their results: a request that failed on one rank fails on all, and only the gradients of requests
+that succeeded everywhere are added to adapters.
 """
 
 import dataclasses
@@ -31,11 +33,11 @@ from twinkle.model.trainer.engine import Computed
 from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
 from twinkle.model.types import FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
 
-StepLimit = Callable[[], int | None]  # tokens of the next micro-batch
+StepLimit = Callable[[], int | None]  # returns the most tokens of the next micro-batch; None: as many as fit
 
 
 class Passes(Protocol):
-    """What computes micro-batches: an :class:`Engine` of ``trainer.engine``, or one that keeps step with others."""
+    """What computes micro-batches: an :class:`Engine` of ``trainer.engine``, or a ``Lockstep`` around one."""
 
     @property
     def architecture(self) -> Architecture: ...
@@ -47,19 +49,19 @@ class Passes(Protocol):
     ) -> Computed: ...
 
     def finish(self) -> None:
-        """There are no more micro-batches in this call."""
+        """Note that this call has no more micro-batches."""
         ...
 
 
 @dataclass
 class _Request:
-    """A request under way: what has been computed of it so far."""
+    """A request in progress, with everything computed for it so far."""
 
     item: CheckedItem
     adapter: Adapter | None  # None: the base model
-    evaluation: Evaluation | None = None  # of an objective in the place of a named loss
+    evaluation: Evaluation | None = None  # set for a request with an objective instead of a named loss
     keeps_values: bool = False
-    values: dict[int, TokenValues] = field(default_factory=dict)  # datum → all that is known of it, if kept
+    values: dict[int, TokenValues] = field(default_factory=dict)  # datum → its values; filled if keeps_values
     logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
     metrics: dict[str, float] = field(default_factory=dict)  # once complete
     gradient_P: Tensor | None = None
@@ -85,15 +87,15 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others of its part of a request."""
+class _RankReport:
+    """What a rank tells the others about its part of a request."""
 
-    name: str
-    count: int  # sequences
+    name: str  # of the adapter
+    count: int  # sequences computed on this rank
     error: TwinkleError | None
 
     @classmethod
-    def of(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_Told":
+    def from_result(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_RankReport":
         name = item.adapter_id if isinstance(item, TrainItem) else ""
         if isinstance(result, TrainFailure):
             return cls(str(name), 0, result.error)
@@ -101,7 +103,7 @@ class _Told:
 
 
 class Call:
-    """Runs requests on an engine; ``budget`` shrinks when the device turns out to hold less than measured."""
+    """Runs the requests of one call. ``budget`` shrinks when the device turns out to hold less than was measured."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class Call:
         ranks: Ranks = ALONE,
         give_way: GiveWay | None = None,
     ) -> None:
-        """give_way: called between layers of micro-batches that leave enough memory; other calls may run in it."""
+        """``give_way`` is called between layers of micro-batches that leave enough memory; it may run other calls."""
         self.budget = budget
         self._give_way = give_way
         self._engine = engine
@@ -136,10 +138,11 @@ class Call:
     def steps(
         self, items: Sequence[TrainItem], limit: StepLimit
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """As :meth:`run`, but between two micro-batches somebody else may use the model, with other adapters.
+        """Do the same as :meth:`run`, but yield between micro-batches, so that other calls can use the model meanwhile.
 
-        ``limit``, asked before each micro-batch: the tokens that it may have, None for as many as fit. What was
-        computed so far is held here: until the end no adapter has changed.
+        Those calls must use other adapters. ``limit`` is called before each micro-batch and returns the most tokens it
+        may have, or None for as many as fit. Gradients computed so far are held in this object: an adapter changes
+        only when all sequences of its request are done.
         """
         assert self._ranks.size == 1, "ranks compute in step with each other"
         for index, item in enumerate(items):
@@ -149,7 +152,10 @@ class Call:
         return [self._results[index] for index in range(len(items))]
 
     def _compute_all(self, limit: StepLimit | None) -> Iterator[None]:
-        """Yields between micro-batches, if there is a limit."""
+        """Compute all micro-batches. If there is a limit, yield after each of them but the last.
+
+        Without a limit the results of one micro-batch are absorbed while the device computes the next one.
+        """
         queue = self._plan()
         running: tuple[MicroBatch, Computed] | None = None
         while queue:
@@ -165,7 +171,7 @@ class Call:
                     self._absorb(*running)  # while the device is busy with the next one
                 running = batch, computed
             if limit is not None and queue:
-                if running is not None:  # others come first: nothing of ours stays on the device meanwhile
+                if running is not None:  # before other calls run: free the device memory of this one
                     self._absorb(*running)
                     running = None
                 yield
@@ -195,7 +201,10 @@ class Call:
             self._requests[index] = _Request(checked, adapter, evaluation, keeps_values)
 
     def _plan(self) -> list[MicroBatch]:
-        """Order by stack, loss, width and slot: a stack's rows are one range, the rest adjoins where it is equal."""
+        """Order requests by stack, loss, width and slot, and cut them into micro-batches.
+
+        In this order the rows of a stack are one contiguous range, and rows with the same loss or width are neighbours.
+        """
 
         def order(index: int) -> tuple[int, str, str, int, int, int]:
             request = self._requests[index]
@@ -209,7 +218,7 @@ class Call:
         sequences = []
         for index in sorted(self._requests, key=order):
             data = self._requests[index].item.data
-            # Neighbours of one width are one block of the head; where rows are padded, like lengths waste least.
+            # Neighbours of equal width form one block of the head; in padded batches, equal lengths waste least.
             numbers = sorted(
                 range(len(data)),
                 key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),
@@ -230,7 +239,7 @@ class Call:
         return list({id(adapter): adapter for adapter in used if adapter is not None}.values())
 
     def _compute(self, batch: MicroBatch) -> Computed | None:
-        """None when the device ran out of memory; nothing has changed then."""
+        """Compute one micro-batch. Return None if the device ran out of memory; nothing has changed then."""
         self._pool.make_resident(self._adapters(batch.items))
         parts = [self._part(batch, index) for index in batch.items]
         give_way, recompute = self._interruption(batch)
@@ -264,7 +273,11 @@ class Call:
         return Part(index, request.item, request.adapter, data, evaluation, numbers)
 
     def _evaluate_early(self, batch: MicroBatch, index: int, limit: StepLimit | None) -> Iterator[None]:
-        """An objective whose sequences are not all in this batch needs a forward pass over all of them first."""
+        """Evaluate the objective of a request before its first batch, if that batch does not hold all its sequences.
+
+        An objective needs the log-probabilities of the whole request, so this runs an extra forward pass over all
+        sequences. Afterwards each batch can be computed forward and backward by itself.
+        """
         request = self._requests[index]
         evaluation, item = request.evaluation, request.item
         present = len(batch.by_item[index])
@@ -281,7 +294,10 @@ class Call:
             evaluation.run(first._requests[0].ordered_values)
 
     def _smaller(self, batch: MicroBatch) -> list[MicroBatch]:
-        """What to try instead of a batch that did not fit."""
+        """Return what to try instead of a batch that did not fit; with nothing left to try, fail its request.
+
+        A batch that was not recomputed also lowers the token budget of later calls.
+        """
         torch.cuda.empty_cache()
         tokens = batch.tokens
         if not batch.recompute:
@@ -294,6 +310,7 @@ class Call:
         return smaller
 
     def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
+        """Take the results of a micro-batch from the device, and finish the requests that are complete now."""
         values = iter(computed.values)
         for index, sequences in batch.by_item.items():
             request = self._requests[index]
@@ -310,7 +327,7 @@ class Call:
             request.finite = request.finite and gradient.finite
             if request.gradient_P is None:
                 request.gradient_P = gradient.row_P
-            else:  # finite parts may overflow together
+            else:  # the sum of finite parts may overflow
                 request.gradient_P = request.gradient_P + gradient.row_P
                 request.finite = request.finite and bool(request.gradient_P.sum().isfinite())
         for index in batch.items:
@@ -322,7 +339,7 @@ class Call:
         if evaluation is None:
             request.metrics = evaluate(request.item, request.ordered_logprobs)
             return
-        if not evaluation.done:  # nothing was trained
+        if not evaluation.done:  # a forward pass: it has no backward pass before which the objective would have run
             evaluation.run(request.ordered_values)
         if evaluation.error is None:
             request.metrics = evaluation.metrics
@@ -345,12 +362,17 @@ class Call:
             self._results[index] = TrainResult(shaped, metrics, values)
 
     def _agree(self, items: Sequence[TrainItem]) -> None:
-        """Between the ranks: what failed somewhere has failed; of the rest every rank keeps its part."""
-        told = self._ranks.gather([_Told.of(item, self._results[index]) for index, item in enumerate(items)])
-        if any([each.name for each in other] != [each.name for each in told[0]] for other in told):
-            names = [[each.name for each in other] for other in told]
+        """Exchange results between ranks: fail requests that failed on any rank; keep gradients of the others.
+
+        Each rank adds the gradient of its own sequences to its own copy of the adapter.
+        """
+        reports = self._ranks.gather(
+            [_RankReport.from_result(item, self._results[index]) for index, item in enumerate(items)]
+        )
+        if any([each.name for each in report] != [each.name for each in reports[0]] for report in reports):
+            names = [[each.name for each in report] for report in reports]
             raise InvalidInputError("items", f"{names} on the ranks", "the same requests on all ranks")
-        for index, request in enumerate(zip(*told, strict=True)):
+        for index, request in enumerate(zip(*reports, strict=True)):
             error = next((each.error for each in request if each.error is not None), None)
             if error is None and not any(each.count for each in request):
                 error = InvalidInputError("data", [], "a sequence of at least one datum, on one rank at least")

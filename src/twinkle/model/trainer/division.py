@@ -1,7 +1,8 @@
-"""A call's requests divided over ranks, for whoever is given all of them: about as many tokens for each.
+"""Divide the requests of a call over ranks so that each rank has about the same number of tokens.
 
-Every rank gets every request, with some of its sequences or none, as a parallel :class:`~twinkle.model.Trainer` wants
-it. A request with an objective goes to one rank whole: no part of it could be evaluated.
+This is for a caller that has all sequences of a call in one process. Every rank gets every request, with some of its
+sequences or none, as a :class:`~twinkle.model.Trainer` with several ranks expects. All sequences of a request with an
+objective go to one rank, since an objective can only be evaluated on the whole request.
 """
 
 import heapq
@@ -14,12 +15,12 @@ from twinkle.model.objectives.objective import evaluate
 from twinkle.model.objectives.validation import check_item
 from twinkle.model.types import Datum, TrainFailure, TrainItem, TrainResult
 
-_ANY = 2**62  # of limits that the ranks have checked
+_ANY = 2**62  # stands for limits that the ranks have checked already
 
 
 @dataclass(frozen=True)
 class Division:
-    """``owners``: of each request, the rank of each of its sequences."""
+    """Which rank computes which sequences. ``owners`` has, for each request, the rank of each of its sequences."""
 
     items: tuple[TrainItem, ...]
     owners: tuple[tuple[int, ...], ...]
@@ -27,7 +28,10 @@ class Division:
 
     @classmethod
     def by_tokens(cls, items: Sequence[TrainItem], count: int) -> "Division":
-        """The longest first, each to the rank that has least; what cannot be measured, which fails, to the first."""
+        """Assign sequences to ranks, longest first, each to the rank that has the fewest tokens so far.
+
+        Malformed sequences count as length 0; the rank that gets them reports the error.
+        """
         units = [(length, index, numbers) for index, item in enumerate(items) for length, numbers in _units(item)]
         ranks = [(0, rank) for rank in range(count)]
         owners = [[0] * _size(item) for item in items]
@@ -39,7 +43,7 @@ class Division:
         return cls(tuple(items), tuple(map(tuple, owners)), count)
 
     def share(self, rank: int) -> list[TrainItem]:
-        """What this rank is given."""
+        """Return the requests with the sequences of this rank."""
         return [
             replace(item, data=[datum for datum, owner in zip(item.data, owners, strict=True) if owner == rank])
             if owners
@@ -48,7 +52,7 @@ class Division:
         ]
 
     def join(self, results: Sequence[Sequence[TrainResult | TrainFailure]]) -> list[TrainResult | TrainFailure]:
-        """The results of the requests from those of all ranks."""
+        """Combine the results of all ranks into one result or failure per request."""
         return [self._joined(index, [each[index] for each in results]) for index in range(len(self.items))]
 
     def _joined(self, index: int, results: Sequence[TrainResult | TrainFailure]) -> TrainResult | TrainFailure:
@@ -71,7 +75,7 @@ class Division:
 
 
 def _units(item: TrainItem) -> list[tuple[int, list[int]]]:
-    """What stays together: its tokens, and the numbers of its sequences."""
+    """Return the units of a request that must stay on one rank: tokens, and the numbers of the sequences."""
     lengths = [_length(datum) for datum in item.data] if _size(item) else []
     if item.objective is not None:
         return [(sum(lengths), list(range(len(lengths))))]
@@ -85,5 +89,5 @@ def _size(item: TrainItem) -> int:
 def _length(datum: Datum) -> int:
     try:
         return int(np.asarray(datum.tokens).size) if isinstance(datum, Datum) else 0
-    except (TypeError, ValueError):  # ragged lists, for one
+    except (TypeError, ValueError):  # for example ragged lists
         return 0

@@ -1,6 +1,7 @@
 """One micro-batch through the model: hidden states, chunked head, losses, backward pass.
 
-The engine knows nothing of budgets, paging or failures; it computes what it is given, on adapters that are resident.
+The engine knows nothing of budgets, paging or failures. It computes the requests it is given; their adapters must be
+resident.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,33 +27,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Computed:
-    """Of one micro-batch; the device may still be at it. Each property waits for what it needs and no more."""
+    """The results of one micro-batch, which the device may still be computing.
 
-    _values: tuple[HostCopy, ...]  # one a block
-    _lengths: tuple[tuple[int, ...], ...]  # of the sequences of each block
+    Each property waits until the device has computed what the property returns, and no longer.
+    """
+
+    _values: tuple[HostCopy, ...]  # one per block
+    _lengths: tuple[tuple[int, ...], ...]  # per block, the lengths of its sequences
     _gradients: Gradients | None
 
     @classmethod
-    def of(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
-        return cls(tuple(map(HostCopy.of, values)), tuple(block.lengths for block in batch.blocks), gradients)
+    def from_batch(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
+        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in batch.blocks), gradients)
 
     @property
     def values(self) -> list[FloatArray]:
-        """What the head says of each sequence, (T, M), in row order: known before the backward pass is through.
+        """Return the head's values for each sequence, (T, M), in row order; they are known before the backward pass.
 
-        The log-probabilities of K targets, then, where someone asked for them, the statistics.
+        The columns are the log-probabilities of K targets, then, if any request of the batch asked for statistics,
+        entropy and most likely token.
         """
         blocks = zip(self._values, self._lengths, strict=True)
         return [rows for values, lengths in blocks for rows in np.split(values.array(), np.cumsum(lengths)[:-1])]
 
     @property
     def gradients(self) -> list[GradientRow]:
-        """What each request adds to its adapter's gradient."""
+        """Return the gradient of each request."""
         return [] if self._gradients is None else self._gradients.rows()
 
 
 class Engine:
-    """A frozen decoder with LoRA layers in place."""
+    """A frozen decoder whose linear layers have been replaced by LoRA layers."""
 
     def __init__(
         self, model: PreTrainedModel, architecture: Architecture, device: torch.device, chunk_rows: int
@@ -62,47 +67,50 @@ class Engine:
         fuse_norms(model)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
-        self.sharded_head: nn.Module | None = None  # where weights are sharded, has those of the head
+        self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
         self._decoder = model.base_model
         self._stance = "default"
-        self.token_rows = self.padding_rows = 0  # of all passes so far
+        self.token_rows = self.padding_rows = 0  # counted over all passes so far
 
     def freeze_compilation(self) -> None:
-        """From now on a batch that compiled code does not fit runs eagerly instead of compiling."""
+        """Stop compiling: from now on, batches for which there is no compiled code run eagerly."""
         self._stance = "eager_on_recompile"
 
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
-        """Log-probabilities only. ``give_way`` is called between layers: others may compute before it returns."""
+        """Compute log-probabilities only. ``give_way`` is called between layers, and may run other passes."""
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
             values = self._with_head(
                 lambda head: [_logprobs(head, block, hidden_TH, give_way) for block in batch.blocks]
             )
-        return Computed.of(batch, values, None)
+        return Computed.from_batch(batch, values, None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
-        """Log-probabilities and gradients; no adapter is touched. ``give_way``: as for :meth:`forward`."""
+        """Compute log-probabilities and gradients. Adapters do not change; the caller adds the gradients to them.
+
+        ``give_way`` is as for :meth:`forward`.
+        """
         batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute, give_way=give_way)
-        with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
+        with torch.compiler.set_stance(self._stance):  # includes the backward pass, which may recompute layers
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
                 detached_TH = hidden_TH.detach()
                 values, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH))
-                computed = Computed.of(batch, values, None)
-            if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
+                computed = Computed.from_batch(batch, values, None)
+            if hidden_TH.requires_grad:  # False if all adapters of the batch are on the head alone
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
             gradients = harvest(batch, parts)
         return replace(computed, _gradients=gradients)
 
     def finish(self) -> None:
-        """Nobody waits for this engine: there is nothing to do."""
+        """Do nothing: no other process waits for this engine (compare ``Lockstep.finish``)."""
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
     ) -> Tensor:
-        """The decoder's output for all rows, those of padding included."""
+        """Return the decoder's output for all rows, including rows of padding."""
         output = self._decoder(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -119,22 +127,22 @@ class Engine:
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
     def _with_head(self, walk: Callable[[ChunkedHead], T]) -> T:
-        """Once a pass: a sharded head is whole only inside of ``walk``."""
+        """Call ``walk`` with the head. A sharded head is gathered for this call only, so there is one call per pass."""
         if self.sharded_head is None:
             return walk(self.head)
         result: T = self.sharded_head(self.head, walk)
         return result
 
     def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The values of each block, and dL/dhidden of all rows."""
+        """Return the values of each block, and dL/dhidden of all rows."""
         give_way = batch.layer_batch.give_way
-        objectives = [BatchObjective.of(block.parts, block.width) for block in batch.blocks]
+        objectives = [BatchObjective.from_parts(block.parts, block.width) for block in batch.blocks]
         coefficients: list[Coefficients]
         if all(objective.pointwise for objective in objectives):
-            # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.
+            # dL/dlp of a token depends on that token alone: one run of the head gives log-probabilities and gradients.
             coefficients = [objective.to(self.device).coefficients for objective in objectives]
         else:
-            # A loss over whole sequences needs all of them first, and the head is walked a second time.
+            # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
             first = [_logprobs(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
             for objective, values_nM in zip(objectives, first, strict=True):
                 objective.note(values_nM)

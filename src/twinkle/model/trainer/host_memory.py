@@ -1,7 +1,8 @@
-"""The host memory that this process may use: of the machine, and of every control group (v1 and v2) that it is in.
+"""The host memory that this process may use: limited by the machine and by every control group (v1 and v2) it is in.
 
-A process is ended by the kernel when the innermost group, or any group around it, passes its limit. Pages of files that
-the kernel can drop do not count as used. Everything is read anew each time: a process may be moved to another group.
+The kernel kills a process when its control group, or any group around that one, exceeds its limit. Pages of files that
+the kernel can drop do not count as used. All files are read again at each call, since a process may be moved to another
+group.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ class HostMemory:
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of whatever has least left: the machine, or one of the groups. Reads a few small files."""
+    """Return limit and use of what has the least memory left: the machine or one of the groups.
+
+    This reads a few small files.
+    """
     return min((_machine(root), *_groups(root)), key=lambda memory: memory.free)
 
 
@@ -51,7 +55,7 @@ def _groups(root: Path) -> Iterator[HostMemory]:
 
 
 def _paths(root: Path) -> tuple[str, str]:
-    """Return where this process is, below the mount point of memory groups v1 and of groups v2."""
+    """Return the paths of this process's groups, v1 (memory controller) and v2, below their mount points."""
     v1 = v2 = "/"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -67,7 +71,10 @@ def _paths(root: Path) -> tuple[str, str]:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """In a container the path may be one of the machine outside: then only the mount point itself is there."""
+    """Yield the directories of a group and of all groups around it.
+
+    In a container the path may be that of the host machine, so that only the mount point itself exists.
+    """
     inner = PurePosixPath(path)
     for each in (inner, *inner.parents):
         yield mount / each.relative_to("/")
@@ -75,7 +82,7 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Files:
-    """The names of one version's files, and of what its memory.stat calls pages of files."""
+    """The names of the files of one cgroup version, and of the fields of memory.stat that count file pages."""
 
     limits: tuple[str, ...]
     used: str
@@ -93,7 +100,7 @@ _V1 = _Files(
     "total_mapped_file",
     "",
 )
-# Above memory.high a process is not ended, but slowed down until it is as good as dead.
+# Above memory.high a process is not killed, but slowed down so much that it no longer makes progress.
 _V2 = _Files(
     ("memory.max", "memory.high"),
     "memory.current",
@@ -105,7 +112,7 @@ _V2 = _Files(
 
 
 def _read(directory: Path, files: _Files) -> Iterator[HostMemory]:
-    """Yield the group if it has a limit; a group that is not there, or just went away, has none."""
+    """Yield the memory of a group if it has a limit; a group that does not exist (any more) has none."""
     try:
         limit = min(filter(None, (_limit(directory / name) for name in files.limits)), default=None)
         if limit is None:
@@ -125,7 +132,10 @@ def _limit(file: Path) -> int | None:
 
 
 def _droppable(directory: Path, files: _Files) -> int:
-    """Return the bytes of file pages that nobody has mapped: weights that a model reads in place had better stay."""
+    """Return the bytes of file pages that no process has mapped, which the kernel can drop.
+
+    Mapped pages count as used: they may be weights that a model reads directly from its file.
+    """
     try:
         lines = (line.split() for line in (directory / "memory.stat").read_text().splitlines())
         fields = {name: int(value) for name, value in lines}

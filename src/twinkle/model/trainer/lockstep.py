@@ -1,7 +1,7 @@
-"""Passes through a model whose weights are gathered from several processes: all of them must run the same ones.
+"""Passes through a sharded model: gathering its weights needs all processes, so all of them must run the same passes.
 
-Before each pass the ranks agree on what comes next: forward passes, then those forward and back. A rank that has
-nothing of that kind to do runs a token of its own, and nobody asks what comes of it.
+Before each pass the ranks agree on what kind comes next: first all forward passes, then all forward-backward passes. A
+rank that has no pass of that kind runs one dummy token instead and discards the result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _FORWARD, _FORWARD_BACKWARD, _NOTHING = range(3)
 
 
 class Lockstep:
-    """An engine among ``ranks``, the processes that hold the shards of one model."""
+    """An engine that runs its passes together with ``ranks``, the processes that hold the shards of one model."""
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self._engine = engine
@@ -40,17 +40,17 @@ class Lockstep:
             return self._engine.forward(parts)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
-        assert give_way is None, "as above"
+        assert give_way is None, "ranks compute in step with each other"
         self._wait_for(_FORWARD_BACKWARD)
         with _no_way_back():
             return self._engine.forward_backward(parts, recompute=recompute)
 
     def finish(self) -> None:
-        """Go on with the others until nobody has anything left."""
+        """Run dummy passes for as long as other ranks have passes left."""
         self._wait_for(_NOTHING)
 
     def _wait_for(self, own: int) -> None:
-        """Run what others have to run first."""
+        """Run dummy passes until all ranks agree that a pass of the kind ``own`` comes next."""
         while (turn := self._ranks.smallest(own)) != own:
             if turn == _FORWARD:
                 self._engine.forward([_one_token()])
@@ -60,17 +60,20 @@ class Lockstep:
 
 @contextmanager
 def _no_way_back() -> Iterator[None]:
-    """Out of memory in the midst of a pass: the others wait for layers that never come, so nobody may try again."""
+    """Turn running out of memory into a CapacityError, which is not retried.
+
+    When one rank stops in the middle of a pass, the others wait for layers that it will never gather.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            "a rank ran out of memory in a pass that others take part in; start again with fewer max_tokens_per_batch"
+            "a rank ran out of memory in a pass that all ranks share; restart with a smaller max_tokens_per_batch"
         ) from error
 
 
 def _one_token() -> Part:
-    """Of the base model."""
+    """Return a dummy request: one token through the base model, without an adapter."""
     token = np.zeros(1, np.int64)
     datum = CheckedDatum(token, token[:, None], {}, token.shape)
     item = CheckedItem("", get_loss("cross_entropy"), {}, (datum,))

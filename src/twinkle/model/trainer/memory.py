@@ -1,4 +1,4 @@
-"""How much a batch may hold: measured on the loaded model, divided once, printed."""
+"""The memory plan of a trainer: what a token costs on the loaded model, and how free memory is divided from that."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from twinkle.errors import CapacityError
 from twinkle.model.trainer.host_memory import read_host_memory
 from twinkle.model.types import DeviceMemory
 
-# Shares of the memory left after the model's weights.
+# Shares of the memory that is left beside the model's weights.
 _ACTIVATION_SHARE = 0.6
 _RESERVE_SHARE = 0.08  # fragmentation, library workspaces
-_CPU_SHARE = 0.5  # of what the machine has free: others live there too
+_CPU_SHARE = 0.5  # of the host memory that is free: other processes need some too
 _DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
 _HEAD_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # fp32 logits held at once
 _SMALLEST_CHUNK = 16
-_CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products there compute so many rows at once, needed or not
+_CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products compute this many rows at a time, needed or not
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class MemoryPlan:
         gib = 2**30
         return (
             f"memory: weights {self.weights / gib:.2f} GiB, adapters {self.adapters / gib:.2f} GiB, "
-            f"activations {self.activations / gib:.2f} GiB = {self.tokens} tokens a batch "
-            f"({self.bytes_per_token / 1024:.0f} KiB a token; recomputed: {self.tokens_recomputed} tokens)"
+            f"activations {self.activations / gib:.2f} GiB = {self.tokens} tokens per batch "
+            f"({self.bytes_per_token / 1024:.0f} KiB per token; recomputed: {self.tokens_recomputed} tokens)"
         )
 
 
 def available_bytes(device: torch.device, processes: int = 1) -> int:
-    """What is free on the device now, the caches of torch's own allocator counted as free.
+    """Return the bytes that are free on the device now; memory cached by torch's allocator counts as free.
 
-    ``processes`` share the host, as far as anyone knows; each has a GPU of its own.
+    ``processes``: how many processes are assumed to share this host's memory. GPUs are not shared.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -65,7 +65,7 @@ def available_bytes(device: torch.device, processes: int = 1) -> int:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Without asking the device to finish anything; None on CPUs."""
+    """Return the memory numbers of a GPU without synchronizing with it; None on CPUs."""
     if device.type != "cuda":
         return None
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # far cheaper than the flat ones
@@ -77,7 +77,10 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def _available_host_bytes(root: Path = Path("/")) -> int:
-    """What the kernel would give us: its file cache counts, and so do the limits of a container."""
+    """Return the bytes that this process could still allocate, within the limits of its container.
+
+    File cache that the kernel can drop counts as free.
+    """
     return read_host_memory(root).free
 
 
@@ -94,7 +97,7 @@ def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
 def divide(
     *, weights: int, free: int, per_token: int, per_token_recomputed: int, max_tokens: int | None, device: torch.device
 ) -> MemoryPlan:
-    """``free``: bytes left for adapters and activations."""
+    """Divide ``free``, the bytes beside the weights, between adapters and activations."""
     usable = int(free * (1 - _RESERVE_SHARE))
     wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]
     activations = min(int(usable * _ACTIVATION_SHARE), max(wanted * per_token, usable // 4))
@@ -108,9 +111,9 @@ def divide(
 
 
 def measure_per_token(run: Callable[[int], None], device: torch.device, small: int, large: int) -> int:
-    """Bytes a token of a forward and backward pass, from two runs of different length."""
+    """Return the bytes per token of a forward and backward pass, measured by two runs of different length."""
     if device.type == "cuda":
-        run(small)  # load kernels, fill caches
+        run(small)  # warm up: load kernels, fill caches
         held = [_cuda_peak(run, tokens, device) for tokens in (small, large)]
     else:
         # Beside what autograd keeps, a pass holds a few temporaries of its widest layer.
@@ -127,14 +130,17 @@ def _cuda_peak(run: Callable[[int], None], tokens: int, device: torch.device) ->
 
 
 def _saved_bytes(run: Callable[[int], None], tokens: int) -> int:
-    """The storages that autograd keeps for the backward pass; weights are among them, whatever the length."""
+    """Return the bytes that autograd keeps for the backward pass.
+
+    They include weights, whose size does not depend on the length and cancels out between two runs.
+    """
     storages: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         run(tokens)
     return sum(storages.values())

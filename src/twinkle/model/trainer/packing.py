@@ -1,8 +1,8 @@
 """Cuts requests into micro-batches: plain Python over lengths, without torch.
 
 Sequences are taken in the order of their stack, loss and request, so that each stack's rows are one contiguous range
-and each request's rows one group. What exceeds the token budget goes into the next micro-batch; gradients add up to the
-same.
+and each request's rows are one group. Sequences beyond the token budget go into the next micro-batch. The gradients of
+micro-batches are added up, so the sum does not depend on where the cuts are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class SequenceRef:
-    """One sequence of the call: the datum ``datum`` of the request ``item``."""
+    """One sequence of the call: datum number ``datum`` of request number ``item``."""
 
     item: int
     datum: int
     length: int
-    width: int = 1  # targets a token
+    width: int = 1  # targets per token
 
     @property
     def cells(self) -> int:
@@ -27,14 +27,14 @@ class SequenceRef:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass computes."""
+    """The sequences that one pass computes together."""
 
     sequences: tuple[SequenceRef, ...]
     recompute: bool = False  # activation checkpointing
 
     @cached_property
     def by_item(self) -> Mapping[int, tuple[SequenceRef, ...]]:
-        """The sequences of each request in this micro-batch, in row order: those of a request are neighbours."""
+        """Return the sequences of each request in row order; the sequences of a request are neighbours."""
         return {item: tuple(run) for item, run in groupby(self.sequences, key=lambda sequence: sequence.item)}
 
     @property
@@ -43,17 +43,19 @@ class MicroBatch:
 
     @property
     def items(self) -> tuple[int, ...]:
-        """The requests in this micro-batch, in row order."""
+        """Return the numbers of the requests in this micro-batch, in row order."""
         return tuple(self.by_item)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed.
+    """How many tokens a forward and backward pass may have.
 
-    ``cells``: targets of all those tokens, where there are several a token. Each takes some 40 bytes.
-    ``most_tokens``: how many fit in memory with all activations kept; ``tokens`` may be fewer, as configured.
-    ``longest_sequence``: that is accepted all the same, where only a part of the memory is free for now.
+    ``tokens``: with all activations kept. ``tokens_recomputed``: with activation checkpointing, which takes less memory
+    per token. ``cells``: the most targets of all tokens together, where tokens have several; each takes some 40 bytes.
+    ``most_tokens``: how many tokens fit in memory with all activations kept; ``tokens`` is less if a lower limit is
+    configured. ``longest_sequence``: a sequence of this length is accepted although only part of the memory is free at
+    the moment.
     """
 
     tokens: int
@@ -63,13 +65,16 @@ class Budget:
     longest_sequence: int = 0
 
     def leaves_room(self, batch: MicroBatch, *, train: bool, padded: bool) -> bool:
-        """Whether half of the memory for activations is left beside this micro-batch."""
+        """Return whether this micro-batch uses at most half of the memory for activations."""
         most = max(self.tokens, self.most_tokens) if train and not batch.recompute else self.tokens_recomputed
         rows = len(batch.sequences) * max(each.length for each in batch.sequences) if padded else batch.tokens
         return 2 * rows <= most
 
     def half(self) -> "Budget":
-        """What is left for others beside a batch that leaves room. Sequences may be as long as before."""
+        """Return the budget for other calls while a batch that :meth:`leaves_room` is interrupted.
+
+        The longest sequence that is accepted stays the same.
+        """
         most = max(self.tokens, self.most_tokens) // 2
         return Budget(
             max(1, min(self.tokens, most)), max(1, self.tokens_recomputed // 2), self.cells, most, self.longest
@@ -77,6 +82,7 @@ class Budget:
 
     @property
     def longest(self) -> int:
+        """Return the length of the longest sequence that is accepted."""
         return max(self.tokens, self.tokens_recomputed, self.longest_sequence)
 
 
@@ -91,8 +97,9 @@ def plan(
     """Fill micro-batches in the given order.
 
     padded: every sequence takes as many rows as the longest of its batch.
-    length_class: sequences of different classes never share a batch (RoPE that looks at the longest position).
-    fits: whether the adapters of these requests can be on the device together.
+    length_class: sequences of different classes never share a batch, because some RoPE variants depend on the longest
+    position of a batch.
+    fits: returns whether the adapters of these requests can be on the device together.
     """
     by_kind: dict[tuple[bool, int], list[SequenceRef]] = {}
     for sequence in sequences:
@@ -107,8 +114,11 @@ def plan(
 def _fill(
     sequences: Sequence[SequenceRef], limit: int, cells: int, padded: bool, fits: Callable[[frozenset[int]], bool]
 ) -> Iterator[list[SequenceRef]]:
-    """Batches of about equal size, none above the limit of tokens; above that of cells at most a sequence alone."""
-    most_cells = max(cells, limit)  # with one target a token, tokens alone decide
+    """Yield batches of about equal size, none above the limit of tokens.
+
+    Only a batch of a single sequence may exceed the limit of cells.
+    """
+    most_cells = max(cells, limit)  # with one target per token, only the limit of tokens matters
     count = -(-sum(sequence.length for sequence in sequences) // limit)
     even = -(-sum(sequence.length for sequence in sequences) // count)
     current: list[SequenceRef] = []
@@ -134,7 +144,10 @@ def _fill(
 
 
 def cut(batch: MicroBatch, tokens: int | None) -> list[MicroBatch]:
-    """The same sequences in batches of at most so many tokens each, or one sequence that is longer; None: as it is."""
+    """Split a batch into batches of at most ``tokens`` tokens; None leaves it as it is.
+
+    A single sequence that is longer becomes a batch by itself.
+    """
     if tokens is None:
         return [batch]
     parts: list[list[SequenceRef]] = []
@@ -149,7 +162,10 @@ def cut(batch: MicroBatch, tokens: int | None) -> list[MicroBatch]:
 
 
 def halves(batch: MicroBatch) -> list[MicroBatch]:
-    """The same sequences with less memory: two batches, or one sequence recomputed; [] when nothing is left to try."""
+    """Return the same sequences in a form that needs less memory: two batches, or one sequence recomputed.
+
+    Returns [] if the batch is a single sequence that is recomputed already.
+    """
     if len(batch.sequences) > 1:
         middle = len(batch.sequences) // 2
         parts = batch.sequences[:middle], batch.sequences[middle:]

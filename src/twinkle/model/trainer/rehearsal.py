@@ -1,4 +1,4 @@
-"""Trains throw-away adapters on random tokens: to measure what a token costs and to compile before tenants come."""
+"""Trains temporary adapters on random tokens, to measure the memory per token and to compile before requests come."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Bytes a token of a forward and backward pass, with activations kept and with them recomputed."""
+    """Bytes per token of a forward and backward pass, with activations kept and with activations recomputed."""
 
     kept: int
     recomputed: int
@@ -32,7 +32,7 @@ class TokenCost:
 
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     small, large = _PROBE_TOKENS[engine.device.type]
-    if engine.device.type == "cuda":  # ragged: kernels are compiled now, not in a request
+    if engine.device.type == "cuda":  # different lengths: compile the kernels for those now, not during a request
         rehearse(engine, dtype, [_RANK, _RANK], [small, small // 2])
     adapters = _adapters(engine, dtype, [_RANK], head=True)
 
@@ -47,7 +47,10 @@ def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
 
 @contextmanager
 def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
-    """No longer than these: what a chunk of the head holds is then the same in runs of any length, and cancels out."""
+    """Limit the head's chunks to ``rows`` rows.
+
+    All runs then hold the same memory for the head, whatever their length, and it cancels out of their difference.
+    """
     head = engine.head
     engine.head = ChunkedHead(head.spec, min(rows, head.chunk_rows))
     try:
@@ -57,7 +60,7 @@ def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
 
 
 def rehearse(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
-    """One training and one scoring batch with one sequence an adapter."""
+    """Run one training batch and one scoring batch, with one sequence per adapter."""
     parts = _parts(engine, _adapters(engine, dtype, ranks), lengths)
     engine.forward_backward(parts, recompute=False)
     engine.forward(parts)
@@ -92,7 +95,8 @@ def _parts(engine: Engine, adapters: list[Adapter], lengths: list[int]) -> list[
     return parts
 
 
-# Lengths, one an adapter, and ranks of the batches to compile for: two, so that no size is taken for a constant.
+# The batches to compile for: the length of each adapter's sequence, and the rank of the adapters. There are two, so
+# that the compiler treats no size as a constant.
 _REHEARSALS = (([384, 256], 32), ([160, 96, 384], 16))
 
 

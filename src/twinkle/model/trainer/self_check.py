@@ -1,9 +1,10 @@
-"""A model of a family that our tests do not pin is compared with its own forward pass before anyone trains on it.
+"""A check of model families that the tests do not cover: the engine must agree with the model's own forward pass.
 
-Two sequences, each with an adapter of its own, go through the plain model one at a time, with its own attention and the
-adapters as plain hooks; then both go through the engine together. A family that mixes neighbours in a packed row,
-scales logits in its own way, or calls its linear layers with rows in another order shows here, not in a tenant's
-training. What only long sequences show (a sliding window larger than ``_LARGEST_WINDOW``) is not seen.
+It runs when a trainer is built. Two sequences, each with its own adapter, go through the plain model one at a time,
+with its own attention and the adapters as plain hooks; then both go through the engine together. This finds a family
+that mixes neighbours in a packed row, scales logits in its own way, or calls its linear layers with rows in another
+order, before a tenant trains on it. It does not find differences that only long sequences show (a sliding window larger
+than ``_LARGEST_WINDOW``).
 """
 
 from collections.abc import Iterator
@@ -30,16 +31,16 @@ _RANK = 8
 _B_SCALE = 0.2
 _SHORTEST = 24  # tokens
 _LARGEST_WINDOW = 8192
-_SCORED = 16  # tokens at either end of a sequence
-# ‖Δ‖ over the spread of the log-probabilities. A Llama of 135M parameters: 1e-5 in fp32 and 0.05 in bf16 when all is
-# right, 0.3 with the two adapters exchanged, 0.7 when one sequence sees the other.
+_SCORED = 16  # tokens at either end of a sequence that are compared
+# Bounds of ‖difference‖ divided by the spread of the log-probabilities. A Llama of 135M parameters has 1e-5 in fp32 and
+# 0.05 in bf16 if everything is right, 0.3 with the two adapters exchanged, 0.7 when one sequence sees the other.
 _BOUND_FP32 = 1e-3
 _BOUND_BF16 = 0.15
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Sequences, the adapter of each as a flat row (P,), and what the plain model says of the scored tokens."""
+    """Sequences, the adapter of each as a flat row (P,), and the plain model's log-probabilities of scored tokens."""
 
     family: str
     layout: RowLayout
@@ -49,7 +50,10 @@ class Reference:
 
 
 def plain_logprobs(model: PreTrainedModel, architecture: Architecture) -> Reference | None:
-    """To be called before an engine takes the model over; None for families that need no check."""
+    """Return the plain model's log-probabilities; None for families that need no check.
+
+    This must be called before an engine replaces the model's layers.
+    """
     family = model.config.model_type
     if family in TESTED_FAMILIES:
         return None
@@ -92,7 +96,10 @@ def check_engine(engine: Engine, reference: Reference | None) -> None:
 
 
 def _tokens(model: PreTrainedModel, architecture: Architecture) -> tuple[IntArray, ...]:
-    """Two sequences, both longer than the sliding window. The middle of a vocabulary holds no special tokens."""
+    """Return two sequences, both longer than the sliding window if that is feasible.
+
+    Token ids come from the middle of the vocabulary, where there are no special tokens.
+    """
     window = model.config.get_text_config().to_dict().get("sliding_window") or 0
     length = max(_SHORTEST, window + _SCORED) if window <= _LARGEST_WINDOW else _SHORTEST
     length = min(length, architecture.max_length)
@@ -101,7 +108,7 @@ def _tokens(model: PreTrainedModel, architecture: Architecture) -> tuple[IntArra
 
 
 def _scored(length: int) -> slice | IntArray:
-    """Rows to compare: neighbours would show at the beginning, windows at the end."""
+    """Return the rows to compare: the first ones show mixing with neighbours, the last ones wrong sliding windows."""
     if length <= 2 * _SCORED:
         return slice(length)
     return np.r_[:_SCORED, length - _SCORED : length]
@@ -117,7 +124,7 @@ def _row(layout: RowLayout, seed: int) -> Tensor:
 def _plain(model: PreTrainedModel, layout: RowLayout, row_P: Tensor, tokens: IntArray) -> FloatArray:
     ids_T = torch.from_numpy(tokens).to(model.device)
     with _hooks(model, layout, row_P):
-        logits_TV = model(input_ids=ids_T[None]).logits[0]  # as anyone would call it: without a cache some differ
+        logits_TV = model(input_ids=ids_T[None]).logits[0]  # a plain call: some families differ without a cache
     rows = _scored(len(tokens))
     logprobs_SV = logits_TV[rows].float().log_softmax(-1)
     return logprobs_SV.gather(1, ids_T[rows][:, None])[:, 0].cpu().numpy()
@@ -137,7 +144,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _hooks(model: PreTrainedModel, layout: RowLayout, row_P: Tensor) -> Iterator[None]:
-    """LoRA the plain way: each target's output plus B A x."""
+    """Apply an adapter in the plain way: a hook on each target module adds B A x to its output."""
     handles, row_P = [], row_P.to(model.dtype)
     for target in layout.targets:
         a_RI, b_OR = layout.views(row_P, target.name)

@@ -1,8 +1,9 @@
-"""A model cut into shards (FSDP2): every process holds a part of each weight, and has a layer whole while it runs it.
+"""A model cut into shards (FSDP2): every process holds a part of each weight, and gathers a layer while it runs it.
 
-Adapters of a Trainer are no parameters of the model, so they stay out of it, whole on every rank.
+Adapters of a Trainer are not parameters of the model, so they are not sharded: every rank has the whole adapter.
 
-Gathering a layer takes all processes that hold a part: they run the same layers in the same order, forward and back.
+Gathering a layer needs all processes that hold a part of it, so they must run the same layers in the same order,
+forward and backward.
 
 Shapes: V vocabulary, H hidden features.
 """
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class ShardedHead(nn.Module):
-    """Holds the weights of a head; it is whole for the time of one call, which walks over all rows."""
+    """Holds the weights of a head. They are gathered for the time of one call, which computes all rows."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -40,20 +41,20 @@ class ShardedHead(nn.Module):
 
 
 def shard_engine(engine: Engine, model: PreTrainedModel, mesh: TorchMesh, reshard_after_forward: bool) -> int:
-    """Cut the frozen model under an engine, and move its shards to the device of the mesh.
+    """Cut the frozen model of an engine into shards, and move the shards to the device of the mesh.
 
-    Returns the bytes of what is gathered at the same time.
+    Returns the most bytes of gathered weights that exist at the same time.
     """
     spec = engine.head.spec
     layers = [parameter_bytes(layer) for layer in engine.layers]
-    held = 2 * max(layers) if reshard_after_forward else sum(layers)  # the next layer is fetched while one runs
+    held = 2 * max(layers) if reshard_after_forward else sum(layers)  # the next layer is gathered while one runs
     held += spec.weight_VH.numel() * spec.weight_VH.itemsize
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    if tied:  # frozen weights may as well be two
+    if tied:  # the head gets a copy: embedding and head are sharded separately, and frozen weights stay equal
         spec = dataclasses.replace(spec, weight_VH=spec.weight_VH.clone())
     head = ShardedHead(spec)
     parent, _, name = engine.architecture.head.name.rpartition(".")
-    setattr(model.get_submodule(parent), name, head)  # in the place of the layer that holds its weights whole
+    setattr(model.get_submodule(parent), name, head)  # replaces the layer that holds the whole weights
     nowhere = dataclasses.replace(spec, weight_VH=torch.empty(0, dtype=spec.weight_VH.dtype), bias_V=None)
     engine.head = ChunkedHead(nowhere, engine.head.chunk_rows)
     engine.architecture = dataclasses.replace(engine.architecture, head_spec=nowhere)
@@ -76,7 +77,10 @@ def shard_trained(
     reshard_after_forward: bool,
     apart: set[nn.Parameter],
 ) -> None:
-    """Cut a model that is trained, but for the parameters ``apart``; the gradient of a shard is the sum over ranks."""
+    """Cut a model that is trained into shards, except for the parameters in ``apart``.
+
+    The gradient of a shard is the sum over ranks, not the mean.
+    """
     for module in (*layers, root):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=apart)
     for module in root.modules():
@@ -86,12 +90,15 @@ def shard_trained(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered, where it is in shards: all ranks ask for the same tensors in the same order."""
+    """Return the whole tensor, gathered if it is sharded.
+
+    All ranks must call this for the same tensors in the same order.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, where the parameter it belongs to is in shards; in its type and place."""
+    """Return a whole tensor in the form of its parameter: same dtype and device and, if sharded, this rank's shard."""
     if not isinstance(parameter, DTensor):
         return tensor.to(parameter)
     moved = tensor.to(device=parameter.device, dtype=parameter.dtype)
@@ -99,17 +106,20 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def whole_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict without shards."""
+    """Return an optimizer's state_dict with all sharded tensors gathered. All ranks must call this."""
     entries = state["state"].items()
     return {**state, "state": {key: {k: _whole_value(v) for k, v in entry.items()} for key, entry in entries}}
 
 
 def sharded_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The inverse, for an optimizer of the same parameters."""
+    """Return this rank's part of a gathered state_dict, for an optimizer of the same parameters.
+
+    This is the inverse of :func:`whole_state`.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len(numbers) != len(parameters):
-        return state  # load_state_dict says what is wrong
+        return state  # load_state_dict raises an error that explains it
     owners = dict(zip(numbers, parameters, strict=True))
     entries = {
         number: {name: _like_value(value, owners[number]) for name, value in entry.items()}
@@ -123,7 +133,7 @@ def _whole_value(value: Any) -> Any:
 
 
 def _like_value(value: Any, parameter: Tensor) -> Any:
-    """Moments have the shape of their parameter; counters stay as they are."""
+    """Return this rank's shard of a moment, which has the shape of its parameter; counters stay as they are."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
     return like(value, parameter)

@@ -1,12 +1,14 @@
 """The multi-tenant trainer: one frozen base model, many adapters in every batch.
 
 ``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the
-memory, and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step``
-touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
+memory, and computes them together; a request that is invalid or produces NaN fails alone and changes nothing.
+``optim_step`` changes one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread; methods
+that may be called from other threads say so.
 
-With a device mesh there is a trainer in each of its processes (ranks). All are given the same calls in the same order,
-and of the requests of a call each has some sequences or none. Adapters are the same on all ranks but for the gradient
-of an open window: each rank has a part of it, and the parts are added up where the whole is first needed.
+With a device mesh there is a trainer in each of its processes (ranks). All must be given the same calls in the same
+order; each rank has some sequences of a call's requests or none. Adapters are the same on all ranks except for the
+gradient of an open window: each rank holds the part that its own sequences contributed, and the parts are added up when
+the whole gradient is first needed.
 """
 
 import dataclasses
@@ -80,14 +82,15 @@ class Trainer:
 
         memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free.
         max_tokens_per_batch: upper bound of a batch; None: 16384 on CUDA, 4096 on CPU, less where memory is short.
-        compiled: compile the decoder layers now; takes a minute or so, and CUDA steps get faster.
-        device_mesh: the processes that train together; each constructs a trainer of its own on the same weights. Along
-        its dimension fsdp the base is cut into shards.
-        reshard_after_forward: layers of a sharded base are gathered once more for the backward pass, not held.
+        compiled: compile the decoder layers now; this takes a minute or so, and makes training steps on CUDA faster.
+        device_mesh: the processes that train together; each constructs its own trainer with the same weights. Along the
+        mesh's dimension fsdp the base model is cut into shards.
+        reshard_after_forward: free the gathered layers of a sharded base after the forward pass, and gather them again
+        for the backward pass, instead of holding them in between.
         """
         self.model_id = model_id
         self.device: torch.device = model.device
-        if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # shards move there from where the model is
+        if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
             self.device = own_device(device_mesh.device_type, device_mesh)
         self.dtype: torch.dtype = model.dtype
         if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
@@ -141,7 +144,7 @@ class Trainer:
         """Load a model by its id (see :mod:`twinkle.hub`).
 
         device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on CUDA and on CPUs with
-        AMX, else fp32. The rest as in the constructor.
+        AMX, else fp32. The other arguments are those of the constructor.
         """
         if device_mesh is not None:
             check_mesh(device_mesh)  # before weights are read
@@ -163,20 +166,20 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together; all are given the same calls."""
+        """Return the group of processes that train together; all must be given the same calls."""
         return self._parallel.ranks
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """Raises for an adapter that this model can never have; in any thread."""
+        """Raise for a spec that this model can never have. May be called from any thread."""
         select_targets(check_spec(spec), self.architecture)
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         """Make a fresh adapter; returns its spec with the seed that was used."""
         if adapter_id in self._pool:
             raise AdapterExistsError(adapter_id)
-        spec = self._parallel.ranks.gather(check_spec(spec))[0]  # one seed for all, where it was drawn
+        spec = self._parallel.ranks.gather(check_spec(spec))[0]  # a seed that was drawn at random is rank 0's on all
         adapter = self._blank(adapter_id, spec)
         assert spec.seed is not None
         adapter.weights_P.copy_(initial_row(adapter.layout, spec.rank, spec.seed))
@@ -194,15 +197,18 @@ class Trainer:
         return self._pool.ids()
 
     def resident_adapter_ids(self) -> list[str]:
-        """Those on the device now; the others wait in host memory. In any thread."""
+        """Return the ids of the adapters on the device, not in host memory. May be called from any thread."""
         return self._pool.resident_ids()
 
     def host_bytes(self) -> int:
-        """Host memory that adapters take now, on a CPU also those on the device. In any thread."""
+        """Return the bytes of host memory that adapters take now. May be called from any thread.
+
+        Where the device is the CPU, resident adapters count too.
+        """
         return self._pool.host_bytes()
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
-        """Host memory that an adapter of this shape takes at most. In any thread."""
+        """Return the most bytes of host memory that an adapter of this shape takes. May be called from any thread."""
         layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
         copy = self.dtype.itemsize if self.device.type == "cpu" else 0
         return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
@@ -219,18 +225,18 @@ class Trainer:
         return self._pool.get(adapter_id).step
 
     def peft_config(self, adapter_id: str) -> dict[str, object]:
-        """The contents of its adapter_config.json."""
+        """Return the contents of the adapter's adapter_config.json."""
         adapter = self._pool.get(adapter_id)
         return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.model_id)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
-        """Log-probabilities and losses, without gradients."""
+        """Compute log-probabilities and losses, without gradients. One result or failure per item, in order."""
         return self._run(items, train=False)
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
-        """Log-probabilities and losses; each request's gradient is added to its adapter's."""
+        """Compute log-probabilities and losses, and add each request's gradient to that of its adapter."""
         return self._run(items, train=True)
 
     def in_steps(
@@ -241,19 +247,20 @@ class Trainer:
         limit: Callable[[], int | None],
         give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """As :meth:`forward` or :meth:`forward_backward`, a micro-batch at a time, each of at most ``limit()`` tokens.
+        """Run :meth:`forward` or :meth:`forward_backward` by micro-batches, each of at most ``limit()`` tokens.
 
-        Other calls may run between micro-batches, except for the same adapters. With several ranks all is one step.
-        On a CPU one long sequence takes seconds: ``give_way`` is called between its layers, and may make such calls.
+        The generator yields between micro-batches; until it is resumed, other calls may run on other adapters. With
+        several ranks it runs everything without yielding. On a CPU one long sequence takes seconds, so ``give_way`` is
+        called between layers there, and may make such calls.
         """
         if self._parallel.sharded or self._parallel.ranks.size > 1:
             return self._run(items, train=train)
 
         def let_others_compute() -> None:
             assert give_way is not None
-            budget, self._budget = self._budget, self._budget.half()  # this call holds as much
+            budget, self._budget = self._budget, self._budget.half()  # this call holds at most the other half
             try:
-                with torch.enable_grad():  # whatever holds for this call
+                with torch.enable_grad():  # this call may have disabled it
                     give_way()
             finally:
                 self._budget = budget
@@ -268,14 +275,15 @@ class Trainer:
             give_way=let_others_compute if interrupted else None,
         )
         results = yield from call.steps(items, limit)
-        self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)  # others may have met it, too
+        # Both may have been lowered: by this call, and by calls that ran in between.
+        self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)
         return results
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes, and the
-        metrics have ``no_gradient:max``.
+        """Take one AdamW step with the accumulated gradient, then drop the gradient.
 
-        decoupled: False is Adam, whose weight decay is part of the gradient.
+        Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. ``decoupled=False`` is Adam,
+        whose weight decay is part of the gradient.
         """
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
@@ -284,13 +292,13 @@ class Trainer:
         return adam_step(adapter, params, decoupled=decoupled)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
-        """Multiply the accumulated gradient; without one nothing changes."""
+        """Multiply the accumulated gradient by ``factor``; without a gradient nothing changes."""
         adapter = self._pool.get(adapter_id)
         if adapter.gradient_P is not None:
             adapter.gradient_P = adapter.gradient_P * factor
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
-        """Of the accumulated gradient; 0 without one."""
+        """Return the norm of the accumulated gradient; 0 without one."""
         gradient_P = self._with_gradient(adapter_id).gradient_P
         return 0.0 if gradient_P is None else gradient_norm(gradient_P, norm_type)
 
@@ -299,19 +307,19 @@ class Trainer:
         self._pool.get(adapter_id).drop_gradient()
 
     def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
-        """The accumulated gradient by PEFT's parameter names; empty between windows."""
+        """Return the accumulated gradient by PEFT's parameter names; empty between windows."""
         adapter = self._with_gradient(adapter_id)
         return {} if adapter.gradient_P is None else self._arrays(adapter, adapter.gradient_P)
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
-        """The master weights by PEFT's parameter names."""
+        """Return the master weights by PEFT's parameter names."""
         adapter = self._pool.get(adapter_id)
         return self._arrays(adapter, adapter.weights_P)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        """Everything needed to go on exactly, an open window's gradient included."""
+        """Return all state needed to continue exactly, including the gradient of an open window."""
         adapter = self._with_gradient(adapter_id)
         gradient = None if adapter.gradient_P is None else _array(adapter.gradient_P)
         return AdapterSnapshot(
@@ -349,10 +357,10 @@ class Trainer:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs.
+        """Write a directory that PEFT can load; with ``optimizer`` also the state needed to continue training.
 
-        state: further entries of trainer_state.json. companions: writes further files into the directory it is given,
-        which appears with them or not at all.
+        state: further entries of trainer_state.json. companions: a function that writes further files into the
+        directory it is given. The checkpoint appears with all its files or not at all.
         """
         adapter = self._pool.get(adapter_id)
         write = functools.partial(
@@ -375,7 +383,10 @@ class Trainer:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        """Copy what :meth:`save` would write; the function returned writes it, in any thread, over what is there."""
+        """Copy what :meth:`save` would write, and return a function that writes it to a directory.
+
+        The function may be called from any thread. It overwrites an existing directory.
+        """
         adapter = self._pool.get(adapter_id)
         return functools.partial(
             checkpoint.save_adapter,
@@ -413,7 +424,7 @@ class Trainer:
     @property
     def engine(self) -> Engine:
         if self._parallel.sharded:
-            raise UnsupportedError("engine: nobody else can run a model that is sharded over processes")
+            raise UnsupportedError("engine: a model that is sharded over processes is run by its Trainer only")
         return self._engine
 
     @property
@@ -421,13 +432,13 @@ class Trainer:
         return self._pool
 
     def frozen_from_checkpoint(self, directory: str | Path) -> Adapter:
-        """The weights of a directory written by :meth:`save` or by PEFT."""
+        """Return a frozen adapter with the weights of a directory written by :meth:`save` or by PEFT."""
         adapter = self._blank(str(directory), check_spec(checkpoint.read_spec(Path(directory))))
         checkpoint.load_adapter(adapter, Path(directory), optimizer=False)
         return Adapter.frozen_copy(adapter)
 
     def frozen_from_weights(self, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> Adapter:
-        """Weights by PEFT's names, and the contents of their adapter_config.json."""
+        """Return a frozen adapter from weights by PEFT's names and the contents of their adapter_config.json."""
         adapter = self._blank("weights", check_spec(checkpoint.spec_of(config)))
         checkpoint.put_weights(adapter, weights)
         return Adapter.frozen_copy(adapter)
@@ -442,10 +453,10 @@ class Trainer:
         self._pool.shrink(self._pool_bytes())
 
     def _pool_bytes(self) -> int:
-        """What adapters may take on the device.
+        """Return the bytes that adapters may take on the device.
 
-        A CPU has no memory of its own that paging out would spare: unless a budget was given, whoever uses the trainer
-        bounds what adapters take of the host's (:meth:`host_bytes`).
+        On a CPU paging out frees nothing, since device memory is host memory. Unless a memory budget was given,
+        adapters are then not limited here; the user of the trainer limits their host memory (:meth:`host_bytes`).
         """
         return self.memory.adapters if self._has_budget else max(self.memory.adapters, host_memory_limit())
 
@@ -459,10 +470,10 @@ class Trainer:
         return results
 
     def _with_gradient(self, adapter_id: str) -> Adapter:
-        """The adapter with its whole gradient, whichever ranks have parts of it."""
+        """Return the adapter with its whole gradient: add up the parts of all ranks if that was not done yet."""
         adapter = self._pool.get(adapter_id)
         if adapter.divided:
-            self._pool.make_resident([adapter])  # on all ranks, since messages go from device to device
+            self._pool.make_resident([adapter])  # on all ranks: gradients are exchanged between devices
             self._unite_gradient(adapter)
         return adapter
 
@@ -476,7 +487,7 @@ class Trainer:
 
     def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
         named = checkpoint.named_tensors(row_P, adapter.layout, adapter.spec.rank)
-        return {name: tensor.numpy().copy() for name, tensor in named.items()}  # never a window into the live row
+        return {name: tensor.numpy().copy() for name, tensor in named.items()}  # a copy, not a view of the live weights
 
 
 def _array(tensor: Tensor) -> FloatArray:
@@ -484,7 +495,7 @@ def _array(tensor: Tensor) -> FloatArray:
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """All that end a turn or a text; a model's configurations may name one, several or none."""
+    """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]

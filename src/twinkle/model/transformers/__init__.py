@@ -1,1 +1,1 @@
-"""TransformersModel: the library's verbs for one model of Transformers, whole or with PEFT adapters."""
+"""TransformersModel: the library's verbs for one Hugging Face model, trained in full or with PEFT adapters."""

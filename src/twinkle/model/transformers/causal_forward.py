@@ -1,8 +1,8 @@
-"""A causal language model with its gradient kept: from sequences to log-probabilities, logits or embeddings.
+"""The forward pass of a causal language model with autograd: from sequences to log-probabilities, logits or embeddings.
 
-Of families that the tests pin, sequences run packed where their layers allow it, and log-probabilities come from the
-head chunk by chunk, recomputed in the backward pass: all logits exist only when somebody asks for them. Any other
-family runs padded through its own forward, with all its logits.
+For families that the tests cover, sequences run packed if their layers allow it, and the head computes
+log-probabilities chunk by chunk and recomputes them in the backward pass, so that all logits exist only if they are
+asked for. Any other family runs padded through its own forward, with all its logits.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all, C rows of a chunk, H hidden features, V vocabulary.
 """
@@ -25,19 +25,19 @@ from twinkle.model.trainer.memory import head_chunk_rows
 
 @dataclass(frozen=True)
 class Asked:
-    """What a forward pass is to return beside log-probabilities."""
+    """Options of a forward pass: the temperature, and what to return beside log-probabilities."""
 
     temperature: float = 1.0
     entropies: bool = False
     predictions: bool = False
     logits: bool = False
-    embeddings: bool = False  # instead of log-probabilities
+    embeddings: bool = False  # returned instead of log-probabilities
 
 
 class CausalForward(nn.Module):
-    """Runs a model whose layers may have adapters in place. All of a pass is in its call: shards are gathered there.
+    """Runs a model, with or without PEFT adapters. FSDP gathers shards around calls of this module.
 
-    Where it runs packed, calls of the model by itself (``generate`` among them) are refused from then on.
+    If it runs packed, the model's attention is replaced: direct calls of the model (such as ``generate``) raise errors.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,9 +53,9 @@ class CausalForward(nn.Module):
             model.set_attn_implementation(PACKED)
 
     def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
-        """(B, L) "logps" and, as asked, "entropies", "predictions", (B, L, V) "logits" or (B, H) "embeddings".
+        """Return (B, L) "logps" and, as asked, "entropies", "predictions", (B, L, V) "logits" or (B, H) "embeddings".
 
-        "aux_loss" is there where the model has one.
+        If the model has an auxiliary loss it is returned as "aux_loss".
         """
         if asked.embeddings:
             return {"embeddings": self._embeddings(batch)}
@@ -70,10 +70,10 @@ class CausalForward(nn.Module):
         return _named(batch, values_TM, asked)
 
     def _hidden(self, batch: SequenceBatch) -> Tensor:
-        """(T, H), sequence after sequence."""
+        """Return hidden states (T, H), sequence after sequence."""
         device = self._model.device
         if self.packed:
-            packing = Packing.of(batch.lengths, device)
+            packing = Packing.from_lengths(batch.lengths, device)
             ids_1T = torch.cat([row["input_ids"] for row in batch.rows])[None].to(device)
             positions_1T = torch.cat([torch.arange(length) for length in batch.lengths])[None].to(device)
             decoder = self._model.base_model
@@ -88,7 +88,7 @@ class CausalForward(nn.Module):
         return output.last_hidden_state[batch.mask.to(device)]
 
     def _embeddings(self, batch: SequenceBatch) -> Tensor:
-        """The hidden state of each sequence's last token, of length 1."""
+        """Return the hidden state of each sequence's last token, normalised to length 1."""
         last_B = torch.tensor(batch.lengths).cumsum(0) - 1
         hidden_TH = self._hidden(batch)
         return F.normalize(hidden_TH[last_B.to(hidden_TH.device)].float(), dim=-1)
@@ -127,7 +127,7 @@ class CausalForward(nn.Module):
 
 
 def _values(logits_CV: Tensor, targets_C: Tensor, asked: Asked) -> Tensor:
-    """log p(target) and, as asked, entropy and the likeliest token: (C, 1 to 3)."""
+    """Return log p(target) and, as asked, entropy and the most likely token: (C, 1 to 3)."""
     norm_C = logits_CV.logsumexp(-1)
     columns = [logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C]
     if asked.entropies:

@@ -1,6 +1,7 @@
-"""Gradients of parameters that several ranks train together, in shards or whole.
+"""Gradients of parameters that several ranks train together, sharded or whole.
 
-Each rank adds to gradients of its own (those of shards are sums over their ranks already) until the whole is needed.
+Each rank accumulates its own gradients; they are added up over ranks when the whole gradient is needed. (FSDP has
+already added up the gradients of shards within their replica.)
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,16 @@ from twinkle.model.parallel import Parallelism, Ranks, add_up_all
 
 
 def unite(parameters: Sequence[nn.Parameter], parallel: Parallelism) -> None:
-    """Add up the gradients of all ranks. A parameter that has none anywhere gets none."""
+    """Add up the gradients of all ranks. A parameter that has no gradient on any rank stays without one."""
     _unite([each for each in parameters if not isinstance(each, DTensor)], parallel.ranks)
     _unite([each for each in parameters if isinstance(each, DTensor)], parallel.replicas)
 
 
 def leave_to_first(parameters: Sequence[nn.Parameter], parallel: Parallelism) -> None:
-    """Of united gradients one rank keeps all, and the others go on with none: they can be added up once more."""
+    """Drop gradients that have been added up on all ranks but the first.
+
+    Otherwise they would count once per rank when they are added up again.
+    """
     for parameter in parameters:
         ranks = parallel.replicas if isinstance(parameter, DTensor) else parallel.ranks
         if ranks.number > 0:
@@ -31,8 +35,8 @@ def leave_to_first(parameters: Sequence[nn.Parameter], parallel: Parallelism) ->
 def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, parallel: Parallelism) -> float:
     """Scale the gradients down to a norm of at most ``max_norm``, and return their norm before that.
 
-    All ranks call it. The norm is that of all shards together. It is summed in fp64 over tensors and over ranks, so
-    that it does not depend on how the model is cut.
+    All ranks must call it. The norm is that of all shards together. It is summed in fp64 over tensors and ranks, so
+    that it does not depend on how the model is sharded.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = _norm([each for each in gradients if not isinstance(each, DTensor)], norm_type)
@@ -43,7 +47,7 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, 
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Return the norm of all tensors of this rank together; they lie on one device, which is waited for once."""
+    """Return the norm of all tensors of this rank together; they are on one device, which is synchronized once."""
     norms = [norm_in_fp64(each, norm_type) for each in tensors if each.numel()]  # a rank's shard may be empty
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
@@ -62,5 +66,5 @@ def _unite(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
 
 
 def _own(gradient: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return the part of a gradient that this rank holds."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

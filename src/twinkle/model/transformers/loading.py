@@ -1,4 +1,4 @@
-"""A Hugging Face model for plain training: its own class, its own weights, nothing replaced."""
+"""Loads a Hugging Face model for plain training: its own class and weights, with no layer replaced."""
 
 import inspect
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ def load_for_training(
     device: torch.device,
     options: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """Weights in fp32 unless ``options`` name another dtype; without a model id, fresh ones.
+    """Load a model, with weights in fp32 unless ``options`` name another dtype.
 
-    ``options`` are further arguments of ``from_pretrained``.
+    Without a model id the weights are random. ``options`` are further arguments of ``from_pretrained``.
     """
     given = {"dtype": torch.float32, **options}
     if model_id is None:
@@ -55,7 +55,10 @@ def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any])
 
 
 def _model_class(model_cls: object, config: PreTrainedConfig) -> Any:
-    """The class itself, or by its name; without one, what the config names, or whatever has a causal head for it."""
+    """Return the model class, given as a class or by name.
+
+    Without one it is the class that the config names, or AutoModelForCausalLM.
+    """
     name = model_cls
     if name is None:
         architectures: list[str] = list(config.architectures or ())
@@ -63,8 +66,8 @@ def _model_class(model_cls: object, config: PreTrainedConfig) -> Any:
             return AutoModelForCausalLM
         name = architectures[0]
     if isinstance(name, str):
-        found = vars(transformers).get(name) or getattr(transformers, name, None)  # names there are loaded on demand
-        if found is None and model_cls is None:  # a class of the repository's own
+        found = vars(transformers).get(name) or getattr(transformers, name, None)  # transformers loads names on demand
+        if found is None and model_cls is None:  # a class defined in the model's repository
             return AutoModelForCausalLM
         name = found
     if not inspect.isclass(name):

@@ -1,11 +1,11 @@
-"""One Hugging Face model trained the plain way: all its parameters or PEFT adapters, autograd, any torch optimizer.
+"""One Hugging Face model trained with plain autograd: all its parameters or PEFT adapters, and any torch optimizer.
 
-Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise). With ``mixed_precision="bf16"`` products
-run under bf16 autocast, so that updates too small for bf16 are not lost; a base that is frozen under adapters is then
-kept in bf16. Losses and log-probabilities are fp32 always.
+Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise), so that updates too small for bf16 are
+not lost. With ``mixed_precision="bf16"`` products run under bf16 autocast, and a base model that is frozen under
+adapters is stored in bf16. Losses and log-probabilities are always fp32.
 
-With a device mesh every process trains on data of its own. Along the mesh's dimension fsdp the model is cut into shards
-when it is first used; PEFT adapters stay whole, and are added before.
+With a device mesh every process trains on its own data. Along the mesh's dimension fsdp the model is cut into shards
+when it is first used. PEFT adapters are not sharded, and must be added before that.
 """
 
 import math
@@ -54,11 +54,11 @@ _ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
 
 @remote_class()
 class TransformersModel(TwinkleModel):
-    """``model`` is the Hugging Face model, or PEFT's view of it once there are adapters.
+    """A Hugging Face model with the library's verbs. ``model`` is that model, or PEFT's wrapper if it has adapters.
 
-    Without adapters all parameters are one group, named "". Where ``adapter_name`` is not given, the only group is
-    meant, or else ``active_group``: the adapter added last. ``gradient_checkpointing`` trades time for memory. Further
-    keywords are those of ``from_pretrained``.
+    Without adapters all parameters are one group, named "". A verb without ``adapter_name`` uses ``active_group``, the
+    adapter that was added last. ``gradient_checkpointing`` saves memory and costs time. Further keywords go to
+    ``from_pretrained``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TransformersModel(TwinkleModel):
         self._parallel = parallel = read_mesh(device_mesh, self.device)
         super().__init__(model_id or "(made from a config)", tokenizer_id or model_id, device_mesh, parallel.ranks)
         self._half = check_precision(mixed_precision) == "bf16"
-        place = torch.device("cpu") if parallel.sharded else self.device  # whole in host memory, shards on the device
+        place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
         plain = load_for_training(model_id, model_cls, config, place, load_options)
         if model_id is None:
             copy_from_first(parallel.ranks, plain.parameters())
@@ -118,11 +118,11 @@ class TransformersModel(TwinkleModel):
         *,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter."""
+        """Add an adapter. ``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter."""
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
         if self._in_shards:
-            raise UserError("add_adapter_to_model: the model is in shards already; add adapters before all else")
+            raise UserError("add_adapter_to_model: the model is sharded already; add adapters before other calls")
         full = self.optimizer_group.get("")
         if full is not None and full.chosen:
             raise UserError(
@@ -132,7 +132,7 @@ class TransformersModel(TwinkleModel):
         group = OptimizerGroup(adapter_name, None, gradient_accumulation_steps)
         self._adapters.add(adapter_name, config_or_dir, is_trainable)
         copy_from_first(self._ranks, trained_parameters(self.model, adapter_name).values())
-        self.optimizer_group.pop("", None)  # frozen now
+        self.optimizer_group.pop("", None)  # the group of all parameters, which are frozen now
         group.adapter_config = self._adapters.config(adapter_name)
         self._add_group(group)
 
@@ -179,7 +179,7 @@ class TransformersModel(TwinkleModel):
             return 0.0
         with torch.set_grad_enabled(group.training):
             loss, tokens = guarded_loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
-            if "aux_loss" in outputs:  # of mixtures of experts; a mean, so it must survive the division by tokens
+            if "aux_loss" in outputs:  # of experts; a mean, so multiply by the tokens that divide it later
                 loss = loss + outputs["aux_loss"] * max(tokens, 1.0)
         value = float(loss.detach())
         self._keep_loss(status, loss, value, tokens)
@@ -194,7 +194,7 @@ class TransformersModel(TwinkleModel):
             who = group.adapter_name or "the model"
             raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
         group.set_accumulation(gradient_accumulation_steps)
-        if group.normalized:  # a gradient that all ranks have, and to which each adds now
+        if group.normalized:  # all ranks have the same gradient; each adds its own part from now on
             gradients.leave_to_first(self._with_gradient(group), self._parallel)
         status.loss_value.backward()
         group.after_backward()
@@ -272,13 +272,16 @@ class TransformersModel(TwinkleModel):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Also an instance. ``params``: parameters or groups of them, in the place of all that are trained."""
+        """Set the optimizer: a name, a class or an instance.
+
+        ``params``: parameters, or groups of them, that are used instead of all trained ones.
+        """
         group = self._group(adapter_name)
         if group.adapter_name and not self._adapters.is_trainable(group.adapter_name):
             raise UserError(f"set_optimizer: adapter {group.adapter_name!r} was added with is_trainable=False")
         self._shard()
         if self._in_shards and (isinstance(optimizer_cls, Optimizer) or params is not None):
-            raise UnsupportedError("set_optimizer: give the name or class of an optimizer, and no params, with shards")
+            raise UnsupportedError("set_optimizer: with shards, give the name or class of an optimizer, and no params")
         parameters = trained_parameters(self.model, group.adapter_name)
         group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
         group.lr_scheduler = None
@@ -328,7 +331,11 @@ class TransformersModel(TwinkleModel):
     def resume_from_checkpoint(
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Of a full model, weights come with its construction (``model_id=<checkpoint_dir>``); the rest comes here."""
+        """Restore the state of a checkpoint.
+
+        For a full model this does not include weights, which are loaded when it is constructed
+        (``model_id=<checkpoint_dir>``).
+        """
         group, directory = self._group(adapter_name), Path(checkpoint_dir)
         self._shard()
         parameters = trained_parameters(self.model, group.adapter_name)
@@ -342,7 +349,7 @@ class TransformersModel(TwinkleModel):
 
     @at_once
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, Any] | None:
-        """None for a model without adapters."""
+        """Return the config of an adapter, or None for a model without adapters."""
         group = self._group(adapter_name)
         return self._adapters.config(group.adapter_name) if group.adapter_name else None
 
@@ -370,7 +377,7 @@ class TransformersModel(TwinkleModel):
         self.active_group = group.adapter_name
 
     def _check_loss(self, loss: Loss) -> None:
-        """Any loss will do."""
+        """Accept any loss."""
 
     def _compute(
         self,
@@ -383,7 +390,7 @@ class TransformersModel(TwinkleModel):
         *,
         training: bool,
     ) -> None:
-        """A forward pass; its outputs are in the status of the group, with their graph."""
+        """Run a forward pass, and store its outputs, with their autograd graph, in the group's status."""
         _check_task(task)
         if not isinstance(temperature, int | float) or temperature <= 0:
             raise InvalidInputError("temperature", temperature, "a number > 0")
@@ -400,7 +407,7 @@ class TransformersModel(TwinkleModel):
         self.model.train(training)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
             outputs = dict(self._forward_pass(_ONE_TOKEN if batch.empty else batch, asked))
-        if batch.empty:  # a rank without data goes along: others may need it, and zero is a gradient too
+        if batch.empty:  # a rank without data takes part: others may need its shards, and its gradient is 0
             outputs = {name: value[:0] for name, value in outputs.items() if value.dim() > 0}
         group.begin(status, batch, outputs, kwargs, temperature)
 
@@ -410,7 +417,10 @@ class TransformersModel(TwinkleModel):
         return replace(batch, device=self.device)
 
     def _shard(self) -> None:
-        """Once, before the first use: whoever holds parameters of the model must get them after it."""
+        """Cut the model into shards, once, before its first use.
+
+        Parameters are replaced by this, so an optimizer must get them afterwards.
+        """
         mesh = self._parallel.shard_mesh
         if mesh is None or self._in_shards:
             return

@@ -1,4 +1,4 @@
-"""PEFT adapters on a plain model: adding, switching, saving, loading."""
+"""Adds, switches, saves and loads PEFT adapters on a plain model."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,23 +17,23 @@ from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
 from twinkle.model.library.training_state import find_checkpoint
 
-# What PEFT multiplies the product of an adapter's weights by; r also shows in their shapes.
+# The config fields that determine the factor on an adapter's product B A; r also shows in the weights' shapes.
 _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")
 
 
 class PeftAdapters:
-    """The adapters of one model. The model's own layers get LoRA in place; ``wrapper`` is PEFT's view of it."""
+    """The adapters of one model. PEFT adds LoRA to the model's layers in place; ``wrapper`` is PEFT's model object."""
 
     def __init__(self, model: PreTrainedModel, *, half_base: bool) -> None:
-        """half_base: once the model is frozen under adapters, its weights are kept in bf16."""
+        """half_base: store the model's weights in bf16 once they are frozen under adapters."""
         self._model = model
         self._half_base = half_base
         self.wrapper: Any = None  # a peft.PeftModel; None without adapters
         self._trainable: dict[str, bool] = {}
 
     def add(self, name: str, config_or_dir: Any, is_trainable: bool) -> None:
-        """All or nothing: after an error the model is as it was."""
-        if "." in name:  # PEFT keeps adapters as modules
+        """Add an adapter. After an error the model is unchanged."""
+        if "." in name:  # PEFT uses adapter names as names of modules, which cannot have dots
             raise InvalidInputError("adapter_name", name, "a name without dots")
         if self.wrapper is not None and name in self.wrapper.peft_config:
             raise AdapterExistsError(name)
@@ -45,7 +45,7 @@ class PeftAdapters:
                 self._load_new(name, str(source), is_trainable)
             else:
                 self._add_new(name, source)
-        except ValueError as error:  # PEFT's words for target modules that are not there, and the like
+        except ValueError as error:  # what PEFT raises, for example for unknown target modules
             raise InvalidInputError("config_or_dir", config_or_dir, f"what PEFT accepts ({error})") from error
         self._freeze(base)
         self._trainable[name] = is_trainable
@@ -80,13 +80,13 @@ class PeftAdapters:
                 yield
 
     def config(self, name: str) -> dict[str, Any]:
-        """As adapter_config.json holds it."""
+        """Return the contents of the adapter's adapter_config.json."""
         config: dict[str, Any] = self.wrapper.peft_config[name].to_dict()
         return config
 
     def state_dict(self, name: str) -> dict[str, Tensor]:
-        """Weights by PEFT's names, without the adapter's own."""
-        # Embeddings that nobody trains stay out; PEFT would ask the hub whether they were changed.
+        """Return the weights by PEFT's names, without the adapter's name."""
+        # Without embeddings, which are not trained; PEFT would ask the hub whether they were changed.
         options = {"adapter_name": name, "save_embedding_layers": False}
         state: dict[str, Tensor] = _peft().get_peft_model_state_dict(self.wrapper, **options)
         return state
@@ -112,7 +112,7 @@ class PeftAdapters:
         _peft().set_peft_model_state_dict(self.wrapper, tensors, adapter_name=name)
 
     def _check_same_function(self, name: str, directory: Path) -> None:
-        """The same weights mean something else with another scale."""
+        """Raise if a checkpoint has another scale than the adapter: its weights would then mean something else."""
         saved, own = read_json(directory / CONFIG), self.config(name)
         for field in _SCALE:
             if field in saved and saved[field] != own[field]:
@@ -128,7 +128,10 @@ class PeftAdapters:
         self.wrapper.set_adapter(name, inference_mode=not self._trainable[name])
 
     def _freeze(self, base: Sequence[nn.Parameter]) -> None:
-        """Under bf16 autocast every product rounds its weights to bf16: frozen ones may as well be kept so."""
+        """Freeze the base model and, with ``half_base``, convert it to bf16.
+
+        Under bf16 autocast every product rounds its weights to bf16 anyway, so frozen weights can be stored like that.
+        """
         for parameter in base:
             parameter.requires_grad_(False)
             if self._half_base:
@@ -136,7 +139,7 @@ class PeftAdapters:
 
 
 def _lora_config(config: Any) -> Any:
-    """A PEFT config, or one made of its fields."""
+    """Return a PEFT config, made from its fields if a mapping is given."""
     peft = _peft()
     if isinstance(config, Mapping):
         check_options(peft.LoraConfig, config)

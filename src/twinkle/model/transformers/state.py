@@ -1,6 +1,6 @@
-"""Saving and resuming a plain model, or one of its adapters, together with what the verbs know of it.
+"""Saves and resumes a plain model, or one of its adapters, together with the state of the verbs.
 
-Checkpoints hold whole tensors, and one rank writes them: any number of processes can go on from them.
+Checkpoints hold whole tensors, written by rank 0, so training can be resumed with any number of processes.
 """
 
 import json
@@ -27,11 +27,11 @@ from twinkle.model.trainer.sharding import like, whole
 from twinkle.model.transformers import gradients
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 
-Parameters = Mapping[str, nn.Parameter]  # those that a group trains, by name
+Parameters = Mapping[str, nn.Parameter]  # the parameters that a group trains, by name
 
 
 class PlainState:
-    """``tokenizer_id``: whose files go beside weights; None: nobody's."""
+    """Saves and resumes groups of one model. ``tokenizer_id``: the tokenizer to copy into checkpoints; None: none."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PlainState:
     def resume(
         self, group: OptimizerGroup, parameters: Parameters, directory: Path, *, resume_only_model: bool
     ) -> dict[str, int]:
-        """Of a full model, the weights have come with its construction."""
+        """Restore a group from a checkpoint. Weights of a full model were loaded when it was constructed."""
         return together(self._parallel.ranks, lambda: self._resume(group, parameters, directory, resume_only_model))
 
     def _resume(
@@ -88,7 +88,7 @@ class PlainState:
         if group.adapter_name:
             self._adapters.load(group.adapter_name, directory)
             if group.optimizer is not None:
-                group.optimizer.state.clear()  # its moments are of other weights
+                group.optimizer.state.clear()  # the moments belong to the old weights
         for parameter in parameters.values():
             parameter.grad = None
         group.drop_window()
@@ -101,7 +101,7 @@ class PlainState:
         return summary(state)
 
     def _gathered(self) -> dict[str, Tensor]:
-        """The weights, on the rank that writes them; elsewhere nothing is kept."""
+        """Gather the whole weights. Return them on rank 0, which writes them, and nothing on other ranks."""
         weights: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             full = whole(tensor)
@@ -110,7 +110,7 @@ class PlainState:
         return weights
 
     def _window(self, group: OptimizerGroup, parameters: Parameters) -> dict[str, Tensor]:
-        """The gradients of a window that is not complete, by name."""
+        """Return the whole gradients of a window that is not complete, by name. All ranks must call this."""
         divided = self._parallel.ranks.size > 1 and not group.normalized
         if divided:
             gradients.unite(list(parameters.values()), self._parallel)

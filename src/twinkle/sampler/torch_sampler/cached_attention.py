@@ -91,7 +91,7 @@ class CachedRows:
             torch.tensor(blocks).to(device),
             torch.tensor([position % BLOCK for position in positions]).to(device),
             None if len(fresh) == len(spans) else torch.tensor(rows, dtype=torch.long).to(device),
-            Packing.of(tuple(lengths[index] for index in fresh), device) if fresh else None,
+            Packing.from_lengths(tuple(lengths[index] for index in fresh), device) if fresh else None,
             tuple(
                 Group.of([spans[index] for index in members], [firsts[index] for index in members], device)
                 for members in _alike(spans)

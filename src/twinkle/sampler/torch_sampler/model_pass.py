@@ -190,7 +190,7 @@ class ModelPass:
 
 def probe_shapes(engine: Engine) -> list[LayerShape]:
     """What each layer keeps of a token: run one through the model and look."""
-    packing = Packing.of((1,), engine.device)
+    packing = Packing.from_lengths((1,), engine.device)
     probes = tuple(ShapeProbe(packing) for _ in range(engine.architecture.layer_count))
     token = torch.zeros(1, 1, dtype=torch.long, device=engine.device)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""LoRA inside the decoder's linear layers: one product for all adapters of a batch, whatever their ranks."""
+"""LoRA inside the decoder's linear layers, computed for all adapters of a batch together, also of different ranks."""

@@ -1,9 +1,9 @@
-"""Matrix products over consecutive groups of rows, one weight matrix a group.
+"""Matrix products over consecutive groups of rows, with one weight matrix per group.
 
-The rows of a (T, K) matrix are ordered by group, and groups are never empty. Groups of equal size (a single one among
-them) are one batched product, others a loop. Both write where they are told to, without a temporary.
+The rows of a (T, K) matrix are ordered by group, and groups are never empty. Groups of equal size (also a single group)
+are computed as one batched product, others in a loop. Both write directly to the given output, without a temporary.
 
-Shapes: T rows in all, G groups, K inner and N outer features.
+Shapes: T rows of all groups, G groups, K inner and N outer features.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """How T rows fall into consecutive groups."""
+    """The sizes of consecutive groups of T rows."""
 
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert all(size > 0 for size in self.sizes), "a group has rows"
+        assert all(size > 0 for size in self.sizes), "groups must not be empty"
 
     @cached_property
     def equal(self) -> bool:
         return min(self.sizes) == max(self.sizes)
 
     def batched(self, rows_TK: Tensor) -> Tensor:
-        """(G, T/G, K), for groups of equal size."""
+        """Return the rows as (G, T/G, K). Groups must have equal size."""
         return rows_TK.view(len(self.sizes), self.sizes[0], rows_TK.shape[1])
 
 
 def grouped_mm(out_TN: Tensor, rows_TK: Tensor, weights_GKN: Tensor, groups: Groups, *, beta: int) -> Tensor:
-    """``out[t] = beta · out[t] + rows[t] @ weights[group of t]`` in place; with beta 0, ``out`` is not read."""
+    """Compute ``out[t] = beta · out[t] + rows[t] @ weights[group of t]`` in place; with beta 0, ``out`` is not read."""
     if groups.equal:
         batched_GnN = groups.batched(out_TN)
         torch.baddbmm(batched_GnN, groups.batched(rows_TK), weights_GKN, beta=beta, out=batched_GnN)
@@ -44,7 +44,7 @@ def grouped_mm(out_TN: Tensor, rows_TK: Tensor, weights_GKN: Tensor, groups: Gro
 
 
 def add_grouped_outer(out_GKN: Tensor, left_TK: Tensor, right_TN: Tensor, groups: Groups) -> None:
-    """``out[g] += left[rows of g].T @ right[rows of g]``, the weight gradient of :func:`grouped_mm`, in fp32."""
+    """Compute ``out[g] += left[rows of g].T @ right[rows of g]`` in fp32, the weight gradient of :func:`grouped_mm`."""
     if groups.equal:
         _add_bmm(out_GKN, groups.batched(left_TK).transpose(1, 2), groups.batched(right_TN))
     else:
@@ -54,7 +54,10 @@ def add_grouped_outer(out_GKN: Tensor, left_TK: Tensor, right_TN: Tensor, groups
 
 
 def _add_bmm(out_GKN: Tensor, left_GKn: Tensor, right_GnN: Tensor) -> None:
-    """``out`` may be wider than the factors: CUDA adds fp32 accumulators, elsewhere the product is rounded first."""
+    """Add a batched product to ``out``, whose dtype may be wider than that of the factors.
+
+    CUDA then adds the fp32 accumulators; elsewhere the product is first rounded to the dtype of the factors.
+    """
     if out_GKN.dtype == left_GKn.dtype:
         out_GKN.baddbmm_(left_GKn, right_GnN)
     elif out_GKN.is_cuda:

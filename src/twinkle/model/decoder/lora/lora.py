@@ -1,11 +1,11 @@
 """A frozen linear layer with the LoRA of many tenants on top.
 
-A layer is given, for the time of one call, the adapters of the batch (:class:`LayerLora`) and computes
+For the time of one call, a layer holds the adapters of the batch (:class:`LayerLora`). It computes
 
     y = x W.T + bias + (x A.T) B.T
 
-with the A and B of each row's request. Autograd knows of x and y alone: the backward pass adds the gradients of A and B
-to the rows that the batch has for them.
+with the A and B of each row's request. Autograd only knows x and y: A and B are no inputs of the autograd function, and
+the backward pass adds their gradients directly to the gradient rows of the batch.
 
 Shapes: T rows, I input and O output features, R the largest rank of the batch.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from twinkle.model.decoder.lora.segments import BoundLora, SegmentLora, add_lora, add_lora_gradient
 from twinkle.model.decoder.lora.table import LoraTable
 
-_SMALLEST_WIDTH = 16  # of a multiple of it, Triton makes one kernel for all
+_SMALLEST_WIDTH = 16  # Triton compiles one kernel for all widths that are multiples of 16
 
 
 class LayerAdapters(Protocol):
@@ -30,26 +30,27 @@ class LayerAdapters(Protocol):
 
     @property
     def width(self) -> int:
-        """Of x A.T: the largest rank, or more."""
+        """Return the width of x A.T: the largest rank of the batch, or more."""
         ...
 
     def has(self, name: str) -> bool: ...
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
-        """h = x A.T and y += h B.T, in place."""
+        """Compute h = x A.T and y += h B.T, in place."""
         ...
 
 
 class LayerLora:
-    """The adapters of one decoder layer in one batch, all segments at once where there is a table. Can be trained.
+    """The adapters of one decoder layer in one batch, for training and scoring.
 
-    ``key`` stands for this object where only tensors can go: through compiled code.
+    With a ``table`` all segments are computed at once, without it segment by segment. ``key`` is a tensor that stands
+    for this object in compiled code, through which only tensors can be passed.
     """
 
     def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
-        self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])  # of x A.T
+        self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])
         self.key = torch.tensor(next(_KEYS))
-        self._prefix = prefix  # of the names of its linear layers
+        self._prefix = prefix  # of the full names of this decoder layer's linear layers
         self._segments = segments
         self._table = table
         self._bound: dict[str, list[BoundLora]] = {}
@@ -59,13 +60,13 @@ class LayerLora:
         return any(segment.layout.has(self._prefix + name) for segment in self._segments)
 
     def covers(self, name: str, rows: int) -> bool:
-        """Whether all of so many rows have an adapter on this linear layer."""
+        """Return whether all ``rows`` rows of the batch have an adapter on this linear layer."""
         full = self._prefix + name
         covered = (each.segment.stop - each.segment.start for each in self._segments if each.layout.has(full))
         return sum(covered) == rows
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
-        """h = x A.T and y = beta · y + h B.T, in place, in the rows that have an adapter here."""
+        """Compute h = x A.T and y = beta · y + h B.T, in place, for the rows that have an adapter here."""
         if self._table is not None:
             self._table.add(self._prefix + name, x_TI, h_TR, y_TO, beta=beta)
         else:
@@ -75,7 +76,7 @@ class LayerLora:
     def add_gradient(
         self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
     ) -> None:
-        """Adds what comes of dy to the gradients of A and B; dx = beta · dx + dy B A, in place, in the same rows."""
+        """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place, for the same rows."""
         if self._table is not None:
             self._table.add_gradient(self._prefix + name, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
         else:
@@ -83,20 +84,23 @@ class LayerLora:
                 add_lora_gradient(lora, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
 
     def _by_segment(self, name: str) -> list[BoundLora]:
-        """Made when the linear layer first runs, while the device is busy."""
+        """Return the adapters of a linear layer by segment.
+
+        They are bound when the layer first runs, at which time the device is busy with earlier layers.
+        """
         if name not in self._bound:
             full = self._prefix + name
             self._bound[name] = [segment.bound(full) for segment in self._segments if segment.layout.has(full)]
         return self._bound[name]
 
 
-# Weak: the layers of a batch go with the batch.
+# The values are weak references, so that the layers of a batch are freed with the batch.
 _KEYS = itertools.count()
 _BY_KEY: weakref.WeakValueDictionary[int, LayerLora] = weakref.WeakValueDictionary()
 
 
 class LoraLinear(nn.Module):
-    """Takes the place of an ``nn.Linear``, named within its decoder layer; without adapters it is that layer."""
+    """Replaces an ``nn.Linear``, and computes the same without adapters. ``name``: within its decoder layer."""
 
     def __init__(self, base: nn.Linear, name: str) -> None:
         super().__init__()
@@ -108,7 +112,7 @@ class LoraLinear(nn.Module):
         self.lora: LayerAdapters | None = None
 
     @property
-    def weight(self) -> Tensor:  # model code reads these of its linear layers
+    def weight(self) -> Tensor:  # model code reads weight and bias of its linear layers
         return self.weight_OI
 
     @property
@@ -129,7 +133,7 @@ class LoraLinear(nn.Module):
             y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         elif isinstance(lora, LayerLora):
             y_TO, _ = _forward(x_TI, self.weight_OI, self.bias_O, lora, self.name)
-        else:  # a sampler's own
+        else:  # the sampler's LayerAdapters
             y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
             lora.add(self.name, x_TI, x_TI.new_empty(len(x_TI), lora.width), y_TO)
         return y_TO.view(*x.shape[:-1], self.out_features)
@@ -138,7 +142,7 @@ class LoraLinear(nn.Module):
 def _forward(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str
 ) -> tuple[Tensor, Tensor]:
-    """y, and x A.T for the backward pass: the product with B is never kept."""
+    """Return y, and x A.T for the backward pass. The product with B is not kept."""
     h_TR = x_TI.new_empty(x_TI.shape[0], lora.width)
     if bias_O is None and _lora_comes_first(x_TI, lora, name):
         y_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
@@ -150,7 +154,7 @@ def _forward(
 
 
 def _backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, lora: LayerLora, name: str) -> Tensor:
-    """dx; the gradients of A and B are added to their rows."""
+    """Return dx, and add the gradients of A and B to the batch's gradient rows."""
     dy_TO = dy_TO.contiguous()
     if _lora_comes_first(x_TI, lora, name):
         dx_TI = torch.empty_like(x_TI)
@@ -162,16 +166,17 @@ def _backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, lora
 
 
 def _lora_comes_first(x_TI: Tensor, lora: LayerLora, name: str) -> bool:
-    """LoRA's product is bound by memory: written instead of added it takes half as long.
+    """Return whether to write LoRA's product first, and then add the base layer's product to it.
 
-    Adding the base's product to it costs next to nothing on CUDA, since that one is bound by arithmetic. This order
-    needs something to add to in every row.
+    LoRA's product is bound by memory bandwidth: written it takes half as long as added to existing values. Adding the
+    base layer's product costs next to nothing on CUDA, since that one is bound by arithmetic. It only works if every
+    row has an adapter, since other rows would contain uninitialized memory.
     """
     return x_TI.is_cuda and lora.covers(name, len(x_TI))
 
 
 class _LoraLinear(torch.autograd.Function):
-    """One graph node a layer."""
+    """The layer as one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str) -> Tensor:
@@ -186,8 +191,8 @@ class _LoraLinear(torch.autograd.Function):
         return _backward(dy_TO, x_TI, h_TR, weight_OI, ctx.lora, ctx.name), None, None, None, None
 
 
-# The same for compiled code. To the compiler these two are single steps, so that one compiled layer serves every batch,
-# whatever its adapters. Nothing is lost: it would not fuse matrix products with anything either.
+# The same functions for compiled code. The compiler treats each as one opaque operation, so one compiled layer serves
+# every batch, whatever its adapters. This loses no speed: the compiler would not fuse matrix products anyway.
 
 
 @torch.library.custom_op("twinkle::lora_linear", mutates_args=())

@@ -1,9 +1,10 @@
-"""LoRA of all stacks of a batch as one CUDA kernel a product (Triton), in bf16 with fp32 accumulators.
+"""LoRA of all stacks of a batch with one CUDA kernel per product (Triton), in bf16 with fp32 accumulators.
 
-A kernel finds the matrix of a group by its address, so that ranks and sizes of groups may differ as they like and still
-need one launch. One dimension of every product is a rank: they are bound by memory, and read each row once.
+A kernel finds the matrices of a group by their addresses, so groups of different ranks and sizes need only one launch.
+One dimension of every product is a rank, so the products are bound by memory bandwidth; each row is read once.
 
-A group's A is (rank, wide) and its B (wide, rank), both row by row; an address of 0 means no adapter on this layer.
+A group's A is (rank, wide) and its B is (wide, rank), both row-major. ``wide`` is the number of features of the layer's
+input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer.
 """
 
 import triton
@@ -14,10 +15,10 @@ TILE_ROWS = 64  # rows of one group that a kernel takes at a time
 
 
 def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool) -> None:
-    """``h[t] = rows[t] @ (A.T or B of t's group)``: from wide rows to a rank.
+    """Compute ``h[t] = rows[t] @ (A.T or B of t's group)``: from wide rows to a rank.
 
-    tiles: (n, 4) int32, of at most TILE_ROWS rows each: group, first row, end of the group, rank.
-    rank: the largest.
+    tiles: (n, 4) int32: group, first row, end of the group, rank. A tile has at most TILE_ROWS rows of one group.
+    rank: the largest rank of all groups. a: whether the matrices are A (transposed), else B.
     """
     outer = 64
     _lora_mm[(triton.cdiv(rank, outer), len(tiles))](
@@ -42,9 +43,10 @@ def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide:
 def lora_up(
     out: Tensor, h: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool, beta: int
 ) -> None:
-    """``out[t] = beta · out[t] + h[t] @ (A or B.T of t's group)``: from a rank to wide rows; the rest as above.
+    """Compute ``out[t] = beta · out[t] + h[t] @ (A or B.T of t's group)``: from a rank to wide rows.
 
-    beta: 0 (``out`` is not read) or 1.
+    beta: 0 (``out`` is not read) or 1. a: whether the matrices are A, else B (transposed). Other arguments are as in
+    :func:`lora_down`.
     """
     outer = 128
     _lora_mm[(triton.cdiv(wide, outer), len(tiles))](
@@ -69,9 +71,9 @@ def lora_up(
 def add_lora_outer(
     left: Tensor, right: Tensor, addresses_G: Tensor, spans: Tensor, wide: int, rank: int, *, a: bool
 ) -> None:
-    """Adds ``left[rows of g].T @ right[rows of g]`` to the fp32 matrix of each group, the gradient of A or of B.
+    """Add ``left[rows of g].T @ right[rows of g]`` to the fp32 matrix of each group, the gradient of A or of B.
 
-    spans: (G, 4) int32: group, first row, end, rank.
+    spans: (G, 4) int32, one entry per group: group, first row, end, rank.
     """
     inner, outer = (rank, wide) if a else (wide, rank)
     _add_lora_outer[(triton.cdiv(outer, 64), triton.cdiv(inner, 64), len(spans))](
@@ -91,7 +93,7 @@ def add_lora_outer(
     )
 
 
-@triton.jit(do_not_specialize=["beta"])  # one kernel for both
+@triton.jit(do_not_specialize=["beta"])  # one compiled kernel for beta 0 and 1
 def _lora_mm(
     out,
     rows,
@@ -109,7 +111,7 @@ def _lora_mm(
 ):
     tile = tiles + 4 * tl.program_id(1)
     group, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8, and the compiler should know
+    rank = tl.load(tile + 3) // 8 * 8  # changes nothing: it shows the compiler that ranks are multiples of 8
     inner = rank if UP else wide
     outer = wide if UP else rank
     address = tl.load(addresses + group)

@@ -1,11 +1,11 @@
 """The rows of a batch by stack and request, and LoRA on them.
 
 The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target
-modules) are a contiguous :class:`Segment`, and inside it the rows of one request are a group. B carries the adapter's
-scaling (alpha / rank) already. Gradients are added to fp32 rows, one row a group: requests never mix, not even two
-requests of the same adapter.
+modules) are a contiguous :class:`Segment`, and within it the rows of one request are a group. B already includes the
+adapter's scaling (alpha / rank). Gradients are added to fp32 rows, one row per group, so the gradients of two requests
+stay separate even if both are of the same adapter.
 
-Shapes: T rows, I input and O output features, G groups, R rank of a stack (of h: the largest of the batch), P
+Shapes: T rows, I input and O output features, G groups, R rank of a stack (for h: the largest rank of the batch), P
 parameters of an adapter's row.
 """
 
@@ -20,19 +20,20 @@ from twinkle.model.decoder.lora.stacks import RowLayout
 
 @dataclass(frozen=True)
 class Segment:
-    """A contiguous range of rows whose adapters live in the same stack."""
+    """A contiguous range of rows whose adapters are in the same stack."""
 
     start: int
     stop: int
     groups: Groups
 
-    def of(self, rows: Tensor) -> Tensor:
+    def select_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of this segment from the rows of the batch."""
         return rows[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class BoundLora:
-    """A linear layer's adapters for the groups of one segment, and where their gradients are added up (fp32)."""
+    """A linear layer's adapters for the groups of one segment, and the fp32 tensors that collect their gradients."""
 
     segment: Segment
     a_GRI: Tensor
@@ -51,6 +52,7 @@ class SegmentLora:
     gradient_GP: Tensor | None  # fp32; None when nothing is trained
 
     def bound(self, name: str) -> BoundLora:
+        """Return the adapters of one linear layer, as views."""
         weights = self.layout.views(self.weights_GP, name)
         if self.gradient_GP is None:
             return BoundLora(self.segment, *weights)
@@ -58,21 +60,21 @@ class SegmentLora:
 
 
 def add_lora(lora: BoundLora, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
-    """h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment."""
+    """Compute h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment."""
     segment, groups = lora.segment, lora.segment.groups
-    h = segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
-    grouped_mm(h, segment.of(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
-    grouped_mm(segment.of(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
+    h = segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
+    grouped_mm(h, segment.select_rows(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
+    grouped_mm(segment.select_rows(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
 
 
 def add_lora_gradient(
     lora: BoundLora, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
 ) -> None:
-    """Adds what comes of dy in the rows of the segment to the gradients of A and B; dx = beta · dx + dy B A."""
-    assert lora.da_GRI is not None and lora.db_GOR is not None, "a gradient was asked for without a place to put it"
+    """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place, in the rows of the segment."""
+    assert lora.da_GRI is not None and lora.db_GOR is not None, "the batch was built without room for gradients"
     segment, groups = lora.segment, lora.segment.groups
-    dy, h = segment.of(dy_TO), segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
+    dy, h = segment.select_rows(dy_TO), segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
     dh = grouped_mm(torch.empty_like(h), dy, lora.b_GOR, groups, beta=0)
-    add_grouped_outer(lora.da_GRI, dh, segment.of(x_TI), groups)
+    add_grouped_outer(lora.da_GRI, dh, segment.select_rows(x_TI), groups)
     add_grouped_outer(lora.db_GOR, dy, h, groups)
-    grouped_mm(segment.of(dx_TI), dh, lora.a_GRI, groups, beta=beta)
+    grouped_mm(segment.select_rows(dx_TI), dh, lora.a_GRI, groups, beta=beta)

@@ -1,8 +1,9 @@
-"""Where LoRA weights lie: one flat row an adapter, rows of like adapters stacked.
+"""The memory layout of LoRA weights: each adapter is one flat row, and rows of equal layout are stacked.
 
-A :class:`RowLayout` says how the A and B of all target modules lie in one flat row: all A first, then all B, so that
-scaling, copying and optimising an adapter are operations on one or two contiguous ranges. Ranks are padded to a bucket;
-the padding is zero and stays zero (its gradient is exactly zero), so that one rank-128 tenant does not pad everybody.
+A :class:`RowLayout` defines where the A and B of all target modules are in one flat row: all A first, then all B, so
+that scaling, copying and optimising an adapter are operations on one or two contiguous ranges. Ranks are padded to the
+next bucket (a power of two), not to the largest rank, so one tenant with rank 128 does not make all others use as much.
+The padding is zero and stays zero, because its gradient is exactly zero.
 
 A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks whose addresses never change.
 
@@ -23,7 +24,7 @@ SLOTS_PER_BLOCK = 8
 
 
 def rank_bucket(rank: int) -> int:
-    """8, 16, 32, 64, 128 … the smallest power of two that holds ``rank``."""
+    """Return the smallest of 8, 16, 32, 64, 128 … that is at least ``rank``."""
     return max(_SMALLEST_BUCKET, 1 << (rank - 1).bit_length())
 
 
@@ -38,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """The order of all A, then all B, of an adapter's target modules in its flat row; compare by ``digest``."""
+    """The places of all A, then all B, of an adapter's target modules in its flat row. ``digest`` compares layouts."""
 
     rank: int  # the bucket
     targets: tuple[Target, ...]
@@ -64,12 +65,12 @@ class RowLayout:
         return name in self._offsets
 
     def offsets(self, name: str) -> tuple[int, int]:
-        """Where A and B of one module begin."""
+        """Return where A and B of one module begin in the row."""
         _, a, b = self._offsets[name]
         return a, b
 
     def views(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
+        """Return A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
         target, a, b = self._offsets[name]
         a_rows = rows.narrow(-1, a, self.rank * target.in_features)
         b_rows = rows.narrow(-1, b, self.rank * target.out_features)
@@ -78,15 +79,16 @@ class RowLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Names this layout in snapshots: equal digests mean that flat rows are interchangeable."""
+        """Return the name of this layout in snapshots. Rows of layouts with equal digests are interchangeable."""
         text = repr((self.rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def initial_row(layout: RowLayout, rank: int, seed: int) -> Tensor:
-    """Fresh fp32 weights: A uniform in ±1/√I (kaiming with a=√5), B zero.
+    """Return initial fp32 weights: A uniform in ±1/√I (kaiming with a=√5), B zero.
 
-    Depends on the seed and each module's name only, and is drawn on the CPU: never on slot, bucket, company or device.
+    They depend only on the rank, the seed and the module's name and size. They are drawn on the CPU, so they do not
+    depend on the device, the slot, the bucket or other adapters.
     """
     row_P = torch.zeros(layout.size)
     for target in layout.targets:
@@ -106,7 +108,7 @@ class Stack:
         self.dtype = dtype
         self.device = device
         self._blocks: dict[int, Tensor] = {}  # block number → (S, P)
-        self._free: list[int] = []  # a heap: low slots first, so that a batch's slots are often one range
+        self._free: list[int] = []  # a heap: low slots are used first, so that the slots of a batch are often one range
 
     @property
     def block_bytes(self) -> int:
@@ -127,10 +129,12 @@ class Stack:
             heapq.heappush(self._free, slot)
 
     def take(self) -> int:
+        """Return a free slot, which is used from now on."""
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
-        self.row(slot).zero_()  # the next tenant in this slot must find nothing
+        """Free a slot."""
+        self.row(slot).zero_()  # so that the next tenant in this slot finds no data of the last one
         heapq.heappush(self._free, slot)
 
     def drop_empty_blocks(self) -> None:
@@ -145,7 +149,10 @@ class Stack:
         return self._blocks[slot // SLOTS_PER_BLOCK][slot % SLOTS_PER_BLOCK]
 
     def gather(self, slots: Sequence[int], *, copy: bool = False) -> Tensor:
-        """(G, P) rows of these slots: a view where they are one range of one block, else a copy."""
+        """Return the rows (G, P) of these slots: a view if they are one range of one block, else a copy.
+
+        With ``copy`` it is always a copy.
+        """
         first, count = slots[0], len(slots)
         one_range = list(slots) == list(range(first, first + count))
         if not copy and one_range and first // SLOTS_PER_BLOCK == (first + count - 1) // SLOTS_PER_BLOCK:

@@ -1,4 +1,4 @@
-"""The adapters of a batch by address: what the kernels need to serve any mix of stacks in one launch a product.
+"""The memory addresses of a batch's adapters, with which one kernel launch per product serves any mix of stacks.
 
 Shapes: T rows, I input and O output features, G groups of all segments, M linear layers, R the largest rank.
 """
@@ -16,7 +16,10 @@ _A, _B, _DA, _DB = range(4)
 
 
 def table_for(segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTable | None":
-    """Where the kernels can run (bf16 on CUDA) and are needed: equal groups of one stack are one batched product."""
+    """Return the table for these segments, or None if the kernels cannot run or are not needed.
+
+    The kernels run in bf16 on CUDA. Groups of equal size in one stack do not need them: they are one batched product.
+    """
     if not segments or (len(segments) == 1 and segments[0].segment.groups.equal):
         return None
     weights_GP = segments[0].weights_GP
@@ -24,13 +27,13 @@ def table_for(segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTab
 
 
 class LoraTable:
-    """Where the A, B and gradients of each group lie, for each linear layer, and which rows are whose.
+    """For each linear layer the addresses of every group's A, B and gradients, and the rows of each group.
 
-    The segments must outlive it: addresses keep nothing alive.
+    The segments must outlive the table, since it holds addresses, not references.
     """
 
     def __init__(self, segments: Sequence[SegmentLora], names: Sequence[str]) -> None:
-        from twinkle.model.decoder.lora.lora_kernels import TILE_ROWS  # Triton comes with CUDA builds of torch
+        from twinkle.model.decoder.lora.lora_kernels import TILE_ROWS  # needs Triton, which CUDA builds of torch have
 
         device = segments[0].weights_GP.device
         addresses = np.concatenate([_addresses(segment, names) for segment in segments], 2)
@@ -48,7 +51,7 @@ class LoraTable:
         self._tiles = to_device(torch.tensor(tiles, dtype=torch.int32), device)
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
-        """h = x A.T and y = beta · y + h B.T."""
+        """Compute h = x A.T and y = beta · y + h B.T, in place."""
         from twinkle.model.decoder.lora.lora_kernels import lora_down, lora_up
 
         addresses_4G = self._addresses_M4G[self._places[name]]
@@ -58,7 +61,7 @@ class LoraTable:
     def add_gradient(
         self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
     ) -> None:
-        """Adds what comes of dy to the gradients of A and B; dx = beta · dx + dy B A."""
+        """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place."""
         from twinkle.model.decoder.lora.lora_kernels import add_lora_outer, lora_down, lora_up
 
         addresses_4G = self._addresses_M4G[self._places[name]]
@@ -71,7 +74,7 @@ class LoraTable:
 
 
 def _addresses(segment: SegmentLora, names: Sequence[str]) -> np.ndarray:
-    """(M, 4, G) int64; 0 where a layer has no adapter, or no gradient."""
+    """Return addresses (M, 4, G) int64, of A, B, dA and dB; 0 where a layer has no adapter, or no gradient."""
     offsets_M2 = np.array([segment.layout.offsets(name) if segment.layout.has(name) else (-1, -1) for name in names])
     tables = []
     for rows_GP in (segment.weights_GP, segment.gradient_GP):

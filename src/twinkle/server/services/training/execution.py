@@ -164,7 +164,7 @@ def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
         )
 
         assert asked.custom.graph is not None, "it was looked up when the op was accepted"
-        objective = GraphObjective.of(asked.custom.graph, asked.data, asked.custom.inputs)
+        objective = GraphObjective.for_data(asked.custom.graph, asked.data, asked.custom.inputs)
     elif asked.preference is not None:
         from twinkle.model.multi_lora.preference_objective import PreferenceObjective  # imports torch, too
 
