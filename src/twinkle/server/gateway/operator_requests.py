@@ -45,5 +45,5 @@ async def _evict(gateway: Gateway, run_id: str) -> str:
     await gateway.evict(run, f"model {run_id} was evicted by the operator")
     evicted = await gateway.store.runs.get(run_id)
     if evicted is None or evicted.state != "parked" or evicted.note is None:
-        raise TwinkleServerError(f"{run_id} could not be kept as a checkpoint; the server's log says why")
+        raise TwinkleServerError(f"{run_id} could not be saved as a checkpoint; the server's log says why")
     return evicted.note
