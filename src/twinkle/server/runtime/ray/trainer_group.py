@@ -45,7 +45,7 @@ class _Rank:
     def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
         self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
-        return TrainerFacts.of(self._trainer)
+        return TrainerFacts.from_trainer(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """Return what the trainer returns, or :class:`Failure`."""
