@@ -41,7 +41,7 @@ class TrainingBackend(Protocol):
     def adapter_ids(self) -> list[str]: ...
 
     def resident_adapter_ids(self) -> list[str]:
-        """Return the adapters on the device; the others wait in host memory. Called in any thread."""
+        """Return the adapters on the device; all others are in host memory. Called in any thread."""
         return self.adapter_ids()
 
     def host_bytes(self) -> int:

@@ -94,7 +94,7 @@ _MAP: Readers = {
     "batched": a.boolean,
     "desc": a.text,
     "keep_in_memory": a.boolean,
-    "load_from_cache_file": a.only(False),  # each worker has a new cache of its own: there is nothing to load from it
+    "load_from_cache_file": a.only(False),  # each worker has its own cache and maps a dataset once: nothing to reuse
     "num_proc": a.only(None, 1),
     "remove_columns": a.names,
     "writer_batch_size": a.count,

@@ -15,7 +15,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.files.guards import DirectoryLock, try_lock
 
-LISTENING = "listening on"  # the line of the announcement that begins so is followed by the URL
+LISTENING = "listening on"  # begins the line of the announcement that holds the URL
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
 _FILE = "server.json"
 _WAIT_SECONDS = 360.0  # for a server to finish its work and write every adapter to disk

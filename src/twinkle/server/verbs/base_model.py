@@ -30,7 +30,7 @@ _VERB = "forward_only"
 
 
 class BaseModelPasses:
-    """The passes of one served model without an adapter. Each tenant has one at a time; its others wait for it."""
+    """The base-model passes of one served model. A tenant runs one at a time; its other passes wait for it."""
 
     def __init__(
         self, model: ServedModel, adapters: "Callable[[], NativeAdapters]", compute: Compute, tenants: Tenants

@@ -218,7 +218,7 @@ async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: Check
     await checkpoints.threads.in_thread(record.tenant_id, copy)
 
 
-# --- measurements; a verb before the last pass of a window of accumulated gradients does nothing --------------------
+# --- measurements; inside a window of accumulated gradients verbs have no effect, and are not measured --------------
 
 
 def _measure_pass(measurements: RunMeasurements, item: TrainItem, outputs: Mapping[str, Any]) -> None:

@@ -86,7 +86,8 @@ class Templates:
         return chosen
 
     def _load(self, name: str, folder: str) -> "Template":
-        from twinkle.model.library.components import build_template  # needs torch, which a tokenizer's model has loaded
+        # This imports torch, which is there wherever a model with a tokenizer is served.
+        from twinkle.model.library.components import build_template
 
         try:
             loaded: Template = build_template(name, {"model_id": folder})

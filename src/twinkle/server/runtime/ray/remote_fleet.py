@@ -54,7 +54,7 @@ class RemoteFleet:
         return await self._answers(list(self._replicas), lambda replica: replica.metrics())
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Tell all replicas that a session ended. A replica that does not answer learns it when it starts again."""
+        """Tell all replicas that a session ended. A replica that does not answer learns it when it is back."""
         told = [self._replicas[name].release_session(session, state) for name in self._of_models]
         results = await asyncio.gather(
             *(asyncio.wait_for(each, _RELEASE_SECONDS) for each in told), return_exceptions=True

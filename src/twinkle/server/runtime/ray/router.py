@@ -30,7 +30,7 @@ from twinkle.server.wire.errors import BodyTooLargeError
 
 logger = logging.getLogger(__name__)
 
-# The longest wait for a replica that is being replaced. It is that of a long poll: then the client asks again.
+# The longest wait for a replica that is being replaced: about that for a result. Then the client asks again.
 _WAIT_SECONDS = 30.0
 
 
