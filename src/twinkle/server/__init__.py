@@ -1,4 +1,4 @@
-"""The server: Tinker's protocol over many tenants' adapters on shared base models."""
+"""The server: trains and samples many tenants' adapters on shared base models, over three HTTP protocols."""
 
 from twinkle.server.cli.launch import ServerLauncher, launch_server
 

@@ -1,4 +1,4 @@
-"""``python -m twinkle.server`` is ``twinkle-server``."""
+"""Run the command ``twinkle-server`` as ``python -m twinkle.server``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of all areas, error handlers, what counts and measures, and its OpenAPI document."""
+"""The HTTP application: the routes of all areas, error handlers, middleware that measures, and the OpenAPI document."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -43,9 +43,10 @@ ROUTES = RouteTable(
 def make_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None, telemetry: Telemetry | None = None
 ) -> FastAPI:
-    """Return the application. ``lifespan`` puts a gateway into ``app.state.gateway``; None: the caller does."""
+    """Return the application. ``lifespan`` puts a gateway into ``app.state.gateway``; if None, the caller must."""
     telemetry = telemetry or Telemetry()
-    # FastAPI's own pages at /docs and /redoc run scripts of a foreign host in our origin: ours are in their place.
+    # FastAPI's own pages at /docs and /redoc run scripts from a foreign host in our origin, so they are off;
+    # ``pages.routes`` serves pages of our own.
     app = FastAPI(
         title="Twinkle",
         version=twinkle.__version__,
@@ -67,7 +68,10 @@ def make_app(
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Replace FastAPI's description, which is made when somebody first asks for it: it knows nothing of our bodies."""
+    """Replace FastAPI's OpenAPI document, which lacks request bodies: our handlers read and decode bodies themselves.
+
+    The document is built when a client first asks for it.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -78,7 +82,7 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 def _described(document: dict[str, Any]) -> dict[str, Any]:
-    """Add to each route the schema of its body, of the type that the route declares, or its media type."""
+    """Add the body of each route to the document: the schema of the type that the route declares, or its media type."""
     models = {route.facts.schema for route in ROUTES.routes if isinstance(route.facts.schema, type)}
     references, definitions = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda model: model.__qualname__)],

@@ -1,9 +1,10 @@
-"""Between the library's features and the datums of the tinker SDK, for scripts that prepare data with the one and train
-with the other. Such scripts import them from here; none of the server is loaded with it. Labels are those of a feature:
-already shifted, −100 where nothing is learnt.
+"""Convert between the library's features and the datums of the tinker SDK.
 
-Tensors come from any library and leave as numpy arrays, which losses take like tensors: torch is not needed here. The
-SDK is, and is imported when a datum is made.
+This is for scripts that prepare data with the library and train with the SDK; importing it does not load the server.
+Labels are those of a feature: already shifted, −100 where nothing is learnt.
+
+Arguments may hold tensors of any library. Results hold numpy arrays, which the library's losses accept like tensors, so
+torch is not needed here. The SDK is needed, and is imported when a datum is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +23,23 @@ __all__ = ["datum_to_input_feature", "extract_rl_features_for_loss", "input_feat
 Kind = Literal["int64", "float32"]
 
 _IGNORED = -100
-# Of images: what a model reads beside its tokens, and as what it travels.
+# Inputs of images that a model reads beside its tokens, with the type in which a datum carries each.
 _VISION: Mapping[str, Kind] = {"pixel_values": "float32", "image_grid_thw": "int64"}
 
 Feature = dict[str, Any]
 
 
 class PositionsTemplate(Protocol):
-    """What is needed of a template: its model's positions."""
+    """The part of a template that is needed here: it adds the positions that its model expects."""
 
     def set_mm_position_ids(self, feature: Feature) -> Feature: ...
 
 
 def input_feature_to_datum(feature: Mapping[str, Any]) -> "Datum":
-    """Labels become ``target_tokens`` and ``weights``, 0 and 0.0 where a label is −100; images travel beside them."""
+    """Return a feature as a datum.
+
+    Labels become ``target_tokens`` and ``weights``; where a label is −100 these are 0 and 0.0. Images are copied.
+    """
     try:
         from tinker import types
     except ImportError as error:
@@ -45,7 +49,7 @@ def input_feature_to_datum(feature: Mapping[str, Any]) -> "Datum":
     if feature.get("labels") is not None:
         labels = _row(feature["labels"]).astype(np.int64)[: len(tokens)]
         if len(labels) != len(tokens):
-            raise InvalidInputError("labels", f"{len(labels)} of them", f"{len(tokens)}, one a token")
+            raise InvalidInputError("labels", f"{len(labels)} labels", f"{len(tokens)}, one for each token")
         inputs["target_tokens"] = _tensor(np.where(labels == _IGNORED, 0, labels), "int64")
         inputs["weights"] = _tensor(labels != _IGNORED, "float32")
     for name, kind in _VISION.items():
@@ -63,9 +67,10 @@ def datum_to_input_feature(datum: "Sequence[Datum]", template: PositionsTemplate
 
 
 def datum_to_input_feature(datum: "Datum | Sequence[Datum]", template: PositionsTemplate) -> Feature | list[Feature]:
-    """The inverse, of one datum or of several. The template adds positions; labels are not shifted again.
+    """Return a datum as a feature, or several datums as a list: the inverse of :func:`input_feature_to_datum`.
 
-    Without weights a target 0 is padding, and the weights that follow from that are added to the datum.
+    The template adds positions; labels are not shifted again. In a datum without weights a target 0 counts as padding,
+    and weights that say so are added to the datum.
     """
     if isinstance(datum, Sequence):
         return [datum_to_input_feature(each, template) for each in datum]
@@ -74,7 +79,7 @@ def datum_to_input_feature(datum: "Datum | Sequence[Datum]", template: Positions
         raise InvalidInputError("loss_fn_inputs", sorted(inputs), "target_tokens among them")
     targets = _values(inputs["target_tokens"]).astype(np.int64)
     if targets.shape != tokens.shape:
-        raise InvalidInputError("target_tokens", f"shape {targets.shape}", f"{tokens.shape}, one a token")
+        raise InvalidInputError("target_tokens", f"shape {targets.shape}", f"{tokens.shape}, one for each token")
     if "weights" not in inputs:
         inputs["weights"] = _tensor(targets != 0, "float32")
     weights = _values(inputs["weights"])
@@ -89,9 +94,9 @@ def datum_to_input_feature(datum: "Datum | Sequence[Datum]", template: Positions
 
 
 def extract_rl_features_for_loss(datums: "Sequence[Datum]") -> dict[str, Any]:
-    """Keywords for a loss of the library, as far as the datums have them: old_logps, advantages and ref_outputs.
+    """Return keywords for a loss of the library: old_logps, advantages and ref_outputs, as far as the datums have them.
 
-    Of ``ref_outputs`` the ``logps`` are one array, (B, L), padded with zeros at the right.
+    ``ref_outputs["logps"]`` is one array, (B, L), padded with zeros at the right.
     """
     found: dict[str, Any] = {}
     for name, keyword in (("logprobs", "old_logps"), ("advantages", "advantages")):
@@ -108,7 +113,7 @@ def extract_rl_features_for_loss(datums: "Sequence[Datum]") -> dict[str, Any]:
 
 
 def _column(datums: "Sequence[Datum]", name: str) -> list[NDArray[Any]] | None:
-    """Of all datums or of none."""
+    """Return one input of all datums, as rows; None if no datum has it. Raise if only some have it."""
     having = [datum for datum in datums if name in datum.loss_fn_inputs]
     if not having:
         return None
@@ -128,12 +133,12 @@ def _values(tensor: "TensorData") -> NDArray[Any]:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """Of a list, an array, or a tensor wherever it is."""
+    """Return a list, an array, or a tensor on any device as an array."""
     return np.asarray(value if isinstance(value, np.ndarray | list | tuple) else value.tolist())
 
 
 def _row(value: Any) -> NDArray[Any]:
-    """Flat; of a batch of one its row."""
+    """Return the value as a flat array; a batch of one row becomes that row."""
     array = _array(value)
     while array.ndim > 1:
         array = array[0]

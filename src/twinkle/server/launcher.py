@@ -1,4 +1,4 @@
-"""The import path under which scripts look for these two."""
+"""An import path that older scripts use for the launcher, which is in ``twinkle.server.cli.launch``."""
 
 from twinkle.server.cli.launch import ServerLauncher, launch_server
 

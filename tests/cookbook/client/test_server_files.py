@@ -57,7 +57,7 @@ def test_forms_of_different_servers_differ() -> None:
 @pytest.mark.parametrize("name", ["server_config.yaml", "server_config_4b.yaml", "server_config_older.yaml"])
 def test_megatron_is_checked_and_not_launched(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = SERVERS / "megatron" / name
-    assert "megatron is good and cannot be launched yet: the Megatron backend comes later" in check_config(file, capsys)
+    assert "is valid but cannot be launched yet: the Megatron backend comes later" in check_config(file, capsys)
     assert cli.main(["launch", "-c", str(file)]) == 1
     assert "backend: got megatron, allowed: transformers or mock" in capsys.readouterr().err
 

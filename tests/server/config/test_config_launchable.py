@@ -29,7 +29,7 @@ def test_several_devices_and_megatron_are_configured():
     config = ServerConfig.model_validate(SPREAD)
     assert config.served_models[0].model.backend == "megatron"
     (note,) = launch_notes(config.applications)
-    assert note.startswith("applications[0].args.backend: megatron is good")
+    assert note.startswith("applications[0].args.backend: megatron is valid")
     assert "cannot be launched yet: the Megatron backend comes later" in note
 
 

@@ -96,8 +96,8 @@ def test_an_older_file(load):
         "persistence_config.key_prefix: dropped, each server has a database of its own",
         "applications[0].route_prefix: became /api/v1 (it was /server)",
         f"{gateway}.server_config.cleanup_interval: dropped, expiry needs no interval",
-        f"{gateway}.server_config.metrics_update_interval: dropped, metrics are taken when they are asked for",
-        f"{gateway}.server_config.actor_name: dropped, the state is no actor",
+        f"{gateway}.server_config.metrics_update_interval: dropped, metrics are collected when they are read",
+        f"{gateway}.server_config.actor_name: dropped, the state is not an actor",
         "applications[0].args.http_options: dropped, it repeats what holds anyway",
         "applications[0].args.route_prefix: dropped, it repeats what holds anyway",
         "applications[1].route_prefix: became /api/v1/model/Qwen/Qwen2.5-7B-Instruct "
@@ -141,7 +141,7 @@ def test_rates_became_tokens_a_minute(load):
     assert f"{at}.window_seconds: dropped, tps_limit became tokens a minute" in notes
     both, _ = load("task_queue: {tps_limit: 16000}")
     assert both.limits == LimitsConfig(max_training_tokens_per_minute=960_000, max_sampling_tokens_per_minute=960_000)
-    assert load("task_queue: {tps_limit: 0}")[0] == ServerConfig(), "0 was to mean no limit"
+    assert load("task_queue: {tps_limit: 0}")[0] == ServerConfig(), "0 meant no limit"
 
 
 DEFAULT_QUEUE = (
@@ -188,7 +188,7 @@ def test_further_deployments_are_dropped(load):
 @pytest.mark.parametrize(
     ("args", "key", "allowed"),
     [
-        ("queue_config: {queue_timeout: 3}", "queue_config.queue_timeout", "however long it waits"),
+        ("queue_config: {queue_timeout: 3}", "queue_config.queue_timeout", "however long they wait"),
         ("queue_config: {execution_timeout: 3}", "queue_config.execution_timeout", "0, or 120 or more ("),
         ("queue_config: {queue_timeout: long}", "queue_config.queue_timeout", "300 or more ("),
         ("queue_config: {tps_limit: -1}", "queue_config.tps_limit", "a number ≥ 0"),

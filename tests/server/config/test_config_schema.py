@@ -228,7 +228,7 @@ def test_more_than_one_device_comes_with_ray(args, key):
         ([model(), model("two", model_id="org/n", aliases=["org/m"])], "[0].args.aliases", "no other model has"),
         ([model(model_id="s3://a")], "[0].args.model_id", "known: hf, ms, pypi, random"),
         ([model(model_id="bare")], "[0].args.model_id", "hf://org/name"),
-        ([model(backend="mock", dtype="fp32")], "[0].args.dtype", "no use for it"),
+        ([model(backend="mock", dtype="fp32")], "[0].args.dtype", "does not use it"),
         ([sampler()], "[0].args.model_id", "the model_id of a model application"),
         ([model(), sampler(sampler_type="mock")], "[1].args.sampler_type", "torch or vllm, as the model's backend"),
         ([model(), sampler(engine_args={"max_model_len": 1})], "[1].args.engine_args", "for sampler_type: vllm"),

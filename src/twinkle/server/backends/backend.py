@@ -1,6 +1,6 @@
-"""What the service asks of compute: the methods of a :class:`~twinkle.model.Trainer`, without torch in sight.
+"""The interface between services and compute: the methods of a :class:`~twinkle.model.Trainer`, without torch.
 
-Everything is called from one thread. Errors of a tenant's making are :class:`~twinkle.errors.UserError`.
+A tenant's mistake raises a :class:`~twinkle.errors.UserError`; any other exception is a failure of the server.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,11 +22,14 @@ from twinkle.model.types import (
 from twinkle.sampler.types import Sampler
 from twinkle.server.backends.text_codec import TextCodec
 
-_CONTENDED_PART = 16  # of a batch
+_CONTENDED_PART = 16  # a tenant gets at most this fraction (1/16) of a batch while others wait
 
 
 class TrainingBackend(Protocol):
-    """Many adapters on one frozen model. Called in the compute thread, where a method does not say otherwise."""
+    """The adapters on one frozen base model, and what is computed with them.
+
+    All methods are called in the compute thread, unless a method says otherwise.
+    """
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """Raise for an adapter that can never exist. Called in any thread."""
@@ -38,14 +41,17 @@ class TrainingBackend(Protocol):
     def adapter_ids(self) -> list[str]: ...
 
     def resident_adapter_ids(self) -> list[str]:
-        """Return the adapters on the device; the others wait in host memory. Called in any thread."""
+        """Return the adapters on the device; all others are in host memory. Called in any thread."""
         return self.adapter_ids()
 
     def host_bytes(self) -> int:
-        """Return the host memory that adapters take, on a CPU also those on the device. Called in any thread."""
+        """Return the bytes of host memory that adapters take. Called in any thread.
+
+        On a CPU this includes the adapters on the device, because that is host memory too.
+        """
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
-        """Return the host memory that an adapter of this shape takes at most. Called in any thread."""
+        """Return the most bytes of host memory that an adapter of this shape takes. Called in any thread."""
 
     def numbers(self) -> TrainerNumbers:
         """Return counts and memory of the trainer, without waiting for the device."""
@@ -62,10 +68,10 @@ class TrainingBackend(Protocol):
         limit: Callable[[], int | None],
         give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps.
+        """Compute one micro-batch a step, of at most ``limit()`` tokens if possible, and yield after each.
 
-        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes. One
-        that inherits this computes all in one step.
+        Between steps the compute thread may work for others. A backend that can be interrupted in the middle of a step
+        calls ``give_way`` there, as often as it likes. A backend that inherits this method computes all in one step.
         """
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
@@ -85,7 +91,11 @@ class TrainingBackend(Protocol):
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        """Copy what is to be saved; the function returned writes it, in any thread, in the place of what is there."""
+        """Copy the adapter's state, and return a function that writes the copy to a directory, replacing what is there.
+
+        The returned function may be called in any thread. ``companions`` writes further files into the directory
+        before that takes its final name.
+        """
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
 
@@ -100,7 +110,10 @@ class TrainingBackend(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model and the engines on it. ``name`` is its id in the config; ``tokenizer_dir`` is on this machine."""
+    """A loaded base model with its trainer and sampler.
+
+    ``name`` is its id in the configuration; ``tokenizer_dir`` is a directory on this machine.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -110,12 +123,15 @@ class ServedModel:
     max_context_length: int
     tokens_per_batch: int
     tokenizer_dir: str | None
-    tokenizer_id: str | None  # what clients on other machines can load
-    memory: str  # how memory is divided, for people
-    text: TextCodec | None  # None: there is no tokenizer, and tokens are all that tenants can send
-    cheap_tokens: int = 0  # so many more in a batch cost others no time; on a CPU every one does
+    tokenizer_id: str | None  # the tokenizer that clients on other machines can load
+    memory: str  # a sentence for operators: how memory is divided
+    text: TextCodec | None  # None: there is no tokenizer, and tenants can send only tokens
+    cheap_tokens: int = 0  # this many more tokens in a batch take hardly any time; 0 on a CPU, where every token does
 
     @property
     def contended_tokens(self) -> int:
-        """Return what a tenant gets of a batch at most while others have work, if these ask for less."""
+        """Return the most tokens that one tenant gets in a batch while others have work.
+
+        The scheduler gives it more only if another tenant asks for more than this.
+        """
         return min(self.cheap_tokens, self.tokens_per_batch // _CONTENDED_PART)

@@ -1,7 +1,8 @@
-"""The one thread that owns the model. Training and sampling take it in turns, one piece of work each.
+"""The compute thread: the one thread that owns the model. Training and sampling take turns, one piece of work each.
 
-Methods that belong to this thread are marked with :func:`compute_thread`, synchronous ones that belong to the event
-loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, both assert it; else they do nothing.
+Methods that belong to this thread are marked with :func:`compute_thread`, synchronous methods that belong to the event
+loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, both assert that the method is called in
+its thread; otherwise they do nothing.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ from twinkle.environment import checks_threads
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_SOON = 0.02  # seconds: by then the event loop has sent the optimizer step that follows a pass
-NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not for single tenants
+_SOON = 0.02  # seconds to wait for an announced optimizer step: the event loop needs less to send it
+NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not done for particular tenants
 
 
 class _ThisThread(threading.local):
@@ -37,7 +38,7 @@ def compute_thread(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def event_loop(method: Callable[P, T]) -> Callable[P, T]:
-    """Mark a method that is called on the event loop, whose state it changes."""
+    """Mark a method that must be called on the event loop, because it changes state that belongs to it."""
     return _checked(method, "the event loop", lambda: not _this_thread.computes)
 
 
@@ -58,9 +59,9 @@ def _begin_computing() -> None:
 
 
 class Lane(Enum):
-    """What kind of work it is. Work of one lane runs in the order in which it came."""
+    """The kinds of work. Work of one lane runs in the order in which it was submitted."""
 
-    STEPS = auto()  # optimizer steps: they are short, and whoever trains waits for them
+    STEPS = auto()  # optimizer steps: they are short, and the client that trains waits for them
     TRAINING = auto()  # batches of passes, saves, loads and snapshots
     SAMPLING = auto()
 
@@ -74,18 +75,18 @@ class _Piece:
 
 
 class Compute:
-    """Runs blocking work off the event loop, one piece at a time.
+    """Runs blocking work in the compute thread, off the event loop, one piece at a time.
 
-    While training and sampling have work they alternate: a long rollout keeps a pass waiting for one turn of the
-    sampler, and however many batches and saves wait, sampling goes on after the next of them. An optimizer step comes
-    before both, but there are never two in a row while others wait. If it is known that one follows a pass, both are
-    one turn.
+    While training and sampling both have work they alternate: during a long rollout a pass waits for one turn of the
+    sampler only, and sampling waits for one batch or save only, however many are queued. An optimizer step goes before
+    both, but two steps never run in a row while other work waits. If the caller says that a step follows a pass, pass
+    and step are one turn.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "compute", initializer=_begin_computing)
         self._lanes: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
-        self._order = list(Lane)  # who comes first; of the compute thread
+        self._order = list(Lane)  # lanes, the one whose turn is next first; belongs to the compute thread
         self._step_began: float | None = None  # written by the compute thread, read by others
         self._work_came = threading.Event()
 
@@ -97,15 +98,16 @@ class Compute:
         *,
         step_follows: Callable[[T], bool] = lambda _result: False,
     ) -> T:
-        """Run ``work`` in its turn.
+        """Run ``work`` in the compute thread when its turn comes, and return its result. Called on the event loop.
 
-        ``shares``: for which tenants it is, and which part of it for each. ``step_follows``: whether, after
-        this result, an optimizer step comes as soon as the caller has heard of it; it belongs to the same turn.
+        ``shares``: the tenants for which the work is done, and the fraction for each. ``step_follows`` is called with
+        the result: if it returns True, the caller will submit an optimizer step as soon as it has the result. The
+        compute thread then waits a moment for that step, and runs it in the same turn.
         """
         done: Future[T] = Future()
         self._lanes[lane].append(_Piece(work, done, shares, step_follows))
         self._work_came.set()
-        self._executor.submit(self._run_one)  # one call a piece; which piece is decided when the thread is free
+        self._executor.submit(self._run_one)  # one call for each piece; the thread picks the piece when it is free
         return await asyncio.wrap_future(done)
 
     @property
@@ -116,9 +118,9 @@ class Compute:
 
     @compute_thread
     def run_waiting(self, lane: Lane) -> Mapping[str, float]:
-        """Run the next piece of work of a lane, if there is one, in the middle of the present one.
+        """Run the next piece of work of a lane, if there is one, in the middle of the present piece.
 
-        Returns the seconds that it took, for each tenant.
+        Return the seconds that it took, divided among its tenants. They do not count as time of the present piece.
         """
         if not self._lanes[lane]:
             return {}
@@ -133,11 +135,11 @@ class Compute:
 
     def _run_one(self) -> None:
         lane = next((lane for lane in self._order if self._lanes[lane]), None)
-        if lane is None:  # it ran in the middle of another piece
+        if lane is None:  # the piece for this call already ran in the middle of another one
             return
         self._order.remove(lane)
         self._order.append(lane)
-        if lane is not Lane.STEPS:  # then these come first again
+        if lane is not Lane.STEPS:  # after other work, optimizer steps go first again
             self._order.remove(Lane.STEPS)
             self._order.insert(0, Lane.STEPS)
         self._run_next(lane)
@@ -160,6 +162,7 @@ class Compute:
         return piece.shares
 
     def _step_comes(self) -> bool:
+        """Wait up to ``_SOON`` seconds for an optimizer step, and return whether one was submitted."""
         until = time.monotonic() + _SOON
         while not self._lanes[Lane.STEPS]:
             self._work_came.clear()

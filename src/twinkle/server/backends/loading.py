@@ -1,4 +1,7 @@
-"""From a model's configuration to the engines that serve it. Torch is imported only for the backend that needs it."""
+"""Load the trainer and the sampler that a model's configuration asks for.
+
+Torch is imported only for the backend that needs it.
+"""
 
 import atexit
 import logging
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
+_GPU_CHEAP_TOKENS = 2048  # a GPU takes hardly longer for this many tokens than for one
 
 
 def load_served_model(served: ServedModelConfig) -> ServedModel:
@@ -41,7 +44,7 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         _check_vllm(sampling)  # before the slow part
     budget = budget_of(args)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
-    model = served_model(served, trainer, TrainerFacts.of(trainer))
+    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     if sampling is None:
         return model
     tokenizer = hub.load_tokenizer(args.model_id)
@@ -51,7 +54,7 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """What the server must know of a trainer, which may be in another process."""
+    """Facts about a trainer that the server needs. They can be sent: the trainer may be in another process."""
 
     architecture: str
     max_length: int
@@ -60,7 +63,7 @@ class TrainerFacts:
     device: str
 
     @classmethod
-    def of(cls, trainer: "Trainer") -> "TrainerFacts":
+    def from_trainer(cls, trainer: "Trainer") -> "TrainerFacts":
         architecture, memory = trainer.architecture, trainer.memory
         return cls(architecture.family, architecture.max_length, memory.tokens, str(memory), trainer.device.type)
 
@@ -68,7 +71,7 @@ class TrainerFacts:
 def served_model(
     served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts, ranks: int = 1
 ) -> ServedModel:
-    """Return a model for training only. ``facts`` of each of its ``ranks``."""
+    """Return a model for training only. ``facts`` describe each of the ``ranks`` processes of its trainer."""
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -86,14 +89,14 @@ def served_model(
 
 
 def budget_of(args: ModelArgs) -> int | None:
-    """Return the bytes of the device that the trainer may use; None: it looks for itself."""
+    """Return the bytes of device memory that the trainer may use; None: the trainer takes what is free."""
     return None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
 
 
 def load_trainer(
     args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
 ) -> "Trainer":
-    """Load the base model. ``budget`` in bytes; ``mesh``: of several processes, of which this is one."""
+    """Load the base model. ``budget`` is in bytes; ``mesh`` is given if this process is one of several that train."""
     from twinkle.model import Trainer
 
     return Trainer.from_pretrained(
@@ -108,9 +111,9 @@ def load_trainer(
 
 
 def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
-    """Load the sampler alone, on a copy of the base model, for a process whose devices nobody else uses.
+    """Load a sampler with its own copy of the base model, in a process that has its devices to itself.
 
-    gpus: the number over which vLLM divides the model, unless engine_args say it.
+    ``gpus``: the number of GPUs over which vLLM divides the model, unless ``engine_args`` say otherwise.
     """
     args, sampler, budget = served.model, served.sampler, None
     assert sampler is not None, "there is something to load"
@@ -129,7 +132,10 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
 def _make_sampler(
     args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
 ) -> "TorchSampler | VllmSampler":
-    """Make a sampler. torch: on the trainer's own weights. vllm: in processes of its own, which end with this one."""
+    """Make a sampler.
+
+    ``torch`` samples with the trainer's own weights; ``vllm`` runs in processes of its own, which end with this one.
+    """
     if args.sampler_type == "torch":
         from twinkle.sampler import TorchSampler
 
@@ -147,7 +153,7 @@ def _make_sampler(
 
 
 def _check_vllm(args: SamplerArgs) -> None:
-    """Raise for arguments that are wrong whatever the model is."""
+    """Raise for engine arguments that are wrong for every model."""
     from twinkle.sampler.vllm.engine_args import check_engine_args
 
     check_engine_args(args.engine_args or {})

@@ -1,6 +1,6 @@
-"""Text in and out of a model: its tokenizer, its chat template, and how much text is tokenised at a time.
+"""Convert between text and the tokens of a model: its tokenizer, its chat template, and limits on text.
 
-Tenants that send tokens need none of this.
+Requests that carry tokens need none of this.
 """
 
 import re
@@ -14,7 +14,7 @@ from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.template.labels import IGNORE
 from twinkle.template.template import Template
 
-# A chat template says nothing about what it reads; one that knows tools names them.
+# A chat template does not declare its inputs; one that supports tools mentions the variable ``tools``.
 _READS_TOOLS = re.compile(r"\btools\b")
 
 
@@ -22,7 +22,7 @@ class TextCodec(Protocol):
     """Turns text into the tokens of one model, and back. Used in several threads at once."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as it stands, with what this tokenizer puts before any text."""
+        """Encode a text as it is, with the tokens that this tokenizer puts before every text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
@@ -65,7 +65,7 @@ class HubTextCodec:
             )
         except TemplateError as error:
             raise InvalidInputError("messages", error.message, "what the chat template of this model takes") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
+        return list(self._tokenizer.encode(text, add_special_tokens=False))  # the template has written them
 
     def _text(self, tokens: Sequence[int], *, special: bool) -> str:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
@@ -76,9 +76,9 @@ Row = dict[str, Any]
 
 
 class CodecTemplate(Template):
-    """A template for a model that has a codec and no tokenizer's files, as the mock has. It has no options.
+    """A template for a model with a codec and without tokenizer files, such as the mock. It has no options.
 
-    Conversations are encoded up to the assistant's turn, whatever was asked: a codec knows no other form.
+    Conversations are always encoded up to the assistant's turn, whatever the arguments say: a codec has no other form.
     """
 
     pre_pipeline_names = ("_build_standard_messages", "_encode_chat")
@@ -93,7 +93,7 @@ class CodecTemplate(Template):
         return "".join(self._codec.token_text(token) for token in token_ids)
 
     def parse_tool_call(self, text: str) -> list[ToolCall]:
-        """Find none: which tokens are special, only a tokenizer knows."""
+        """Return no tool calls: finding them takes a tokenizer, which knows the special tokens."""
         return []
 
     def _encode_rows(self, trajectories: Sequence[Mapping[str, Any]], *_options: object) -> list[list[Row]]:
@@ -104,8 +104,8 @@ class CodecTemplate(Template):
         return [{**trajectory, "input_ids": tokens, "labels": np.full(len(tokens), IGNORE)}]
 
 
-_AT_ONCE = 2**20  # characters: a tokenizer takes up to 200 bytes of memory for each
-_CHARACTERS_OF_A_TOKEN = 16  # far more than the average of any text
+_AT_ONCE = 2**20  # characters tokenised at once: a tokenizer takes up to 200 bytes of memory for each
+_CHARACTERS_OF_A_TOKEN = 16  # for the limit: far more than the average of any text
 
 
 def max_characters(context: int) -> int:
@@ -119,7 +119,7 @@ def check_characters(field: str, characters: int, most: int) -> None:
 
 
 def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the rows in groups that are small enough to be tokenised at once. ``most`` characters one row may have."""
+    """Yield the rows in groups small enough to be tokenised at once. ``most``: the characters one row may have."""
     group: list[Mapping[str, Any]] = []
     size = 0
     for index, row in enumerate(rows):
@@ -135,7 +135,7 @@ def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[M
 
 
 def _characters(value: object) -> int:
-    """Return how many characters of text there are in a value of JSON."""
+    """Return the number of characters of text in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from twinkle.server.cli.launch import fetch_status, run_server, start_in_backgro
 from twinkle.server.runtime import process
 from twinkle.server.state.store import Store
 
-# What `status` shows of training and of sampling in one line; rates are of about the last minute.
+# Lines of `status` that show a number of training and one of sampling. Rates cover about the last minute.
 _SIDE_BY_SIDE = {
     "tokens": ("trained_tokens", "sampled_tokens"),
     "tokens/s": ("training_tokens_per_second", "sampling_tokens_per_second"),
@@ -23,7 +23,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 1 for what went wrong, 2 for wrong use, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 0 for success, 1 for an error, 2 for wrong use, 130 for Ctrl-C."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     if not given:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(given)
         args.run(args, given)
-    except SystemExit as end:  # of argparse, and of commands that have told what is wrong
+    except SystemExit as end:  # raised by argparse, and by commands that have already printed what is wrong
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (TwinkleError, OSError) as error:
         print(f"twinkle-server: {error}", file=sys.stderr)
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     launch = commands.add_parser(
-        "launch", allow_abbrev=False, help="start a server; without a configuration the demo model on 127.0.0.1:8000"
+        "launch", allow_abbrev=False, help="start a server; by default it serves the demo model on 127.0.0.1:8000"
     )
     launch.set_defaults(run=_launch)
     config_commands.config_options(launch)
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("--no-wait", action="store_true", help="return once the server answers, and leave it running")
     launch.add_argument(
-        "-t", "--server-type", choices=("tinker", "twinkle"), help="accepted: one server speaks both protocols"
+        "-t", "--server-type", choices=("tinker", "twinkle"), help="has no effect: every server speaks both protocols"
     )
 
     config_commands.add_parsers(commands)
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--url", default=None, help="default: the server on this data directory, else http://127.0.0.1:8000"
     )
-    add_command(commands, "stop", _stop, "stop a server once it has finished what runs")
+    add_command(commands, "stop", _stop, "stop a server after it has finished the work that runs")
     operator_commands.add_parsers(commands)
     data_commands.add_parsers(commands)
     return parser
@@ -92,7 +92,7 @@ def _stop(args: argparse.Namespace, _given: list[str]) -> None:
 
         stopped = take_down(config)
     if not stopped:
-        raise TwinkleServerError(f"no server runs on {config.data_dir}; -c or --data-dir says which one is meant")
+        raise TwinkleServerError(f"no server runs on {config.data_dir}; -c or --data-dir chooses another one")
     print("stopped")
 
 
@@ -130,7 +130,7 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
 @on_store
 async def _print_damage(_args: argparse.Namespace, store: Store) -> None:
-    """Print what was found damaged in the state of the server that runs here."""
+    """Print the damage that was found in the state of the server that runs here."""
     found = {each.subject: each.message for each in await store.damage.list()}
     for run in await store.runs.in_state("failed"):
         if run.note is not None and "damaged" in run.note:

@@ -1,6 +1,6 @@
-"""What commands have in common: the server and the configuration that one means, and the state it works on.
+"""Parts that all commands share: which configuration a command uses, and how it opens the state of its server.
 
-``check-config`` and ``print-config``, which are about configurations, are here too.
+The commands about configurations, ``check-config`` and ``print-config``, are here too.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from twinkle.server.state.store import Store
 
 _BAD_CONFIGURATION = 2
 
-Command = Callable[[argparse.Namespace, list[str]], None]  # what was parsed, and all arguments as they were given
+Command = Callable[[argparse.Namespace, list[str]], None]  # the parsed arguments, and all arguments as given
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-# --- which configuration a command means ------------------------------------------------------------------------------
+# --- which configuration a command uses -------------------------------------------------------------------------------
 
 
 def add_command(commands: Commands, name: str, run: Command, about: str) -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
 
 
 def on_store(work: Callable[[argparse.Namespace, Store], Awaitable[None]]) -> Command:
-    """Make a command of ``work`` on the state of a server. The server itself may be running beside it."""
+    """Return a command that opens the state of a server and runs ``work`` on it. The server may run meanwhile."""
 
     async def open_and_work(args: argparse.Namespace) -> None:
         config = config_of(args)
@@ -69,7 +69,7 @@ def config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def requested_config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
-    """Return the file's configuration, or the default one, with what the command line says on top, and notes on it."""
+    """Return the file's configuration, or the default one, changed by command line options, and notes on it."""
     return load_config(
         _config_file(args),
         model=args.model,
@@ -81,7 +81,7 @@ def requested_config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]
 
 
 def _config_file(args: argparse.Namespace) -> Path | None:
-    """Return the file that -c names, else the environment; None: the default configuration is meant."""
+    """Return the file that -c names, else TWINKLE_SERVER_CONFIG; None: the default configuration applies."""
     given: Path | None = args.config
     return given or read_server_variables().config
 
@@ -93,7 +93,7 @@ def add_parsers(commands: Commands) -> None:
     check = commands.add_parser("check-config", help="check a configuration file and list what became of older keys")
     check.set_defaults(run=_check)
     check.add_argument("file", type=Path, nargs="?", default=None, help="configuration file")
-    check.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="the same as an option")
+    check.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration file")
     show = commands.add_parser("print-config", help="print the configuration in effect, by default as commented YAML")
     show.set_defaults(run=_print)
     config_options(show)
@@ -103,7 +103,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def _check(args: argparse.Namespace, _given: list[str]) -> None:
-    """Print ``ok`` alone on standard output, for scripts; notes are for people."""
+    """Check a configuration. Only ``ok`` is printed to standard output, for scripts; the rest to standard error."""
     try:
         if args.file is not None and args.config not in (None, args.file):
             raise InvalidInputError("FILE", f"{args.file} and {args.config}", "one file at a time")
@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
             raise InvalidInputError("FILE", "none", "a configuration, by -c FILE or TWINKLE_SERVER_CONFIG")
         _, notes = load_config(file)
     except (TwinkleError, OSError) as error:
-        # Problems of a file are a line each, below this one.
+        # A ConfigError has one line for each problem of the file; they follow this one.
         reason = f"invalid configuration\n{error}" if isinstance(error, ConfigError) else str(error)
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(_BAD_CONFIGURATION)

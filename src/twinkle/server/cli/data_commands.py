@@ -34,13 +34,15 @@ def add_parsers(commands: Commands) -> None:
     back.add_argument("directory", type=Path, metavar="DIR", help="the backup")
     about = "check all files of a stopped server and list what is damaged"
     check = add_command(commands, "check-data", _check, about)
-    check.add_argument("--repair", action="store_true", help="put back a copy of a database that cannot be used")
+    check.add_argument(
+        "--repair", action="store_true", help="repair a database that cannot be used, if necessary from its last copy"
+    )
     check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
     check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
-    actions = commands.add_parser("clear", help="forget what was under way").add_subparsers(
+    actions = commands.add_parser("clear", help="delete the state of unfinished work").add_subparsers(
         required=True, metavar="WHAT"
     )
-    clear = add_command(actions, "persistence", _clear, f"forget, of a stopped server, {_CLEARED}")
+    clear = add_command(actions, "persistence", _clear, f"delete from a stopped server: {_CLEARED}")
     clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
 
 
@@ -90,9 +92,9 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
         return
     config = config_of(args)
     if not config.data_dir.is_dir():
-        raise TwinkleServerError(f"{config.data_dir} does not exist; -c or --data-dir says which one is meant")
+        raise TwinkleServerError(f"{config.data_dir} does not exist; -c or --data-dir chooses another one")
     give_up_reserve(config.data_dir, only_if_low=True)
-    with DirectoryLock(config.data_dir):  # what a server is writing would look damaged
+    with DirectoryLock(config.data_dir):  # files that a running server is writing would look damaged
         database = _database_file(config)
         findings = list(check_data(config.data_dir, database))
         if args.repair and database is not None and any(finding.is_fatal for finding in findings):
@@ -102,7 +104,11 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
 
 
 def _repair(data_dir: Path, database: Path) -> str:
-    """Put a database in the place of one that is damaged, which is kept; returns what was done."""
+    """Repair a damaged database, keep the damaged files beside it, and return a sentence on what was done.
+
+    A write-ahead log whose beginning can still be read and applied is cut after it. Otherwise the last copy of the
+    database takes its place.
+    """
     stamp = f"damaged-{int(time.time())}"
     wal = check_wal(database) if database.exists() else None
     if wal is not None and wal.is_consistent:
@@ -113,7 +119,7 @@ def _repair(data_dir: Path, database: Path) -> str:
         database.with_name(f"{database.name}-shm").unlink(missing_ok=True)
         lost = wal.committed - wal.found
         return (
-            f"of {wal.file} the {wal.found} frames that can be read are used; {lost} behind them are lost; see {kept}"
+            f"{wal.file} was cut after {wal.found} readable frames; {lost} later frames are lost; damaged log: {kept}"
         )
     copy = copied_database(data_dir)
     if not copy.exists():
@@ -134,7 +140,7 @@ def _repair(data_dir: Path, database: Path) -> str:
 
 
 def _finish(findings: list[Finding], form: str, what: str) -> None:
-    """Print, and end with exit code 1 where something is damaged."""
+    """Print the findings, and exit with code 1 if there are any."""
     if form == "json":
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     elif not findings:
@@ -154,7 +160,7 @@ def _finish(findings: list[Finding], form: str, what: str) -> None:
 
 
 def _clear(args: argparse.Namespace, _given: list[str]) -> None:
-    """Begin again with an empty server that still has its keys and checkpoints."""
+    """Delete the state of unfinished work. Keys and checkpoints stay."""
     config = config_of(args)
     if not args.yes and not _agreed(config):
         raise TwinkleServerError("nothing was cleared; --yes clears without asking")
@@ -164,16 +170,19 @@ def _clear(args: argparse.Namespace, _given: list[str]) -> None:
 
 
 def _agreed(config: ServerConfig) -> bool:
-    print(f"{config.data_dir}: forget {_CLEARED}? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"{config.data_dir}: delete {_CLEARED}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 async def _clear_state(config: ServerConfig) -> int:
-    """Return the number of records. The state is opened as a server opens it: where one runs, that is the error."""
+    """Delete the state and return the number of records deleted.
+
+    The state is opened with the lock that a server takes, so this raises while a server runs.
+    """
     store = await Store.open(config.data_dir, config.database_url)
     try:
         records = await store.retention.clear()
-        await store.ops.prune(time.time(), 0, 0)  # the journal, of which nothing is needed
+        await store.ops.prune(time.time(), 0, 0)  # empties the journal: without its ops nothing in it is needed
         for name in _CLEARED_DIRECTORIES:
             shutil.rmtree(config.data_dir / name, ignore_errors=True)
         return records

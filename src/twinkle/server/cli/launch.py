@@ -1,6 +1,6 @@
-"""Start a server: from Python, from the command line, here and now or in the background.
+"""Start a server from Python or from the command line, in this process or in the background.
 
-``import twinkle.server`` loads this module, so what is heavy is imported when a server is launched.
+``import twinkle.server`` loads this module, so heavy modules are imported only when a server is launched.
 """
 
 import json
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 600.0
 _NOTHING = (
-    "nothing to serve: the configuration has no applications; --model ID serves a model with its other settings, and "
-    "without a configuration the demo model is served"
+    "nothing to serve: the configuration has no applications; add --model ID to serve a model with the other settings "
+    "of this configuration, or leave the configuration out to serve the demo model"
 )
 
 
@@ -33,9 +33,9 @@ _NOTHING = (
 
 @dataclass(frozen=True)
 class ServerLauncher:
-    """``ServerLauncher(config).launch()``: :func:`launch_server` for a configuration that is there already.
+    """Launches a server from a configuration that is already loaded; :func:`launch_server` also reads files.
 
-    ``ray_namespace``: in the place of the configuration's. ``notes`` are shown when the server serves.
+    ``ray_namespace`` replaces that of the configuration. ``notes`` are printed once the server serves.
     """
 
     config: "ServerConfig"
@@ -52,7 +52,7 @@ class ServerLauncher:
             )
 
     def launch(self) -> None:
-        """Serve until SIGTERM or SIGINT; from the main thread. Returns at once where there is nothing to serve."""
+        """Serve until SIGTERM or SIGINT; return at once if nothing is configured. Call it from the main thread."""
         config = self.config
         if self.ray_namespace is not None:
             config = config.model_copy(update={"ray_namespace": self.ray_namespace})
@@ -64,7 +64,7 @@ def launch_server(
     config_path: str | Path | None = None,
     ray_namespace: str | None = None,
 ) -> None:
-    """Serve this configuration, else what the file says, else the demo model, until SIGTERM or SIGINT."""
+    """Serve ``config``, else the file ``config_path``, else the demo model, until SIGTERM or SIGINT."""
     from twinkle.server.config import load_config
 
     if config is not None:
@@ -80,9 +80,9 @@ def launch_server(
 def run_server(
     config: "ServerConfig", notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT; returns at once where nothing is configured.
+    """Serve until SIGTERM or SIGINT; return at once if nothing is configured.
 
-    ``log_level``, ``log_format``: in the place of the configuration's.
+    ``log_level`` and ``log_format`` replace those of the configuration.
     """
     from twinkle.server.config.rules import refuse_what_is_not_yet
     from twinkle.server.telemetry.logs import configure_logging
@@ -107,7 +107,7 @@ def run_server(
 
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
-    """Start ``twinkle-server launch`` with these arguments and wait until it serves; returns process id and URL."""
+    """Start ``twinkle-server launch`` with these arguments, wait until it serves, and return process id and URL."""
     from twinkle.server.runtime.process import LISTENING
 
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,13 +122,14 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
         )
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        # Its own announcement, not an answer on the port: another server may be there.
+        # Wait for the new process to announce itself in its log. An answer on the port proves nothing: it may come
+        # from another server.
         said = log_file.read_bytes()[said_before:].decode(errors="replace")
         listening = re.search(rf"^{LISTENING} (\S+)", said, re.MULTILINE)
         if listening is not None:
             return process.pid, listening[1]
         if process.poll() is not None:
-            last = said.strip().splitlines()[-1:] or ["it said nothing"]
+            last = said.strip().splitlines()[-1:] or ["it logged nothing"]
             raise TwinkleServerError(f"the server ended with exit code {process.returncode}: {last[0]}")
         time.sleep(0.2)
     process.terminate()
@@ -136,7 +137,7 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
 
 
 def fetch_status(url: str) -> dict[str, object]:
-    """Return what the server at ``url`` says of itself."""
+    """Return the status that the server at ``url`` reports."""
     try:
         with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
             status: dict[str, object] = json.load(answer)

@@ -42,7 +42,7 @@ def add_parsers(commands: Commands) -> None:
     create.add_argument("--name", default="", help="what the key is for")
     create.add_argument("--tenant", default=None, help="id of an existing tenant; without it the key is a new tenant")
     add_command(keys, "list", _list_keys, "list keys, without the keys themselves")
-    revoke = add_command(keys, "revoke", _revoke_key, "make a key useless")
+    revoke = add_command(keys, "revoke", _revoke_key, "revoke a key: requests with it are refused")
     revoke.add_argument("key_id", help="id of the key, as keys list shows it")
 
     usage = add_command(commands, "usage", _usage, "show tokens, steps and storage by tenant and day (UTC)")
@@ -51,11 +51,11 @@ def add_parsers(commands: Commands) -> None:
     usage.add_argument("--until", type=_day, default=None, metavar="DAY", help="last day, default today")
     usage.add_argument("--format", choices=("table", "json"), default="table", help="default table")
 
-    about = "take adapters off the device of a running server; their state is kept"
+    about = "end runs on a running server; the last state of each is kept as a checkpoint for a while"
     evict = add_command(commands, "evict", _evict, about)
     target = evict.add_mutually_exclusive_group(required=True)
-    target.add_argument("run_id", nargs="?", default=None, metavar="RUN_ID", help="one adapter")
-    target.add_argument("--tenant", default=None, help="all adapters of this tenant")
+    target.add_argument("run_id", nargs="?", default=None, metavar="RUN_ID", help="one run")
+    target.add_argument("--tenant", default=None, help="all live runs of this tenant")
     evict.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait, default 120")
 
 
@@ -124,7 +124,7 @@ def _day(text: str) -> date:
 
 @on_store
 async def _evict(args: argparse.Namespace, store: Store) -> None:
-    """Ask the running server to evict adapters. It answers at its next maintenance, within about fifteen seconds."""
+    """Ask the running server to evict runs. It answers at its next maintenance, within about fifteen seconds."""
     _check_running(store)
     run_ids = [args.run_id] if args.tenant is None else await _live_runs(store, args.tenant)
     asked = [await store.operator_requests.ask(EVICT, run_id, time.time()) for run_id in run_ids]
@@ -137,9 +137,9 @@ async def _evict(args: argparse.Namespace, store: Store) -> None:
 
 
 def _check_running(store: Store) -> None:
-    """Raise where no server runs: one holds the lock of its data directory."""
+    """Raise if no server runs. A running server holds the lock of its data directory."""
     with suppress(DataDirInUseError), DirectoryLock(store.data_dir):
-        raise TwinkleServerError(f"no server runs on {store.data_dir}: there is no device to take an adapter off")
+        raise TwinkleServerError(f"no server runs on {store.data_dir}, so there is nothing to evict")
 
 
 async def _live_runs(store: Store, tenant_id: str) -> list[str]:

@@ -1,9 +1,10 @@
 """The server's configuration: a strict schema, YAML files with interpolation, and an importer of the older form.
 
-``load_config`` reads a file, ``default_config`` is what is served without one, ``describe`` prints what is in effect.
-From the bottom: ``messages`` (what is allowed, what is wrong), ``sections``, ``placement`` and
-``applications`` (the schema), ``rules`` between sections, ``sources`` (file and environment), ``older``, and
-``server_config``, which puts them together. May import: the library's ``errors``, ``environment`` and ``hub``.
+``load_config`` reads a file, ``default_config`` returns the configuration of a server without one, and ``describe``
+returns a configuration as commented YAML. From the bottom: ``messages`` (words for what is allowed and what is wrong),
+``sections``, ``placement`` and ``applications`` (the schema), ``rules`` between sections, ``sources`` (file and
+environment), ``older``, and ``server_config``, which puts them together. May import: the library's ``errors``,
+``environment`` and ``hub``.
 """
 
 from twinkle.errors import ConfigError, ConfigParseError

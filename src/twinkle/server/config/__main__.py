@@ -1,4 +1,4 @@
-"""``python -m twinkle.server.config`` prints the tables of docs/configuration.md."""
+"""Print the tables of docs/configuration.md: ``python -m twinkle.server.config``."""
 
 from twinkle.server.config.reference import tables
 

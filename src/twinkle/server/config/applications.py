@@ -1,7 +1,7 @@
 """The applications of a server: the gateway, models, samplers and processors, each with arguments of its own.
 
-Below them is what follows from all applications together: which models are served, under which names, and where a
-sampler runs on Ray.
+The functions below them derive what follows from all applications together: which models are served, under which names,
+and where a sampler runs on Ray.
 """
 
 import re
@@ -32,7 +32,7 @@ def _matching(pattern: str, words: str) -> Rule:
 
 
 def _model_names(names: tuple[object, ...]) -> tuple[str, ...]:
-    """Return the names; each is given as itself, or as a mapping with the one key model_name."""
+    """Return the names. Each is given as text, or as a mapping with the one key model_name."""
     plain = [one["model_name"] if isinstance(one, dict) and list(one) == ["model_name"] else one for one in names]
     checked = tuple(name for name in plain if isinstance(name, str) and re.fullmatch(r"\S+", name))
     if len(checked) != len(names):
@@ -62,14 +62,14 @@ class ModelArgs(Section):
     model_id: Name
     """The model: `org/name` or `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."""
     backend: Literal["transformers", "megatron", "mock"]
-    """What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be configured and
+    """What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be configured but
     not launched yet."""
     aliases: Names = ()
     """Other names under which the model answers."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Number format; null lets the device decide."""
     device: Device | None = None
-    """Device; null is the device_group's, else CUDA where there is one."""
+    """Device; null is the device_group's, else CUDA if the machine has it."""
     compiled: bool = False
     """Compile the decoder layers at start: slower start, faster steps on CUDA."""
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
@@ -87,12 +87,12 @@ class ModelArgs(Section):
 
     @property
     def compute_device(self) -> str | None:
-        """`device`, else that of the device_group; None: neither is configured."""
+        """Return `device`, else the device of the device_group; None: neither is configured."""
         return self.device or (self.device_group.device if self.device_group else None)
 
     @property
     def processes(self) -> int:
-        """The processes that train together."""
+        """Return the number of processes that train together."""
         in_group = self.device_group.processes if self.device_group else 1
         return max(self.nproc_per_node, in_group, self.device_mesh.size if self.device_mesh else 1)
 
@@ -105,9 +105,9 @@ class SamplerArgs(Section):
     sampler_type: Literal["torch", "mock", "vllm"]
     """torch or vllm for a model on transformers, mock for one on mock."""
     engine_args: dict[str, object] | None = None
-    """Arguments of vLLM's engine under vLLM's names; only for vllm. It has weights of its own: on a GPU
-    `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set; in a
-    process of its own the former is enough."""
+    """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights: on a GPU that
+    it shares with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and
+    both must be set; in a process of its own the former is enough."""
     memory_dir: Directory | None = None
     """Where vLLM finds the weights of versions: a directory in memory; null is /dev/shm. Only for vllm."""
     nproc_per_node: int = Field(default=1, ge=1)
@@ -125,17 +125,17 @@ class ProcessorArgs(Section):
     max_workers: int = Field(default=16, ge=1)
     """Sessions that may have processors at the same time; each has a process."""
     ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = None
-    """On Ray: replicas, where deployments[0] says no number; no effect on the embedded runtime."""
+    """On Ray: number of replicas, unless deployments[0] gives it; no effect on the embedded runtime."""
     nproc_per_node: int = Field(default=1, ge=1)
-    """The same; no effect on the embedded runtime."""
+    """The same; the larger number counts. No effect on the embedded runtime."""
     device_group: DeviceGroup | None = None
-    """Its `ranks` are the same; no effect on the embedded runtime."""
+    """The number of its `ranks` means the same; the largest number counts. No effect on the embedded runtime."""
     device_mesh: DeviceMesh | None = None
-    """No effect: there is nothing to lay out."""
+    """No effect: processors have no layout."""
 
     @property
     def processes(self) -> int:
-        """Replicas, unless the deployment says how many; each has the processes of its sessions besides."""
+        """Return the number of replicas, which the deployment may override. Each also has a process per session."""
         in_group = self.device_group.processes if self.device_group else 1
         return max(self.ncpu_proc_per_node or 1, self.nproc_per_node, in_group)
 
@@ -154,7 +154,7 @@ class ApplicationSpec(Section):
     name: Name
     """Name of the application; each has its own."""
     import_path: Literal["server", "model", "sampler", "processor"]
-    """Which service; decides `args`."""
+    """Which service it is; decides the keys of `args`."""
     route_prefix: Route | None = None
     """/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME for the others,
     where NAME becomes another name of the model. null is the same with the model's own name."""
@@ -169,7 +169,7 @@ class ApplicationSpec(Section):
 
 @dataclass(frozen=True)
 class ServedModelConfig:
-    """A base model, with its sampler if it has one. ``name`` is its id, or the last part of it where that is a path."""
+    """A base model, with its sampler if it has one. ``name`` is its id, or the last part of an id that is a path."""
 
     name: str
     aliases: tuple[str, ...]
@@ -195,19 +195,19 @@ def served_models(applications: Sequence[ApplicationSpec]) -> tuple[ServedModelC
 
 
 def known_name(name: str, known: Container[str]) -> str | None:
-    """Return the name as it is known here; what follows a colon (``…:peft:262144``) chooses nothing."""
+    """Return the known name that ``name`` means; None if there is none. A suffix (``…:peft:262144``) is ignored."""
     scheme, separator, rest = name.rpartition("://")
     candidates = (name, scheme + separator + rest.partition(":")[0])
     return next((candidate for candidate in candidates if candidate in known), None)
 
 
 def is_path(model_id: str) -> bool:
-    """Return whether the id is written as a directory. Clients must not see it then."""
+    """Return whether the id is the path of a directory, which clients must not see."""
     return model_id.startswith(("/", "~", "."))
 
 
 def public_tokenizer_id(model_id: str) -> str | None:
-    """Return the tokenizer that clients on other machines can load; None: there is none."""
+    """Return the id of the tokenizer that clients on other machines can load; None if there is none."""
     scheme, _, name = model_id.rpartition("://")
     return name if scheme in ("", "hf") and not is_path(model_id) else None
 
@@ -227,8 +227,9 @@ def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str])
 def has_own_process(sampler: ApplicationSpec, model: ModelArgs) -> bool:
     """Return whether the engine of this sampler gets a process and resources of its own.
 
-    It does where the application says which: by a ``device_group`` that is not the model's, or by GPUs for its actor.
-    And it must where the model is several processes, none of which could be asked alone. A mock computes nothing.
+    It does if the application asks for resources: by a ``device_group`` other than the model's, or by GPUs for its
+    actor. It must if the model has several processes, because none of them can sample alone. A mock never does: it
+    computes nothing.
     """
     args = sampler.args
     assert isinstance(args, SamplerArgs), "a sampler application"
@@ -240,6 +241,6 @@ def has_own_process(sampler: ApplicationSpec, model: ModelArgs) -> bool:
 
 
 def resources_of(application: ApplicationSpec) -> RayActorOptions:
-    """Return what the application's deployment asks of Ray; without a word about it, nothing."""
+    """Return the resources that the application's deployment asks of Ray; options without values if it asks none."""
     asked = application.deployments[0].ray_actor_options if application.deployments else None
     return asked or RayActorOptions()

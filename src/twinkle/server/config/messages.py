@@ -1,10 +1,10 @@
-"""What the keys of a configuration allow, in words, and what is wrong with a file: the key, its value, what is allowed.
+"""Words for what the keys of a configuration allow, and for what is wrong with a file: key, value, what is allowed.
 
 The schema is declared once, as types that pydantic checks. The words in errors and in docs/configuration.md are made
 here from the same types, so they cannot disagree with what is checked. Pydantic's own messages name one constraint at a
 time ("Input should be greater than 0"); these name all that a key allows, or the known keys where a key is unknown.
 
-Nothing here knows the schema itself: it imports this module.
+This module does not know the schema itself: the schema imports this module.
 """
 
 import re
@@ -29,7 +29,7 @@ _ALLOWED = "allowed: {allowed}"
 _LONGEST_VALUE = 120  # characters of a value that an error shows
 _NAMES = {int: "an integer", float: "a number", str: "text", Path: "a path", NoneType: "null", object: "any value"}
 _QUOTED_SCALAR = re.compile(r"\s*([+-]?\d[\d_.eE+-]*|true|false|null)\s*", re.I)
-# Up to the last @: whoever forgot to quote one in a password does not get the rest of it printed.
+# Up to the last @, so that no part of a password that contains an unquoted @ is printed.
 _PASSWORD_IN_ADDRESS = re.compile(r"(://[^:@]*:).*@", re.S)
 _PASSWORD_IN_QUERY = re.compile(r"(password=)[^&\s'\"]+", re.I)
 
@@ -40,8 +40,8 @@ _PASSWORD_IN_QUERY = re.compile(r"(password=)[^&\s'\"]+", re.I)
 class Section(BaseModel):
     """A section of the configuration. The docstring under a key is its explanation on the reference page.
 
-    Nothing is unknown, nothing is coerced ("5" is not 5, true is not 1; whole numbers are numbers), nothing changes
-    after it was checked.
+    Unknown keys are refused, values are not coerced ("5" is not 5, true is not 1; whole numbers are numbers), and a
+    section does not change after it was checked.
     """
 
     model_config = ConfigDict(
@@ -50,17 +50,20 @@ class Section(BaseModel):
 
 
 class SparseSection(Section):
-    """A section of which only the keys that were given are printed: a page of nulls about Ray would hide the rest."""
+    """A section that is printed with its given keys only: a page of nulls about Ray would hide the rest."""
 
 
 def refusal(allowed: str) -> PydanticCustomError:
-    """Return the error of a value that is not allowed; ``allowed`` reaches the user as it is."""
+    """Return the error for a value that is not allowed. The user sees ``allowed`` as it is."""
     return PydanticCustomError("config", _ALLOWED, {"allowed": allowed})
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check of our own in a type: ``check`` returns the value to keep, or raises ValueError."""
+    """A check of our own for a type. ``check`` returns the value to keep, or raises ValueError.
+
+    ``words`` say what is allowed.
+    """
 
     check: Callable[[Any], object]
     words: str
@@ -77,7 +80,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Words:
-    """What a type of several forms allows, in words: pydantic would report what each of the forms refuses."""
+    """Words for what a type of several forms allows. Without them pydantic would report an error for each form."""
 
     words: str
 
@@ -89,9 +92,9 @@ class Words:
 
 @dataclass(frozen=True)
 class ChosenBy:
-    """The section under a key is the one that the value of another ``key`` before it names.
+    """Chooses the section of a field by the value of another field, ``key``, which comes before it.
 
-    Pydantic would try each member of a union and report the errors of all of them.
+    Pydantic by itself would try each member of a union and report the errors of all of them.
     """
 
     key: str
@@ -101,7 +104,7 @@ class ChosenBy:
         return core_schema.with_info_wrap_validator_function(self._apply, handler(source))
 
     def _apply(self, value: object, _handler: object, info: ValidationInfo) -> object:
-        if self.key not in info.data:  # it is wrong itself, and reported
+        if self.key not in info.data:  # its own value is wrong, which is reported
             return value
         schema = self.sections[info.data[self.key]]
         if isinstance(value, BaseModel) and not isinstance(value, schema):
@@ -113,12 +116,12 @@ class ChosenBy:
 
 
 def allowed_by(field: FieldInfo) -> str:
-    """Return the values of a key in words."""
+    """Return in words the values that a key allows."""
     return allowed_values(field.annotation, field.metadata)
 
 
 def allowed_values(annotation: Any, marks: Sequence[object] = ()) -> str:
-    """Return the values of a type in words. ``marks``: the bounds and rules that ``Annotated`` and ``Field`` add."""
+    """Return in words the values that a type allows. ``marks``: bounds and rules of ``Annotated`` and ``Field``."""
     marks = [one for mark in marks for one in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if (words := _first(marks, "words")) is not None:
@@ -168,7 +171,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 def inner_type(annotation: Any) -> Any:
-    """Return the type of what a list, or a mapping of names, holds; None for other types."""
+    """Return the type of the elements of a list, or of the values of a mapping; None for other types."""
     plain = plain_type(annotation)
     if get_origin(plain) not in (tuple, dict):
         return None
@@ -180,11 +183,11 @@ def explanation(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- problems ---------------------------------------------------------------------------------------------------------
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel], data: Any) -> list[ConfigProblem]:
-    """Return what pydantic found wrong with ``data``, each as a line that a person can act on."""
+    """Return the problems that pydantic found in ``data``, each as a line that a user can act on."""
     return [_problem(one, schema, data) for one in error.errors(include_url=False)]
 
 
@@ -227,14 +230,14 @@ def problem(path: str, value: object, allowed: str) -> ConfigProblem:
 
 
 def unknown_key(path: str, value: object, known: Sequence[str]) -> ConfigProblem:
-    """Return the problem of a key that nobody knows, with those that are known there."""
+    """Return the problem of an unknown key, with the keys that are known in its section."""
     close = get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else ""
     return ConfigProblem(path, f"{_shown(value)} under an unknown key", f"the keys {', '.join(known)}{hint}")
 
 
 def path_of(location: Location) -> str:
-    """Return a location as people write it: ``applications[0].args.model_id``."""
+    """Return a location in the notation of messages: ``applications[0].args.model_id``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return text.removeprefix(".")
 
@@ -245,7 +248,7 @@ def without_passwords(text: str) -> str:
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return plain mappings, lists and scalars with every text in them changed."""
+    """Return a value of plain mappings, lists and scalars with ``change`` applied to every text in it."""
     if isinstance(value, dict):
         return {key: change_texts(one, change) for key, one in value.items()}
     if isinstance(value, list):

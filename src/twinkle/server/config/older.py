@@ -1,8 +1,8 @@
-"""The older form of the configuration, imported: each of its keys becomes one of today's, is dropped with a note, or
-is refused.
+"""Import the older form of the configuration: each older key becomes one of today's, is dropped with a note, or is
+refused.
 
 This works on plain mappings before they are validated. A value of the wrong type is passed on for the schema to refuse;
-``Conversion.origins`` remembers under which older key it stands in the file. No other module knows the older form.
+``Conversion.origins`` remembers the older key that holds it in the file. No other module knows the older form.
 """
 
 import math
@@ -18,7 +18,7 @@ from twinkle.server.config.messages import path_of, problem, unknown_key
 
 @dataclass
 class Conversion:
-    """The mapping in today's form, and what there is to say about the way there."""
+    """The mapping in today's form, with the notes and problems of its conversion."""
 
     data: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Conversion:
     origins: dict[str, str] = field(default_factory=dict)  # today's path → the path in the file
 
     def at_older_key(self, found: ConfigProblem) -> ConfigProblem:
-        """Return the same problem under the key that stands in the file."""
+        """Return the same problem under the key that is in the file."""
         for path, origin in self.origins.items():
             if found.field == path or found.field.startswith(f"{path}."):
                 return ConfigProblem(origin + found.field[len(path) :], found.got, found.allowed)
@@ -49,13 +49,13 @@ class Conversion:
 
 @dataclass(frozen=True)
 class OlderKey:
-    """What becomes of an older key: in words for the reference page, and as what is done with its value."""
+    """What becomes of an older key: ``words`` for the reference page, and the function that converts its value."""
 
     words: str
     convert: Callable[[Conversion, str, Any], None]  # the path in the file, and the value
 
 
-# --- what may become of a key -----------------------------------------------------------------------------------------
+# --- kinds of conversion ----------------------------------------------------------------------------------------------
 
 
 def _to_limit(name: str) -> OlderKey:
@@ -67,7 +67,7 @@ def _dropped(why: str) -> OlderKey:
 
 
 def _dropped_if(accepted: Callable[[Any], bool], words: str, why: str, instead: str = "remove the key") -> OlderKey:
-    """Values that ask for what holds anyway (``words``) are dropped, all others refused."""
+    """Return a key whose values are dropped if they ask for what the server does anyway (``words``), else refused."""
 
     def convert(conversion: Conversion, path: str, value: Any) -> None:
         if accepted(value):
@@ -91,7 +91,7 @@ def _persistence_mode(conversion: Conversion, path: str, value: Any) -> None:
 
 
 def _rate(limits: tuple[str, ...], window: object) -> OlderKey:
-    """``tps_limit``: so many tokens in ``window`` seconds."""
+    """Return the key ``tps_limit``, whose value is a number of tokens in ``window`` seconds."""
     seconds = window if isinstance(window, int | float) and window > 0 else _WINDOW_SECONDS
 
     def convert(conversion: Conversion, path: str, value: Any) -> None:
@@ -99,7 +99,7 @@ def _rate(limits: tuple[str, ...], window: object) -> OlderKey:
         if not math.isfinite(a_minute) or a_minute < 0:
             conversion.refuse(path, value, "a number ≥ 0")
         elif value == 0:
-            conversion.drop(path, "0 was to mean no limit")
+            conversion.drop(path, "0 meant no limit")
         else:
             for name in limits:
                 conversion.limit(path, max(1, round(a_minute)), name)
@@ -128,8 +128,8 @@ _SERVER: dict[str, OlderKey] = {
     "per_token_model_limit": _to_limit("max_adapters_per_tenant"),
     "expiration_timeout": _to_limit("session_timeout_seconds"),
     "cleanup_interval": _dropped("expiry needs no interval"),
-    "metrics_update_interval": _dropped("metrics are taken when they are asked for"),
-    "actor_name": _dropped("the state is no actor"),
+    "metrics_update_interval": _dropped("metrics are collected when they are read"),
+    "actor_name": _dropped("the state is not an actor"),
 }
 _ADAPTER: dict[str, OlderKey] = {
     "adapter_timeout": _to_limit("session_timeout_seconds"),
@@ -140,27 +140,28 @@ _MODEL: dict[str, OlderKey] = {
     "max_loras": _to_limit("max_adapters_per_tenant"),
     "max_length": _to_limit("max_tokens_per_request"),
 }
-# A queue's rates became tokens a minute of a tenant. These are the applications that had one; `task_queue` is for all.
+# The rates of a queue became limits in tokens a minute for each tenant. These applications had a queue; `task_queue`
+# was for all of them.
 _RATES = {
     "model": ("max_training_tokens_per_minute",),
     "sampler": ("max_sampling_tokens_per_minute",),
     "task_queue": ("max_training_tokens_per_minute", "max_sampling_tokens_per_minute"),
 }
-_WINDOW_SECONDS = 1.0  # what held where a file did not say
+_WINDOW_SECONDS = 1.0  # the default of the older form
 _NO_QUEUE = _dropped("this application has no queue")
 _QUEUE: dict[str, OlderKey] = {
     "max_input_tokens": _to_limit("max_tokens_per_request"),
-    "tps_limit": _NO_QUEUE,  # what it becomes depends on the application
+    "tps_limit": _NO_QUEUE,  # replaced in :func:`_queue`: it depends on the application
     "window_seconds": _dropped_if(
         lambda value: _is_number(value) and 0 < value < math.inf, "a number > 0", "tps_limit became tokens a minute"
     ),
-    "rps_limit": _dropped("requests are not counted by time: tokens a minute and what may wait are limited"),
-    "token_cleanup_multiplier": _dropped("what was counted needs no sweeping"),
-    "token_cleanup_interval": _dropped("what was counted needs no sweeping"),
+    "rps_limit": _dropped("requests by time are not limited; tokens a minute and waiting requests are"),
+    "token_cleanup_multiplier": _dropped("counters need no cleaning up"),
+    "token_cleanup_interval": _dropped("counters need no cleaning up"),
     "queue_timeout": _dropped_if(
         lambda value: _is_number(value) and value >= 300,
         "300 or more",
-        "what was accepted is computed, however long it waits",
+        "accepted requests are computed, however long they wait",
     ),
     "execution_timeout": _dropped_if(
         lambda value: _is_number(value) and (value == 0 or value >= 120),
@@ -174,7 +175,7 @@ _QUEUE: dict[str, OlderKey] = {
 
 
 def older_keys() -> dict[str, str]:
-    """Return what became of each older key, for the reference page. ARGS stands for applications[].args."""
+    """Return what becomes of each older key, for the reference page. ARGS stands for applications[].args."""
     model, sampler = (_rate(_RATES[kind], None).words for kind in ("model", "sampler"))
     queue = {key: one.words for key, one in _QUEUE.items()} | {
         "max_input_tokens": "`limits.max_tokens_per_request`; of a sampler dropped: the model's context is the limit",
@@ -236,7 +237,7 @@ def _top_level(conversion: Conversion) -> None:
 
 
 def _take(conversion: Conversion, holder: dict[str, Any], prefix: str, keys: Mapping[str, OlderKey]) -> None:
-    """Take these keys out of ``holder`` and convert them. One that is null counts as not given."""
+    """Take these keys out of ``holder`` and convert them. A key that is null counts as not given."""
     for key, older in keys.items():
         value = holder.pop(key, None)
         if value is not None:
@@ -246,7 +247,7 @@ def _take(conversion: Conversion, holder: dict[str, Any], prefix: str, keys: Map
 def _take_section(
     conversion: Conversion, holder: dict[str, Any], key: str, at: str, keys: Mapping[str, OlderKey]
 ) -> None:
-    """Take the section ``key`` out of ``holder`` and convert its keys, in their order; unknown ones are problems."""
+    """Take the section ``key`` out of ``holder`` and convert its keys in order; unknown keys become problems."""
     section = holder.pop(key, None)
     if section is not None and not isinstance(section, dict):
         conversion.refuse(at, section, f"a section with the keys {', '.join(keys)}")
@@ -259,7 +260,7 @@ def _take_section(
 
 
 def _queue(conversion: Conversion, holder: dict[str, Any], key: str, at: str, kind: str) -> None:
-    """Take the section of a queue out of ``holder``. ``kind``: of the application, or task_queue, which is for all."""
+    """Take the section of a queue out of ``holder``. ``kind``: that of the application, or task_queue for all."""
     if kind not in _RATES:
         _take_section(conversion, holder, key, at, dict.fromkeys(_QUEUE, _NO_QUEUE))
         return
@@ -310,7 +311,7 @@ def _route_prefix(conversion: Conversion, application: dict[str, Any], at: str) 
 
 
 def _repeated(conversion: Conversion, args: dict[str, Any], at: str) -> None:
-    """Arguments of the gateway that may only repeat what is said elsewhere."""
+    """Drop arguments of the gateway that repeat another setting; refuse them if they differ from it."""
     repeated = {
         "http_options": (conversion.data.get("http_options"), "the top level's http_options alone"),
         "route_prefix": (GATEWAY_PREFIX, GATEWAY_PREFIX),
@@ -338,12 +339,12 @@ def _use_megatron(conversion: Conversion, args: dict[str, Any], path: str) -> No
 
 
 def _limits(conversion: Conversion) -> None:
-    """Put in the limits that older keys became. Where several mean the same one, the smallest is what held."""
+    """Add the limits that older keys became. If several keys mean the same limit, the smallest counts, as before."""
     given = conversion.data.get("limits", {})
     if not isinstance(given, dict):
         return
     for name, sources in conversion.limits.items():
-        # What is not a number stays for the schema to refuse, under the key that holds it.
+        # A value that is not a number is kept, for the schema to refuse under its older key.
         path, value = min(
             sources, key=lambda source: source[1] if isinstance(source[1], int | float) else float("-inf")
         )

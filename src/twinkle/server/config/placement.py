@@ -1,7 +1,7 @@
 """Where an application runs: device groups and meshes, and the Ray Serve options of its deployment.
 
-The embedded runtime is one process on one device; what asks for more is refused (rules.py), and Serve's options are
-checked here and wait for the Ray runtime.
+The embedded runtime is one process on one device: a configuration that asks for more is refused (rules.py). Serve's
+options are checked for both runtimes and take effect on Ray only.
 """
 
 from math import prod
@@ -67,7 +67,7 @@ class DeviceGroup(SparseSection):
 
     @property
     def device(self) -> str:
-        """The one device as torch names it. An explicit rank or visible device is the index of a GPU."""
+        """Return the one device in torch's notation. An explicit rank or visible device is the index of a GPU."""
         chosen = self.visible_devices if self.visible_devices is not None else self.ranks
         named = self.visible_devices is not None or isinstance(self.ranks, tuple)
         index = str(chosen[0]) if isinstance(chosen, tuple) else str(chosen)
@@ -75,7 +75,7 @@ class DeviceGroup(SparseSection):
 
     @property
     def visible_count(self) -> int:
-        """How many devices ``visible_devices`` names."""
+        """Return how many devices ``visible_devices`` names."""
         named = self.visible_devices
         return len(named) if isinstance(named, tuple) else len(str(named).split(","))
 
@@ -86,7 +86,7 @@ class DeviceMesh(SparseSection):
     device_type: DeviceType | None = None
     """Kind of device; null is the group's."""
     world_size: Size | None = None
-    """Processes in all; null is the product of the sizes."""
+    """Number of all processes; null is the product of the sizes."""
     dp_size: Size | None = None
     """Data parallel size."""
     fsdp_size: Size | None = None
@@ -127,20 +127,20 @@ class DeviceMesh(SparseSection):
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Return the number of all processes."""
         if self.mesh is not None:
             return _count(self.mesh)
         given = [getattr(self, name) or 1 for name in _SIZES if name != "world_size"]
         return max(self.world_size or 1, prod(given))
 
     def larger_than_one(self) -> list[str]:
-        """The keys that ask for more than one process."""
+        """Return the keys that ask for more than one process."""
         sizes = [name for name in (*_SIZES, *_OTHER_SIZES) if (getattr(self, name) or 1) > 1]
         return sizes if self.mesh is None or _count(self.mesh) == 1 else ["mesh", *sizes]
 
 
 def _depth(mesh: object) -> int:
-    """Return the levels of lists; -1 where they differ."""
+    """Return the number of levels of lists; -1 if it is not the same everywhere."""
     if not isinstance(mesh, tuple):
         return 0
     depths = {_depth(part) for part in mesh}
@@ -169,19 +169,19 @@ class AutoscalingConfig(SparseSection):
     initial_replicas: Number | None = None
     """Replicas at the start."""
     target_ongoing_requests: Factor | None = None
-    """Requests in progress that a replica should have."""
+    """Requests in progress that a replica should have on average."""
     upscale_delay_s: Seconds | None = None
-    """How long there is too much before one is added."""
+    """Seconds of too many requests before a replica is added."""
     downscale_delay_s: Seconds | None = None
-    """How long there is too little before one is taken away."""
+    """Seconds of too few requests before a replica is removed."""
     downscale_to_zero_delay_s: Seconds | None = None
-    """The same for the last one."""
+    """The same for the last replica."""
     upscaling_factor: Factor | None = None
     """How fast replicas are added."""
     downscaling_factor: Factor | None = None
-    """How fast they are taken away."""
+    """How fast replicas are removed."""
     look_back_period_s: Factor | None = None
-    """Time over which requests are averaged."""
+    """Seconds over which requests are averaged."""
 
 
 class RuntimeEnv(SparseSection):
@@ -190,7 +190,7 @@ class RuntimeEnv(SparseSection):
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables, as text."""
     working_dir: str | None = None
-    """A directory or archive that replicas get as their own."""
+    """A directory or archive that becomes the working directory of replicas."""
     py_modules: Texts | None = None
     """Python modules that replicas can import."""
     pip: Texts | None = None
@@ -198,12 +198,12 @@ class RuntimeEnv(SparseSection):
 
 
 class RayActorOptions(SparseSection):
-    """What a replica asks of Ray."""
+    """Resources that a replica asks of Ray."""
 
     num_cpus: Annotated[float, Field(ge=0)] | None = None
-    """CPUs."""
+    """Number of CPUs."""
     num_gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs."""
+    """Number of GPUs."""
     memory: Annotated[float, Field(ge=0)] | None = None
     """Bytes of memory."""
     resources: dict[str, float] | None = None
@@ -218,9 +218,9 @@ class DeploymentOptions(SparseSection):
     """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
 
     name: str | None = None
-    """Name of the deployment, for people."""
+    """Name of the deployment, for readers of the file only."""
     num_replicas: Size | None = None
-    """Replicas."""
+    """Number of replicas."""
     max_ongoing_requests: Size | None = None
     """Requests in progress on one replica: each waiting future is one; null is 4096."""
     max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = None
@@ -232,14 +232,14 @@ class DeploymentOptions(SparseSection):
     health_check_period_s: Factor | None = None
     """Seconds between two health checks of a replica."""
     health_check_timeout_s: Factor | None = None
-    """How long a replica may take to answer one."""
+    """Seconds that a replica may take to answer one."""
     graceful_shutdown_wait_loop_s: Seconds | None = None
     """Seconds between two checks whether a replica that is shutting down has finished."""
     graceful_shutdown_timeout_s: Seconds | None = None
-    """How long it may take to finish what runs before it is killed; null is 300."""
+    """Seconds that a replica may take to finish its work before it is killed; null is 300."""
 
     @property
     def replicas(self) -> int | None:
-        """The number of replicas, with autoscaling the most there may be; None: the deployment does not say."""
+        """Return the number of replicas, with autoscaling the largest; None: the deployment does not give one."""
         most = None if self.autoscaling_config is None else self.autoscaling_config.max_replicas
         return self.num_replicas if most is None else most

@@ -1,4 +1,4 @@
-"""The schema for people: the configuration in effect as commented YAML, and the tables of docs/configuration.md.
+"""Texts about the schema: the configuration in effect as commented YAML, and the tables of docs/configuration.md.
 
 ``python -m twinkle.server.config`` prints the tables.
 """
@@ -34,9 +34,9 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def describe(config: BaseModel) -> str:
-    """Return a configuration, or a section of one, as YAML that loads to an equal one, each key under its explanation.
+    """Return a configuration, or a section of one, as YAML with an explanation above each key.
 
-    Passwords are not shown.
+    The YAML loads to an equal configuration, except for passwords, which are not shown.
     """
     text = ""
     for name, field in type(config).model_fields.items():
@@ -50,8 +50,8 @@ def describe(config: BaseModel) -> str:
 
 
 def _key(name: str, value: object, plain: object) -> str:
-    """Return a key with its value; ``plain`` is the value as JSON has it."""
-    head = OmegaConf.to_yaml({name: None}).removesuffix(" null\n")  # with quotes where a name needs them
+    """Return a key with its value as YAML; ``plain`` is the value in JSON's types."""
+    head = OmegaConf.to_yaml({name: None}).removesuffix(" null\n")  # with quotes if the name needs them
     if isinstance(value, BaseModel):
         return _under(head, describe(value))
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
@@ -66,8 +66,8 @@ def _under(head: str, text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as OmegaConf reads it back: ``${`` in it is no interpolation. Passwords become ***."""
-    # A backslash before ${ makes it text, and is doubled to be itself.
+    """Return a text that OmegaConf reads back unchanged: ``${`` in it is no interpolation. Passwords become ***."""
+    # A backslash before ${ makes it text; backslashes that are already there are doubled.
     return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", without_passwords(text))
 
 

@@ -1,7 +1,7 @@
-"""What must hold between the sections of a configuration. Each rule looks at valid sections only.
+"""Rules between the sections of a configuration. Each rule sees valid sections only.
 
-Most of them say what the embedded runtime, one process on one device, cannot do. What is valid and cannot be launched
-yet is at the end.
+Most rules refuse what the embedded runtime, one process on one device, cannot do. Values that are valid but cannot be
+launched yet are at the end.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
 
 def network_rules(http: HttpOptions, auth: AuthConfig) -> list[InitErrorDetails]:
-    """Return what is wrong with the address: an open server is for this machine only."""
+    """Return an error if other machines would reach an open server: it is for this machine only."""
     if auth.mode == "keys" or auth.allow_open_on_network or http.is_loopback:
         return []
     allowed = (
@@ -51,7 +51,7 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[InitErrorDetails]
 
 
 def application_rules(applications: Applications, runtime: str = "embedded") -> list[InitErrorDetails]:
-    """Return all that is wrong with the applications taken together."""
+    """Return the errors of all rules between applications."""
     on_ray = runtime == "ray"
     rules: list[Callable[[Applications], Broken]] = [
         _one_of_a_kind,
@@ -70,7 +70,7 @@ def application_rules(applications: Applications, runtime: str = "embedded") -> 
 
 
 def _broken(location: Location, value: object, allowed: str) -> InitErrorDetails:
-    """Return a rule that does not hold, at the key that is easiest to change."""
+    """Return the error of a broken rule, at the key that is easiest to change."""
     return InitErrorDetails(type=refusal(allowed), loc=location, input=value)
 
 
@@ -159,7 +159,7 @@ def _supported_models_exist(applications: Applications) -> Broken:
 
 
 def _one_device(applications: Applications) -> Broken:
-    """On the embedded runtime."""
+    """Refuse several processes or devices on the embedded runtime."""
     for at, args in _models_and_samplers(applications):
         if args.nproc_per_node > 1:
             yield _broken((*at, "nproc_per_node"), args.nproc_per_node, _ONE_DEVICE)
@@ -176,10 +176,10 @@ def _one_device(applications: Applications) -> Broken:
 
 
 def _groups_of_processes(applications: Applications) -> Broken:
-    """Training on Ray is data parallel and sharded."""
+    """Refuse any division of a model on Ray other than data parallel and sharded data parallel training."""
     for at, args in _with(applications, ModelArgs):
         if args.processes == 1 or args.backend == "megatron":
-            continue  # how Megatron divides a model is for its backend to check, once there is one
+            continue  # the Megatron backend will check how it divides a model, once there is one
         if args.backend == "mock":
             yield _broken((*at, "device_group"), args.processes, "1 process for a model with backend: mock")
         if args.device_group is not None and args.device_group.processes != args.processes:
@@ -199,7 +199,7 @@ def _mock_computes_nothing(applications: Applications) -> Broken:
     for at, args in _with(applications, ModelArgs):
         for key in _NOT_FOR_MOCK if args.backend == "mock" else ():
             if (value := getattr(args, key)) not in (None, False):
-                yield _broken((*at, key), value, "nothing with backend: mock, which has no use for it")
+                yield _broken((*at, key), value, "nothing with backend: mock, which does not use it")
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -223,16 +223,19 @@ def _samplers_have_their_model(applications: Applications) -> Broken:
 
 
 def _samplers_share_devices(applications: Applications) -> Broken:
-    """On the embedded runtime a sampler computes on its model's device."""
+    """Refuse a sampler on another device than its model's, on the embedded runtime."""
     for at, _, sampler, model in _samplers(applications):
         yield from _shares_device(sampler, model, at)
 
 
 def _one_engine_a_sampler(applications: Applications) -> Broken:
-    """On Ray a sampler is one engine for each replica of the model, in its process or in one of its own."""
+    """Refuse several engines for a sampler on Ray.
+
+    Each replica of the model has one engine, in its own process or in the engine's.
+    """
     for at, application, sampler, model in _samplers(applications):
         if model.backend == "megatron":
-            continue  # for that backend to say, once there is one
+            continue  # the Megatron backend will check this, once there is one
         apart = has_own_process(application, model)
         if not apart:
             yield from _shares_device(sampler, model, at)
@@ -275,18 +278,18 @@ def _shares_device(sampler: SamplerArgs, model: ModelArgs, at: Location) -> Brok
 
 
 # --- valid, and not launched yet --------------------------------------------------------------------------------------
-# A file with such a value is good, and a launch refuses it: its part of the server is missing.
+# A file with such a value is valid, but a launch refuses it, because that part of the server does not exist yet.
 
 _LATER = "the Megatron backend comes later"
 
 
 def launch_notes(applications: Applications) -> list[str]:
-    """Return a note on each key that stands in the way of a launch."""
-    return [f"{path}: megatron is good and cannot be launched yet: {_LATER}" for path in _megatron(applications)]
+    """Return a note on each key that prevents a launch."""
+    return [f"{path}: megatron is valid but cannot be launched yet: {_LATER}" for path in _megatron(applications)]
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:
-    """Raise ConfigError where these applications cannot be launched."""
+    """Raise ConfigError if these applications cannot be launched yet."""
     allowed = f"transformers or mock (not yet megatron: {_LATER})"
     problems = [ConfigProblem(path, "megatron", allowed) for path in _megatron(applications)]
     if problems:

@@ -1,4 +1,4 @@
-"""The sections of the configuration that concern the whole server, and what single tenants have of their own."""
+"""The sections of the configuration that concern the whole server, and the settings of single tenants."""
 
 import ipaddress
 import re
@@ -67,7 +67,10 @@ def _database_url(text: str) -> str:
 
 
 def _postgresql_url(text: str) -> str:
-    """Without a host it is a socket of this machine; options of libpq may follow, but none that is a secret."""
+    """Check the URL of a PostgreSQL database and return it.
+
+    Without a host it means a socket of this machine. Options of libpq may follow, but not a password.
+    """
     parts = urlsplit(text)
     database = parts.path.removeprefix("/")
     secrets = [name for name in parse_qs(parts.query, strict_parsing=bool(parts.query)) if "password" in name]
@@ -108,13 +111,13 @@ class HttpOptions(Section):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Return whether only this machine can reach the server."""
         return names_this_machine(self.host)
 
 
-@lru_cache(maxsize=256)  # asked for every request
+@lru_cache(maxsize=256)  # it is called for every request
 def names_this_machine(host: str) -> bool:
-    """Whether a host name or address can only mean the machine it is used on."""
+    """Return whether a host name or address can only mean the machine it is used on."""
     if host.rstrip(".").lower() == "localhost":
         return True
     try:
@@ -134,7 +137,7 @@ class AuthConfig(Section):
     jwt: bool = False
     """Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead."""
     jwt_seconds: int = Field(default=3600, ge=600, le=86_400)
-    """How long such a token lasts; SDKs renew it five minutes before."""
+    """Seconds that such a token is valid; SDKs renew it five minutes before its end."""
 
 
 class ClientsConfig(Section):
@@ -146,47 +149,47 @@ class ClientsConfig(Section):
     """A client waits for all of its samples with one request instead of one for each: needed for thousands at a
     time."""
     custom_loss_server_side: bool = True
-    """A loss made with `create_custom_loss` runs here, in one pass; otherwise in the client, in two."""
+    """A loss made with `create_custom_loss` runs on the server, in one pass; otherwise in the client, in two passes."""
     create_model_by_loading: bool = False
     """A client that begins from a checkpoint creates its model with one request instead of two."""
     long_poll_seconds: float = Field(default=LONGEST_POLL, ge=0.1, le=LONGEST_POLL)
-    """How long a request waits for a result before the answer is to ask again."""
+    """Seconds that a request waits for a result; then the client is told to ask again."""
 
 
 class LimitsConfig(Section):
-    """What one tenant may use. Queues and unfetched results are counted for each base model by itself."""
+    """What one tenant may use. Queues and unfetched results are counted separately for each base model."""
 
     max_request_bytes: Count = 64 * 2**20
     """Size of one request body, also after decompression."""
     max_uploading_bytes_per_tenant: Count = 256 * 2**20
-    """Bodies of requests that are not answered yet, from their first byte on."""
+    """Bytes of the bodies of requests that are not answered yet, counted from their first byte on."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
-    """Request line and headers of one request, with or without a key. Not on Ray, see server.md."""
+    """Bytes of request line and headers of one request, with or without a key. Not checked on Ray, see server.md."""
     max_connections_per_address: Count = 16_384
-    """Connections from one address (of IPv6: one /64 network), with or without a key. Not on Ray."""
+    """Connections from one address (IPv6: from one /64 network), with or without a key. Not checked on Ray."""
     max_long_polls_per_tenant: Count = 8192
-    """Requests that wait for results at one time; counted by each process for itself."""
+    """Requests that wait for results at the same time; each process counts its own."""
     max_sessions_per_tenant: Count = 1000
     """Sessions that are active."""
     max_adapters_per_tenant: Count = 30
     """Live adapters: runs that are not evicted."""
     max_session_rows_per_tenant: Count = 5000
-    """Sessions on record, active or ended, and as many training runs. Where there are as many, the oldest that ended
-    and have no checkpoints make room."""
+    """Sessions on record, active or ended, and as many training runs. At the limit, the oldest that have ended and have
+    no checkpoints are deleted."""
     max_sampling_session_rows_per_tenant: Count = 20_000
-    """Sampling sessions on record. Where there are as many, the oldest of ended sessions make room."""
+    """Sampling sessions on record. At the limit, the oldest of ended sessions are deleted."""
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""
     max_queued_bytes_per_tenant: Count = 2**30
-    """Memory of those ops: their bodies and what these become when they are decoded."""
+    """Bytes of memory that those ops take: their bodies, raw and decoded."""
     max_queued_bytes: Count | None = None
     """The same for the ops of all tenants on one base model. null: a fifth of the memory that the process may use."""
     max_training_tokens_per_minute: Count | None = None
-    """Tokens that a tenant may train on, forward passes too; null: no limit. Many targets a token and losses of its own
-    count as the tokens that would take as long."""
+    """Tokens that a tenant may train on, forward passes too; null: no limit. Passes with many targets for each token or
+    with a custom loss count as the number of tokens that would take as long."""
     max_sampling_tokens_per_minute: Count | None = None
-    """Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets that are asked
-    for beside them count too."""
+    """Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets whose
+    log-probabilities a request asks for count too."""
     max_checkpoint_bytes_per_tenant: Count | None = None
     """Disk space of a tenant's checkpoints and of the weights its samplers use; null: no limit."""
     max_waiting_samples_per_tenant: Count = 4096
@@ -194,7 +197,7 @@ class LimitsConfig(Section):
     max_journal_bytes_per_tenant: Count = 4 * 2**30
     """Disk space of training requests that a restart would need and of results that are kept."""
     sequence_gap_seconds: Seconds = 360.0
-    """How long a training op waits for a sequence number before it that did not arrive; then it fails. SDKs retry a
+    """Seconds that a training op waits for an earlier sequence number that is missing; then it fails. SDKs retry a
     request for five minutes."""
     max_rank: int = Field(default=128, ge=1, le=512)
     """LoRA rank of one adapter."""
@@ -211,22 +214,22 @@ class LimitsConfig(Section):
     max_processor_sessions_per_tenant: Count = 4
     """Sessions that have processors, each in a process of its own."""
     processor_memory_gib: float = Field(default=4.0, ge=2)
-    """Memory of one such process; torch alone takes more than one."""
+    """Memory of one such process; torch alone takes more than 1 GiB."""
     processor_disk_gib: float = Field(default=20.0, gt=0)
     """Disk space of one such process: its datasets and temporary files."""
     max_hub_download_bytes: Count = 2**30
-    """A hub's repository, without weights, from which a template takes its tokenizer."""
+    """Size of a hub's repository, without weights, from which a template takes its tokenizer."""
     max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
-    """Batches that dataloaders keep so that requests can refer to them, in bytes of JSON."""
+    """Bytes of JSON of the batches that dataloaders keep so that requests can refer to them."""
     max_referenced_batch_bytes: Count = 2 * 2**30
     """The same for all tenants of the server together."""
     processor_call_seconds: Seconds = 600.0
-    """The longest a call of a processor may take; then its process is ended."""
+    """Seconds that a call of a processor may take; then its process is ended."""
     session_timeout_seconds: Seconds = 1800.0
     """Silence after which a session expires and its adapters are evicted; their state stays on disk."""
     silent_session_seconds: Seconds = 60.0
-    """Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session makes room: at the
-    adapter limit its adapters are evicted first, and its samples that no client waits for are cancelled."""
+    """Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session counts as silent:
+    at the adapter limit its adapters are evicted first, and its samples that no client waits for are cancelled."""
     parked_adapter_seconds: Seconds = 7 * _DAY
     """How long the adapters of an expired session stay on disk, ready to resume."""
     result_retention_seconds: Seconds = 600.0
@@ -234,25 +237,25 @@ class LimitsConfig(Section):
     unfetched_result_seconds: Seconds = _DAY
     """How long a result is kept that no client fetches."""
     max_unfetched_result_bytes: Count = 2**30
-    """Results that were not sent to the tenant's client to the end yet, in bytes."""
+    """Bytes of results that the tenant's clients have not fetched completely yet."""
     max_result_bytes: Count | None = None
-    """Results of all tenants in the memory of one process, fetched or not; beyond it they stay on disk alone, and
-    samples, which are not on disk, are refused. null: a fifth of the memory that the process may use."""
+    """Bytes of results of all tenants in the memory of one process, fetched or not. Beyond it results are only on disk,
+    and samples, which are never on disk, are refused. null: a fifth of the memory that the process may use."""
     max_host_adapter_bytes: Count | None = None
-    """Adapters of one base model in host memory; beyond it idle ones are on disk until they are used again. null: a
-    quarter of the memory that the process may use."""
+    """Bytes of the adapters of one base model in host memory. Beyond it idle adapters are offloaded to disk until they
+    are used again. null: a quarter of the memory that the process may use."""
     memory_reserve_bytes: Count | None = None
-    """Memory of the process's machine or control group that stays free: new work that would touch it is refused with
-    503. null: a twentieth of it, at least 256 MiB and at most 4 GiB."""
+    """Bytes of memory of the machine or control group that stay free: new work that would need them is refused with
+    503. null: a twentieth of that memory, at least 256 MiB and at most 4 GiB."""
     max_json_result_bytes: Count = 256 * 2**20
-    """One answer in JSON, estimated before it is written. Larger results are available as protobuf."""
+    """Bytes of one answer in JSON, estimated before it is written. Larger results are available as protobuf."""
     sampler_version_retention_seconds: Seconds = _DAY
     """How long an unnamed sampler version is kept after its session ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY
     """How long a session that ended stays on record with its runs, curves and sampling sessions. Runs that have
     checkpoints stay as long as those do."""
     audit_retention_seconds: Seconds = 90 * _DAY
-    """How long the audit log is kept; of one tenant at most 100,000 entries are."""
+    """How long the audit log is kept; at most 100,000 entries of one tenant are kept."""
 
 
 def _limit(what: str) -> Any:
@@ -260,7 +263,7 @@ def _limit(what: str) -> Any:
 
 
 class SpecialLimits(SparseSection):
-    """Limits of one tenant in place of those under `limits`, where they have the same names."""
+    """Limits of one tenant. They replace the limits of the same names under `limits`."""
 
     max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")
     max_long_polls_per_tenant: Count | None = _limit("Requests that wait for results")
@@ -284,7 +287,7 @@ class TenantConfig(Section):
     weight: float = Field(default=1.0, ge=0.01, le=100.0)
     """Share of the device while other tenants of its priority have work too: twice the weight, twice the tokens."""
     priority: Literal["low", "normal", "high"] = "normal"
-    """Tenants of a higher priority go first; now and then the others get a turn."""
+    """Tenants of a higher priority go first; from time to time the others get a turn."""
     limits: SpecialLimits = SpecialLimits()
     """Limits of this tenant alone."""
 
@@ -297,13 +300,13 @@ class PersistenceConfig(Section):
 
     @property
     def path(self) -> Path | None:
-        """The SQLite file that was named, if one was."""
+        """Return the configured SQLite file; None if none is configured."""
         if self.url is None or self.url.startswith(_POSTGRESQL):
             return None
         return _directory(Path(self.url.removeprefix(_SQLITE)))
 
     def url_in(self, data_dir: Path) -> str:
-        """The database of a server with this ``data_dir``, with its password: not for people to see."""
+        """Return the database URL of a server with this ``data_dir``. It may hold a password: do not show it."""
         if self.url is not None and self.url.startswith(_POSTGRESQL):
             return self.url
         return f"{_SQLITE}{self.path or data_dir / 'state.db'}"
@@ -330,16 +333,15 @@ class TelemetryConfig(Section):
     """Who may read /metrics. local: callers on this machine, and others with the token. token: only with it. off:
     nobody."""
     metrics_token_file: SecretFile | None = None
-    """A file with what a scraper sends as Authorization: Bearer, 16 characters at least. Read at start."""
+    """A file with the token that a scraper sends as Authorization: Bearer, at least 16 characters. Read at start."""
     tenants_in_metrics: int = Field(default=0, ge=0, le=1000)
-    """How many tenants may have usage series of their own; all others are one together. 0: no series tells tenants
-    apart."""
+    """How many tenants may have usage series of their own; all others share one. 0: there are no series by tenant."""
     stuck_step_seconds: Seconds = 600.0
     """A step on the device that takes longer makes deep health unhealthy."""
 
 
 class LoggingConfig(Section):
-    """The log on stderr. The command line's --log-level and --log-format come first."""
+    """The log on stderr. --log-level and --log-format on the command line replace these keys."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important level that is written."""

@@ -1,4 +1,4 @@
-"""The configuration of a server as a whole, and the way to it from a file, the environment and the command line."""
+"""The whole configuration of a server, and how it is loaded from a file, the environment and the command line."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -40,12 +40,12 @@ class ServerConfig(Section):
     """The whole configuration of a server, with all defaults filled in."""
 
     runtime: Literal["embedded", "ray"] = "embedded"
-    """embedded: all services in one process. ray: each application in processes of its own, which Ray Serve looks
-    after; what a file with `applications` means unless it says otherwise."""
+    """embedded: all services in one process. ray: each application in processes of its own, which Ray Serve manages. A
+    file with `applications` and without `runtime` is for ray."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
     """Where state, journal, snapshots and checkpoints are. Each server needs a directory of its own."""
     public_url: PublicUrl | None = None
-    """Address under which clients reach the server: shown at start, and an open server answers to its host."""
+    """Address at which clients reach the server. It is shown at start, and an open server accepts its host."""
     allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
     """Directories of this machine that native requests may name; all others are refused."""
     http_options: HttpOptions = HttpOptions()
@@ -82,22 +82,22 @@ class ServerConfig(Section):
 
     @property
     def database_url(self) -> str:
-        """The URL of the state's database, with its password, if it has one: not for people to see."""
+        """Return the URL of the state's database. It may hold a password: do not show it."""
         return self.persistence.url_in(self.data_dir)
 
     @property
     def served_models(self) -> tuple[ServedModelConfig, ...]:
-        """The models with their names and samplers, in the order of the file."""
+        """Return the models with their names and samplers, in the order of the file."""
         return served_models(self.applications)
 
     @property
     def processor(self) -> ProcessorArgs | None:
-        """How datasets and loaders on the server are configured; None: there are none."""
+        """Return the arguments of the processor application; None: there is none."""
         return next((one.args for one in self.applications if isinstance(one.args, ProcessorArgs)), None)
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """The model names that get_server_capabilities shows."""
+        """Return the model names that get_server_capabilities shows."""
         for one in self.applications:
             if isinstance(one.args, ServerArgs) and one.args.supported_models is not None:
                 return tuple(str(name) for name in one.args.supported_models)
@@ -123,11 +123,11 @@ def load_config(
     data_dir: str | Path | None = None,
     ray_namespace: str | None = None,
 ) -> tuple[ServerConfig, list[str]]:
-    """Read the file ``path``; None is what ``twinkle-server launch`` serves without one.
+    """Return the configuration in the file ``path``, or the default one if that is None, and notes on it.
 
-    Returns the configuration and notes: what became of older keys, and what has no effect here. The arguments after
-    ``path`` are the command line's and replace what the file says. ``model`` is for files without applications: it is
-    served with a sampler.
+    The notes say what became of older keys, and which keys have no effect. The arguments after ``path`` are options of
+    the command line and replace values of the file. ``model`` is for files without applications: it is served with a
+    sampler.
     """
     problems: list[ConfigProblem] = []
     if path is None:
@@ -166,7 +166,7 @@ def default_config(
 
 
 def find_problems(data: dict[str, Any]) -> list[ConfigProblem]:
-    """Return all that is wrong with ``data``; nothing if it is a valid configuration."""
+    """Return all problems of ``data``; none if it is a valid configuration."""
     try:
         ServerConfig.model_validate(data)
     except ValidationError as error:
@@ -177,12 +177,12 @@ def find_problems(data: dict[str, Any]) -> list[ConfigProblem]:
 
 
 def _rules_of_valid_sections(data: dict[str, Any]) -> list[InitErrorDetails]:
-    """Return the broken rules between sections that are right themselves.
+    """Return the broken rules between sections that are valid themselves.
 
-    Pydantic does not get to rules between sections while any section is wrong.
+    Pydantic does not check the rules between sections while any section is wrong.
     """
     broken: list[InitErrorDetails] = []
-    with suppress(ValidationError):  # what is wrong in a section itself is reported already
+    with suppress(ValidationError):  # problems within a section are already reported
         http = HttpOptions.model_validate(data.get("http_options", {}))
         broken += network_rules(http, AuthConfig.model_validate(data.get("auth", {})))
     with suppress(ValidationError):
@@ -192,12 +192,12 @@ def _rules_of_valid_sections(data: dict[str, Any]) -> list[InitErrorDetails]:
 
 
 def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -> tuple[ServerConfig, list[str]]:
-    """Return the configuration and the notes on it, or raise all that is wrong as one ConfigError."""
+    """Return the configuration and notes on it, or raise one ConfigError with all problems."""
     data = _without_empty_headings(data)
     about_variables = apply_variables(data)
     converted = convert(data)
     problems = [*problems, *converted.problems]
-    known = {one.field for one in problems}  # a key that was taken out for one reason is not also reported as missing
+    known = {one.field for one in problems}  # a key that was removed for a problem is not also reported as missing
     found = [converted.at_older_key(one) for one in find_problems(converted.data)]
     problems += [one for one in found if one.field not in known]
     if problems:
@@ -208,14 +208,14 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
 
 
 def _without_empty_headings(data: dict[str, Any]) -> dict[str, Any]:
-    """Return ``data`` without sections that are headings with nothing under them, which YAML reads as null."""
+    """Return ``data`` without empty sections: a heading with nothing under it, which YAML reads as null."""
     fields = ServerConfig.model_fields.items()
     sections = [name for name, field in fields if is_section(field.annotation) or inner_type(field.annotation)]
     return {key: value for key, value in data.items() if value is not None or key not in sections}
 
 
 def _default(model: str, backend: str = "transformers", aliases: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a gateway, one model with its sampler, and processors, as they would stand in a file."""
+    """Return the contents of a file with a gateway, one model with its sampler, and processors."""
     trained = {"model_id": model, "backend": backend, "aliases": list(aliases)}
     sampled = {"model_id": model, "sampler_type": "mock" if backend == "mock" else "torch"}
     return {

@@ -1,7 +1,7 @@
-"""What a YAML file and the environment say, as a plain mapping that the schema has not checked yet.
+"""Read a YAML file and the environment into a plain mapping, which the schema has not checked yet.
 
-Environment variables stand for keys that the file leaves out. Servers of the older form knew more of them: whoever
-still sets one of those is told in a note why it does nothing.
+Environment variables stand for keys that the file leaves out. Servers of the older form read more variables; for each
+of those that is still set, a note says why it has no effect.
 """
 
 import io
@@ -18,20 +18,21 @@ from twinkle.errors import ConfigParseError, ConfigProblem
 from twinkle.server.config.messages import path_of, problem
 from twinkle.server.config.sections import ClientsConfig
 
-_DEEPEST = 32  # levels of keys; interpolations can make more without end
+_DEEPEST = 32  # levels of keys; interpolations could nest without end
 _OFF = ("0", "false", "no", "off")
-# The name of a variable, or its beginning, and why it does nothing here.
+# Variables that have no effect, and why. A name that ends in _ stands for all variables that begin with it.
 NO_EFFECT: dict[str, str] = {
-    "TWINKLE_POLL_INTERVAL": "whoever waits for a result is woken by it",
-    "TWINKLE_TOKEN_SALT": "tenants are kept apart by ids of their own, under the secret in data_dir",
+    "TWINKLE_POLL_INTERVAL": "a request that waits for a result is woken by it",
+    "TWINKLE_TOKEN_SALT": "tenants have ids of their own, made with the secret in data_dir",
     "TWINKLE_FAIL_FAST": "a request that fails is always answered with its error",
-    "TWINKLE_AUTO_VISIBLE_DEVICES_FROM_ENV": "CUDA_VISIBLE_DEVICES holds for the embedded runtime, Ray's choice on Ray",
+    "TWINKLE_AUTO_VISIBLE_DEVICES_FROM_ENV": "CUDA_VISIBLE_DEVICES applies when embedded; on Ray, Ray chooses devices",
     "TWINKLE_PERSISTENCE_": "persistence.url says where the state is",
     "TWINKLE_TELEMETRY_": "the section telemetry says what is exported",
 }
-# These ask for what holds anyway, unless they are switched off.
+# These ask for what the server does anyway, unless they are switched off.
 _HOLDS_ANYWAY = ("TWINKLE_FAIL_FAST", "TWINKLE_AUTO_VISIBLE_DEVICES_FROM_ENV")
-# Read where the server is launched, and of no use in the environment of one application: the key for each.
+# Variables that are read where the server is launched, with the key that each stands for. In the environment of a
+# single application they have no effect.
 _OF_THE_LAUNCH: dict[str, str] = {
     "TWINKLE_DEFAULT_SAVE_DIR": "data_dir",
     "TWINKLE_PER_USER_PROCESSOR_LIMIT": "limits.max_processors_per_tenant",
@@ -44,7 +45,7 @@ _OF_THE_LAUNCH: dict[str, str] = {
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """Return the file with its interpolations resolved, and the problems of those that cannot be."""
+    """Return the contents of the file with interpolations resolved, and a problem for each that cannot be."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -65,7 +66,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[ConfigProblem]]:
 
 
 def _resolve(node: Any, location: tuple[str | int, ...], problems: list[ConfigProblem]) -> Any:
-    """Return plain containers and scalars. What cannot be resolved is left out and becomes a problem."""
+    """Return plain containers and scalars. A value that cannot be resolved is left out and becomes a problem."""
     if len(location) > _DEEPEST:
         problems.append(ConfigProblem(path_of(location[:3]) + "…", "an endless nesting", f"{_DEEPEST} levels of keys"))
         return None
@@ -94,7 +95,7 @@ def _get(
     except OmegaConfBaseException as error:
         raw: Any = OmegaConf.to_container(node, resolve=False)
         reason = str(error).splitlines()[0]
-        problems.append(problem(path_of((*location, key)), raw[key], f"what can be resolved: {reason}"))
+        problems.append(problem(path_of((*location, key)), raw[key], f"a value that can be resolved: {reason}"))
         return None
 
 
@@ -102,14 +103,14 @@ def _get(
 
 
 def apply_variables(data: dict[str, Any]) -> list[str]:
-    """Put into ``data`` what variables of this process say and ``data`` does not; return notes on all that are set."""
+    """Add values of this process's variables to ``data`` where it has none; return a note on each that is set."""
     notes = [f"{name}: has no effect, {why}" for name, why in _without_effect(twinkle_variables())]
     given = read_server_variables()
     seconds = given.long_poll_seconds
     values: dict[str, object] = {
         "TWINKLE_DEFAULT_SAVE_DIR": given.save_dir,
         "TWINKLE_PER_USER_PROCESSOR_LIMIT": given.processor_limit,
-        # Clients ask again after a shorter poll, so they notice nothing.
+        # A longer time is cut to the maximum: clients ask again after a shorter poll, and notice nothing.
         "TWINKLE_LONG_POLL_TIMEOUT": None if seconds is None else min(seconds, ClientsConfig.LONGEST_POLL),
     }
     for name, value in values.items():
@@ -127,13 +128,13 @@ def apply_variables(data: dict[str, Any]) -> list[str]:
 
 
 def notes_on_application(variables: Mapping[str, str], at: str) -> list[str]:
-    """Return notes on the variables of one application that do nothing. ``at``: where the configuration has them."""
+    """Return notes on variables of one application that have no effect. ``at``: their path in the configuration."""
     idle = [*_without_effect(variables), *((name, f"{key} is the key for it") for name, key in _OF_THE_LAUNCH.items())]
     return [f"{at}.{name}: has no effect, {why}" for name, why in idle if name in variables]
 
 
 def _without_effect(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the names of variables that do nothing, and why."""
+    """Yield the names of variables that have no effect, and why."""
     for name, value in variables.items():
         for known, why in NO_EFFECT.items():
             matches = name.startswith(known) if known.endswith("_") else name == known

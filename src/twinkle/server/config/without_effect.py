@@ -1,4 +1,4 @@
-"""Notes on keys that are valid and have no effect on the runtime that the configuration chooses."""
+"""Notes on keys that are valid but have no effect on the runtime that the configuration chooses."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -90,6 +90,6 @@ def _processor(application: ApplicationSpec, args: ProcessorArgs, at: str) -> It
             if count > 1:
                 yield f"{at}.{key}: has no effect where deployments[0] says how many replicas there are"
     if args.device_mesh is not None:
-        yield f"{at}.device_mesh: has no effect, the processes of processors are told apart by sessions alone"
+        yield f"{at}.device_mesh: has no effect, processors have one process for each session"
     if group is not None and (group.device_type == "cuda" or group.gpus_per_worker > 1 or group.visible_devices):
         yield f"{at}.device_group: no GPU is given to processors, only the number of its processes has an effect"

@@ -1,7 +1,7 @@
-"""What clients may give as arguments, and what it becomes. Each function reads one kind of value or refuses it.
+"""Readers for the arguments that clients send. Each turns one kind of value into a Python value, or refuses it.
 
-Strings mean other things only where the kind says so: ``pid:…`` an object of the session, JSON text a DatasetMeta or
-rows. A template's system prompt that looks like either stays text.
+Text stands for something else only where its reader says so: ``pid:…`` names an object of the session, and JSON text
+may hold a DatasetMeta or rows. A template's system prompt that looks like either stays text.
 """
 
 import json
@@ -26,7 +26,7 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.A)  # it becomes part of
 
 @dataclass(frozen=True)
 class Context:
-    """What the meaning of an argument depends on."""
+    """What readers need beside the value: the objects of the session, and the places that it may read."""
 
     objects: LiveObjects
     sources: Sources
@@ -35,12 +35,12 @@ class Context:
 Reader = Callable[[str, Any, Context], Any]
 Readers = Mapping[str, Reader]
 
-# What :func:`only` makes of a value that changes nothing.
+# Returned by readers of :func:`only`: the argument is accepted and left out of the call.
 DROPPED = object()
 
 
 def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """Return all arguments of a call as their readers read them. UnknownNameError for one that is not in the table."""
+    """Return all arguments of a call, each read by its reader. Raise UnknownNameError for one without a reader."""
     for name in given:
         if name not in readers:
             raise UnknownNameError(f"argument of {what}", name, readers or ("none",))
@@ -52,7 +52,7 @@ def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], contex
 
 
 def _checked(allowed: str, is_right: Callable[[Any], bool]) -> Reader:
-    """Return what takes a value as it is, or refuses it and says what is ``allowed``."""
+    """Return a reader that returns a value unchanged, or refuses it and says what is ``allowed``."""
 
     def read(field: str, value: Any, _: Context) -> Any:
         if not is_right(value):
@@ -94,7 +94,7 @@ def lists_of_token_ids(field: str, value: Any, context: Context) -> list[list[in
 
 
 def objects(field: str, value: Any, _: Context) -> Any:
-    """Read a row, rows or columns; also as JSON text, which is what clients make of their own mapping types."""
+    """Read a row, rows or columns. JSON text is accepted too: clients send their own mapping types as such."""
     read = _parsed(value) if isinstance(value, str) else value
     if not isinstance(read, dict | list):
         raise InvalidInputError(field, value, "an object or a list of objects")
@@ -102,12 +102,12 @@ def objects(field: str, value: Any, _: Context) -> Any:
 
 
 def optional(reader: Reader) -> Reader:
-    """Return a reader that takes null, too."""
+    """Return a reader that also accepts null."""
     return lambda field, value, context: None if value is None else reader(field, value, context)
 
 
 def only(*values: object) -> Reader:
-    """Return a reader for an option that cannot be set here: it takes the values that leave the option as it is."""
+    """Return a reader for an option that clients cannot change: it accepts ``values``, the defaults, and drops them."""
 
     def read(field: str, value: Any, _: Context) -> object:
         if not any(value == one and type(value) is type(one) for one in values):
@@ -118,7 +118,7 @@ def only(*values: object) -> Reader:
     return read
 
 
-# --- what stands for something else -----------------------------------------------------------------------------------
+# --- values that name something else ----------------------------------------------------------------------------------
 
 
 def output_path(field: str, value: Any, context: Context) -> Path:
@@ -129,12 +129,12 @@ def dataset_meta(field: str, value: Any, context: Context) -> DatasetMeta:
     """Read a DatasetMeta, as JSON text or as an object."""
     read = _parsed(value) if isinstance(value, str) else value
     if not isinstance(read, dict):
-        raise InvalidInputError(field, value, "a DatasetMeta (data sets are named by one, also those of a hub)")
+        raise InvalidInputError(field, value, "a DatasetMeta, also to name a dataset of a hub")
     return context.sources.meta(decoded_meta(field, read))
 
 
 def live_object(processor_type: str) -> Reader:
-    """Return a reader for an object of the session, by its id."""
+    """Return a reader that turns an id into the session's object of this type."""
 
     def read(field: str, value: Any, context: Context) -> Any:
         live = context.objects.get(field, value)
@@ -146,7 +146,7 @@ def live_object(processor_type: str) -> Reader:
 
 
 def class_or_object(processor_type: str, homes: Mapping[str, str]) -> Reader:
-    """Return a reader for one of these classes by its name, or an object of the session. Plugins are not offered."""
+    """Return a reader for the name of one of these classes, or the id of an object. Plugins are not accepted."""
     by_id = live_object(processor_type)
 
     def read(field: str, value: Any, context: Context) -> Any:
@@ -162,19 +162,19 @@ def class_of(homes: Mapping[str, str]) -> Reader:
 
 
 def class_named(field: str, name: object, homes: Mapping[str, str]) -> Any:
-    """Return the class of this name; ``homes`` has all that there are, with their modules."""
+    """Return the class of this name. ``homes`` maps the names of all allowed classes to their modules."""
     return getattr(import_module(named(field, name, homes)), str(name))
 
 
 def named(what: str, name: object, table: Mapping[str, T]) -> T:
-    """Return what has this name in a table. UnknownNameError, which lists the names, where nothing has."""
+    """Return the entry of a table by its name. Raise UnknownNameError, which lists all names, if there is none."""
     if not isinstance(name, str) or name not in table:
         raise UnknownNameError(what, str(name)[:200], table or ("none",))
     return table[name]
 
 
 def _parsed(value: str) -> Any:
-    """Return what JSON text holds; None for any other text."""
+    """Return the value of JSON text; None for text that is not JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -1,5 +1,6 @@
-"""What clients may create, with which options, and what they may call, with which arguments. All of it is here: a name
-that is not in these tables is nothing that a request can reach.
+"""The tables of classes that clients may create and of functions that they may call, with all options and arguments.
+
+No request can reach a class, function or argument that is not in these tables.
 """
 
 from collections.abc import Mapping
@@ -50,12 +51,12 @@ class Function:
 
 @dataclass(frozen=True)
 class ClassEntry:
-    """A class by its module, the options of its constructor, and what can be done with its objects."""
+    """A class: its module, the options of its constructor, and the functions of its objects."""
 
     home: str
     options: Readers
     functions: Mapping[str, Function]
-    make: Any = do.make  # a do.Make, whose first parameter is narrower in some
+    make: Any = do.make  # a do.Make; not typed as one, because some accept fewer classes as their first argument
 
 
 def entry(processor_type: object, class_type: object) -> ClassEntry:
@@ -93,7 +94,7 @@ _MAP: Readers = {
     "batched": a.boolean,
     "desc": a.text,
     "keep_in_memory": a.boolean,
-    "load_from_cache_file": a.only(False),  # each worker has a cache of its own, and one pass over it
+    "load_from_cache_file": a.only(False),  # each worker has its own cache and maps a dataset once: nothing to reuse
     "num_proc": a.only(None, 1),
     "remove_columns": a.names,
     "writer_batch_size": a.count,
@@ -138,7 +139,7 @@ def _dataset(functions: Mapping[str, Function], **options: a.Reader) -> ClassEnt
     return ClassEntry("twinkle.dataset", {**_ONE_PROCESS, **_LOAD, **options}, functions, do.make_dataset)
 
 
-# --- the others -------------------------------------------------------------------------------------------------------
+# --- loaders, templates, preprocessors, rewards and processors --------------------------------------------------------
 
 _ENCODE: Readers = {
     "add_generation_prompt": a.boolean,
@@ -158,7 +159,7 @@ _TEMPLATE_FUNCTIONS = {
     "format_trajectory": _method("format_trajectory", trajectory=a.objects, add_default_system=a.boolean),
     "parse_tool_call": _method("parse_tool_call", text=a.text),
 }
-# Texts and switches by whatever names the constructor has; it refuses the others itself.
+# The options of all preprocessors together; each constructor refuses those that it does not have.
 _TEXT_OPTIONS = ("chosen_key", "language", "model_author", "model_name", "prompt_key", "rejected_key", "system")
 _PREPROCESSOR_OPTIONS: Readers = {"add_assistant": a.boolean, **dict.fromkeys(_TEXT_OPTIONS, a.optional(a.text))}
 _PROCESSOR_OPTIONS: Readers = {
@@ -205,7 +206,7 @@ def _called(**arguments: a.Reader) -> dict[str, Function]:
 def _each(
     homes: Mapping[str, str], options: Readers, functions: Mapping[str, Function], make: Any = do.make
 ) -> dict[str, ClassEntry]:
-    """Return entries of classes that all have the same options and functions."""
+    """Return the entries of classes that share their options and functions."""
     return {name: ClassEntry(home, options, functions, make) for name, home in homes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Objects that a worker holds, by id, and what is known of a pass over one."""
+"""The objects that a worker holds, by id, and the state of the iteration over each."""
 
 import secrets
 from collections import Counter, OrderedDict
@@ -12,19 +12,19 @@ _KEPT = 16
 
 
 class UnknownProcessorError(NotFoundError):
-    """No processor of the session has this id. None outlives its session, its worker or the server."""
+    """No processor of the session has this id. Processors end with their session, its worker or the server."""
 
     def __init__(self, field: str) -> None:
         super().__init__("processor", field)
         self.field = field
         self.args = (
-            f"{field}: no such processor in this session; none outlives its session, the session's worker or the "
-            "server: create it again",
+            f"{field}: no such processor in this session; processors end with their session, the session's worker or "
+            "the server: create it again",
         )
 
 
 class Pass:
-    """Items one after another. Once it ended or failed it stays so, until :meth:`begin`."""
+    """One iteration over an object. Once it has ended or failed, it returns no item until it begins anew."""
 
     def __init__(self) -> None:
         self._items: Iterator[Any] | None = None
@@ -34,7 +34,7 @@ class Pass:
         self._items, self._over = iter(thing), None
 
     def forget(self) -> None:
-        """Let the next item begin a new pass: the object was changed."""
+        """Make the next item begin a new pass, because the object was changed."""
         self._items, self._over = None, None
 
     def next(self, thing: Any) -> Any:
@@ -43,7 +43,7 @@ class Pass:
         if self._items is None:
             self.begin(thing)
         assert self._items is not None
-        # an iterator that raised would say next time that it is at its end
+        # Set before the call: an iterator that has raised would only report its end the next time.
         self._over = InvalidInputError("__next__", "after an error", "__iter__ first, which begins a new pass")
         try:
             item = next(self._items)
@@ -55,7 +55,7 @@ class Pass:
 
 
 class NoRoomError(Exception):
-    """A batch of ``size`` bytes is more than the tenant's other sessions leave room for."""
+    """A batch of ``size`` bytes does not fit into the room that other sessions leave within the limits."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"no room for a batch of {size} bytes")
@@ -63,16 +63,16 @@ class NoRoomError(Exception):
 
 
 class KeptBatches:
-    """The last batches of a session's loaders, as JSON, by loader and by number over the loader's whole life.
+    """The last batches of a session's loaders as JSON, by loader and number. Numbers count over a loader's whole life.
 
-    All of them together have a limit in bytes: the oldest ones make room for new ones.
+    All kept batches of the session together have a limit in bytes: the oldest are dropped to make room for new ones.
     """
 
     def __init__(self, most_of_one: int) -> None:
         self._most_of_one = most_of_one
         self._texts: OrderedDict[tuple[str, int], str] = OrderedDict()  # oldest first
         self._served: Counter[str] = Counter()
-        self.limit = 2**62  # what the tenant's other sessions leave; the server says it with every request
+        self.limit = 2**62  # bytes that other sessions leave; the server sends it with every request
         self.used = 0
 
     def add(self, loader: str, text: str) -> int:
@@ -117,7 +117,7 @@ class KeptBatches:
 
 @dataclass(frozen=True)
 class Live:
-    """One object. ``processor_type`` and ``class_name`` are names of the catalog."""
+    """One object of a session. ``processor_type`` and ``class_name`` are names of the catalog."""
 
     processor_id: str
     processor_type: str

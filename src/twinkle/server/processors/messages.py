@@ -1,10 +1,10 @@
-"""What passes between a client, the server and a worker.
+"""The messages between a client, the server and a worker.
 
-Frames go between the server and a worker, over the worker's stdin and stdout. A frame is two lengths, a header in JSON
-and a body of bytes: what a client sent, or what it gets. Bodies are not looked at on the way, so that large ones cost
-the server nothing but their memory.
+Server and worker exchange frames over the worker's stdin and stdout. A frame is two lengths, a JSON header and a body
+of bytes: the request of a client, or the answer to it. The server does not parse bodies, so a large one costs it
+nothing but memory.
 
-Results go to clients as JSON (:func:`to_json`). A request that a client sends twice is worked on once, and both get the
+Results go to clients as JSON (:func:`to_json`). A request that a client sends twice is executed once, and both get the
 same answer (:class:`Answers`).
 """
 
@@ -25,8 +25,9 @@ from twinkle.errors import InvalidInputError, QuotaError, ShuttingDownError, Uns
 _LENGTHS = struct.Struct(">IQ")
 _MOST_HEADER_BYTES = 2**20
 
-# What became of a request: its answer follows, or the user's mistake, the name of the argument that is no processor of
-# the session, something that is over, a tenant's limit that is reached, or a mistake of ours.
+# How a request ended, and what the body of the answer holds: ok: the answer; user: the message of the user's mistake;
+# unknown: the name of the argument that names no processor of the session; gone: the message that something is over;
+# quota: the size of a batch for which the limits leave no room; failed: the message of a failure of the server.
 Outcome = Literal["ok", "user", "unknown", "gone", "quota", "failed"]
 
 
@@ -38,15 +39,18 @@ class Frame:
 
 @dataclass(frozen=True)
 class Settings:
-    """The first header a worker gets. ``tokenizers``: names of served models to folders, null for a model without."""
+    """The first header that a worker receives.
+
+    ``tokenizers`` maps the names of served models to the folders of their tokenizers; null: a model without one.
+    """
 
     allowed_dirs: Sequence[str]
     tokenizers: Mapping[str, str | None]
     cache_dir: str
     memory_bytes: int
     answer_bytes: int
-    hub_bytes: int = 2**30  # the most that is fetched of a hub's repository for its tokenizer
-    disk_bytes: int = 2**62  # of the worker's own directory, in which its datasets are cached
+    hub_bytes: int = 2**30  # the most bytes fetched from a hub's repository for its tokenizer
+    disk_bytes: int = 2**62  # limit of the worker's own directory, in which its datasets are cached
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> list[bytes]:
@@ -66,13 +70,13 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 
 
 class FrameTooLargeError(Exception):
-    """A worker wants to send more than it may."""
+    """The answer of a worker is larger than allowed."""
 
 
 async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
-    """Return the next frame for the server; IncompleteReadError at the end of the stream.
+    """Return the next frame from a worker; IncompleteReadError at the end of the stream.
 
-    The lengths come first: what is larger than ``most_bytes`` is never in the server's memory.
+    The lengths come first, so a body of more than ``most_bytes`` is refused before it is in the server's memory.
     """
     header_bytes, body_bytes = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
     if header_bytes > _MOST_HEADER_BYTES or body_bytes > most_bytes:
@@ -82,9 +86,9 @@ async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
 
 
 def to_json(value: object) -> str:
-    """Return JSON: arrays and tensors are lists, numbers that are not finite null, times text.
+    """Return a value as JSON. Arrays and tensors become lists, NaN and infinity null, dates and times text.
 
-    UnsupportedError for what JSON cannot hold: bytes, images and other objects.
+    UnsupportedError for values that JSON cannot hold: bytes, images and other objects.
     """
     try:
         return json.dumps(value, allow_nan=False, default=_listed)
@@ -99,14 +103,14 @@ def _listed(value: object) -> object:
         return value.isoformat()
     if isinstance(value, Mapping):
         return dict(value)
-    torch = sys.modules.get("torch")  # there are no tensors unless somebody imported it
+    torch = sys.modules.get("torch")  # without this import there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
         return value.tolist()
     raise UnsupportedError(f"result: {type(value).__name__} cannot be sent as JSON; allowed: numbers, text and lists")
 
 
 _KEPT = 64
-_KEPT_BYTES = 16 * 2**20  # of one session, beside its last answer
+_KEPT_BYTES = 16 * 2**20  # of one session, its newest answer not counted
 
 
 @dataclass(frozen=True)
@@ -116,21 +120,22 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the answer; 0 where it is not there yet, or is an error."""
+        """Return the bytes of the answer; 0 if there is none yet, or it is an error."""
         done = self.task.done() and not self.task.cancelled() and self.task.exception() is None
         return len(self.task.result()) if done else 0
 
 
 class Answers:
-    """The answers to one session's requests. Only the last ones are kept: a client sends a request again soon."""
+    """The newest answers to one session's requests, by idempotency key. Clients repeat a request soon or never."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def once(self, key: str | None, digest: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Return or raise what ``work`` does, now or when this key was first used. ``digest``: of the request.
+        """Run ``work`` if this key is new, else wait for the work that the key began; return or raise its outcome.
 
-        The work goes on when the client who waits for it leaves.
+        ``digest`` is that of the request: a key that comes again with another digest is refused. The work goes on if
+        the client that waits for it disconnects.
         """
         if key is None:
             return await asyncio.shield(asyncio.ensure_future(work()))
@@ -145,7 +150,7 @@ class Answers:
         try:
             answer = await work()
         except (QuotaError, ShuttingDownError):
-            del self._entries[key]  # nothing was done, and the next time it may be
+            del self._entries[key]  # nothing was done: the same key may try again
             raise
         finally:
             self._forget_old()

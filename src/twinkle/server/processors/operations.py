@@ -1,4 +1,4 @@
-"""What is done with the objects of a session, beyond calling a method of theirs."""
+"""The functions behind the catalog: they make the objects of a session, call their methods and iterate over them."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ _LOAD_OPTIONS = ("revision", "token")
 
 @dataclass(frozen=True)
 class JsonText:
-    """A result that is JSON already."""
+    """A result that is already JSON."""
 
     text: str
 
@@ -50,7 +50,7 @@ def make_template(made: "type[Template]", options: dict[str, Any], context: Cont
     check_options(made, options)
     name = options["model_id"]
     template = made(**{**options, "model_id": context.sources.model_folder(name)})
-    template.model_id = name  # messages show what the client called it, not where it lies
+    template.model_id = name  # error messages show the client's name of the model, not its folder
     return template
 
 
@@ -58,20 +58,22 @@ def make_template(made: "type[Template]", options: dict[str, Any], context: Cont
 
 
 def method(name: str) -> Run:
-    """Return what calls the method of this name."""
+    """Return a function that calls the object's method of this name."""
 
     def run(live: Live, arguments: dict[str, Any], _: Context) -> object:
         try:
             inspect.signature(getattr(live.thing, name)).bind(**arguments)
         except TypeError as error:
-            raise InvalidInputError(f"arguments of {name}", sorted(arguments), f"also others ({error})") from None
+            raise InvalidInputError(
+                f"arguments of {name}", sorted(arguments), f"what the method takes ({error})"
+            ) from None
         return methodcaller(name, **arguments)(live.thing)
 
     return run
 
 
 def changing(name: str) -> Run:
-    """Return what calls a method after which a pass over the object begins anew."""
+    """Return a function that calls a method which changes the object, so that the next item begins a new pass."""
     run_method = method(name)
 
     def run(live: Live, arguments: dict[str, Any], context: Context) -> object:
@@ -98,7 +100,7 @@ def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
 
 
 def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:
-    """Set a dataset's template. The name of the argument differs from class to class."""
+    """Set a dataset's template. The argument that holds it has another name in IterablePackingDataset."""
     name = "template_cls" if live.class_name == "IterablePackingDataset" else "template_func"
     if name not in arguments:
         raise InvalidInputError(f"arguments of {live.class_name}.set_template", sorted(arguments), f"also {name}")
@@ -119,7 +121,7 @@ def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
 
 
 def next_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonText:
-    """Return the next rows, or with ``by_reference`` a name for them; both count as a batch."""
+    """Return the next rows, or with ``by_reference`` a reference to them. Either way the batch is numbered and kept."""
     rows = live.course.next(live.thing)
     text = to_json(rows)
     number = context.objects.batches.add(live.processor_id, text)
@@ -138,6 +140,6 @@ def get_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonTe
 
 
 def close(live: Live, _arguments: dict[str, Any], context: Context) -> str:
-    """Remove an object from the session; others that were made with it keep it."""
+    """Remove an object from the session. Other objects that were made with it can still use it."""
     context.objects.remove(live)
     return "ok"

@@ -1,7 +1,7 @@
-"""The processor service: which session has which worker, and how much of all this one tenant may have.
+"""The processor service: the worker of each session, and the limits of tenants.
 
-A request goes to the worker of its session as it came and its answer goes back as it is; the gateway has checked
-before that the session is the tenant's.
+The body of a request goes to its session's worker unread, and the answer goes back unread. The gateway has checked
+before that the session belongs to the tenant.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from twinkle.server.verbs.features import FIELDS, numbers
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
 _SHUTDOWN = "the server is shutting down"
-_AT_ONCE = 2**20  # bytes that are hashed or parsed on the event loop
+_AT_ONCE = 2**20  # bytes that may be hashed or parsed on the event loop; more goes to a thread
 
 
 class Processors(Protocol):
-    """What a gateway asks of the processor service, wherever that runs."""
+    """The methods of the processor service that a gateway calls. The service may run in another process."""
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]: ...
 
@@ -45,7 +45,8 @@ class Processors(Protocol):
     def release_waiters(self) -> None: ...
 
 
-# What a worker reports, and what its body says of it: UnknownProcessorError is told the name of the argument.
+# The error for each outcome that a worker reports, made from the body of its answer: a message, or for "unknown" the
+# name of the argument.
 _ERRORS: Mapping[str, Callable[[str], Exception]] = {
     "user": UserError,
     "unknown": UnknownProcessorError,
@@ -55,20 +56,20 @@ _ERRORS: Mapping[str, Callable[[str], Exception]] = {
 
 
 class _Session:
-    """What a session has here. ``made``: objects in its worker, and those that are being made."""
+    """The state of one session: its answers, its worker if it has one, and what counts against limits."""
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
         self.answers = Answers()
         self.worker: WorkerProcess | None = None
         self.starting = asyncio.Lock()
-        self.has_slot = False  # of the workers there may be
-        self.live = 0
-        self.kept_bytes = 0  # of batches that can be named by reference
-        self.being_made = 0
-        self.waiting = 0
-        self.ended: str | None = None  # why its last worker did
-        self.over = False
+        self.has_slot = False  # whether it counts as one of the workers that the server may have
+        self.live = 0  # objects in the worker
+        self.kept_bytes = 0  # of batches that requests can refer to
+        self.being_made = 0  # objects that are being created
+        self.waiting = 0  # requests that wait for the worker
+        self.ended: str | None = None  # why its last worker ended
+        self.over = False  # the session itself has ended
 
     def lost(self, worker: WorkerProcess) -> None:
         if self.worker is worker:
@@ -76,6 +77,8 @@ class _Session:
 
 
 class ProcessorService:
+    """Starts a worker process for each session that needs one, and hands requests to it. Belongs to the event loop."""
+
     def __init__(self, directory: Path, settings: Settings, limits: LimitsConfig, most_workers: int) -> None:
         self._directory = directory
         self._settings = settings
@@ -86,12 +89,12 @@ class ProcessorService:
         self._stopping = False
 
     async def start(self) -> None:
-        """Clear away what the workers of a server that was killed have left."""
+        """Delete the directories that the workers of a killed server left behind."""
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory.mkdir(mode=0o700, parents=True)
 
     def release_waiters(self) -> None:
-        """Answer every request now: the server is about to end, and no processor outlives it."""
+        """Kill all workers, so that every waiting request is answered now: the server is about to stop."""
         self._stopping = True
         for session in self._sessions.values():
             if session.worker is not None:
@@ -109,18 +112,18 @@ class ProcessorService:
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
-        """Make a processor; returns its id."""
+        """Make a processor and return its id."""
         session = self._sessions.setdefault(session_id, _Session(tenant_id))
         answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
         return answer.decode()
 
     async def call(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> bytes:
-        """Call a function of a processor; returns ``{"result": …}``, as JSON. GoneError at the end of a pass."""
+        """Call a function of a processor and return ``{"result": …}`` as JSON. GoneError at the end of a pass."""
         session = self._session(tenant_id, session_id)
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Return the rows of a batch that ``__next__`` named with ``by_reference``; numbers are arrays."""
+        """Return the rows of a batch to which ``__next__`` returned a reference. Columns of numbers are arrays."""
         session = self._session(tenant_id, session_id)
         header = {"op": "batch", "processor_id": processor_id, "number": number}
         body = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
@@ -134,7 +137,7 @@ class ProcessorService:
         return Budget("referenced_batches", used, self._limits.max_referenced_batch_bytes)
 
     async def end_session(self, session_id: str) -> None:
-        """End the session's worker, with all that it has in memory and on disk."""
+        """End the session's worker and delete all that it has in memory and on disk."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.over = True
@@ -166,7 +169,7 @@ class ProcessorService:
         try:
             await self._ensure_worker(session)
             return await self._ask(session, {"op": "create"}, body)
-        except WorkerEndedError as error:  # there is no such processor yet that could be missing
+        except WorkerEndedError as error:  # which means "not found", but the client has no processor to miss yet
             raise UserError(str(error)) from error
         finally:
             session.being_made -= 1
@@ -207,7 +210,7 @@ class ProcessorService:
         return frame.body
 
     def _room(self, session: _Session) -> int:
-        """Return how many bytes the session's kept batches may have: what all others leave."""
+        """Return the bytes that the session's kept batches may take: what other sessions leave of both limits."""
         limits, others = self._limits, [other for other in self._sessions.values() if other is not session]
         of_tenant = sum(other.kept_bytes for other in others if other.tenant_id == session.tenant_id)
         of_all = sum(other.kept_bytes for other in others)
@@ -228,7 +231,11 @@ class ProcessorService:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _check_room(self, session: _Session) -> None:
-        """Raise QuotaError where the tenant has its processors. Nothing may be awaited before the new one counts."""
+        """Raise QuotaError if the tenant has as many processors as it may have.
+
+        The caller must not await anything between this check and counting the new processor: two requests at the same
+        time could both pass the check.
+        """
         if self._stopping:
             raise ShuttingDownError
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
@@ -248,7 +255,7 @@ class ProcessorService:
                 session.has_slot = False
                 raise
             session.worker = worker
-        if session.over:  # it ended meanwhile, and did not know of this worker
+        if session.over:  # the session ended while the worker started, too early for end_session to end the worker
             await worker.end("the session is over")
             raise UnknownProcessorError("session")
 
@@ -266,7 +273,7 @@ class ProcessorService:
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:
-        """End a worker without objects: another session may need its place."""
+        """End a worker without objects, so that another session can have its slot."""
         worker = session.worker
         if worker is not None and not (session.live or session.being_made or session.waiting):
             session.worker, session.has_slot, session.kept_bytes = None, False, 0
@@ -274,7 +281,7 @@ class ProcessorService:
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:
-    """Parse rows one by one: other threads work in between. Columns of numbers become arrays at once."""
+    """Parse rows one by one, so that other threads can run in between. Columns of numbers become arrays at once."""
     return [_row(json.loads(line)) for line in lines.split(b"\n") if line]
 
 
@@ -285,9 +292,10 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def configured_processors(
     config: ServerConfig, tokenizers: Mapping[str, str | None], place: str = ""
 ) -> ProcessorService | None:
-    """Return the processor service; None where the configuration has no application for it.
+    """Return the processor service; None if the configuration has no application for it.
 
-    ``tokenizers``: folders by the name of the served model. ``place``: of one among several in their directory.
+    ``tokenizers`` maps names of served models to folders. ``place``: the subdirectory of this service, if several
+    services share a data directory.
     """
     if config.processor is None:
         return None

@@ -1,10 +1,10 @@
-"""Where the rows and tokenizers of a worker may come from: hubs, the request itself, and directories that the server's
-owner allowed. Nothing else of this machine.
+"""The places from which a worker may read rows and tokenizers: hubs, the request itself, and directories that the
+operator allowed. A worker reads no other files of this machine.
 
-A client's text is brought into one of a few forms here, and only those reach the library, which reads local files for
-any name that exists. The ``datasets`` library goes further: the card of a hub's repository may name files of this
-machine or of other hosts, and rows with images may name more. So the files of a dataset are looked at before they are
-read, and columns of images and other media are refused.
+The library reads local files for any name that exists, so a name that a client sends must have one of a few forms
+before it reaches the library. The ``datasets`` library goes further: the card of a hub's repository may name files of
+this machine or of other hosts, and rows with images may name more. So the file names of a dataset are checked before
+the files are read, and columns of images and other media are refused.
 """
 
 import os
@@ -28,7 +28,7 @@ _SCHEME = re.compile(r"[a-z]+://")
 _LABEL = re.compile(r"[^/\\\x00]{1,200}")
 _MOST_SLICED = 10_000_000  # row numbers of a data_slice
 _META_KEYS = ("dataset_id", "subset_name", "split", "data_slice", "data")
-# Types of columns that hold what they say and no files.
+# Types of columns whose values are in the rows themselves, and not in files that the rows name.
 _PLAIN_COLUMNS = frozenset(
     [
         "Value",
@@ -51,7 +51,7 @@ _PLAIN_COLUMNS = frozenset(
 class Sources:
     """The places that one worker may read and write.
 
-    ``hub_bytes``: the most that is fetched of a hub's repository for its tokenizer.
+    ``hub_bytes``: the most bytes fetched from a hub's repository for its tokenizer.
     """
 
     allowed_dirs: Sequence[Path]
@@ -63,7 +63,10 @@ class Sources:
         return allowed_path(field, text, self.allowed_dirs)
 
     def model_folder(self, text: str) -> str:
-        """Return where a template loads its tokenizer from: a served model by any of its names, a hub, a directory."""
+        """Return the folder or hub id from which a template loads its tokenizer.
+
+        ``text`` is any name of a served model, a model of a hub, or an allowed directory.
+        """
         for name in (text, _SCHEME.sub("", text, count=1)):
             if name in self.tokenizers:
                 folder = self.tokenizers[name]
@@ -81,14 +84,14 @@ class Sources:
         )
 
     def _check_download(self, model_id: str) -> None:
-        """Refuse a repository that is too large before any of it is fetched. A tokenizer has some megabytes."""
+        """Refuse a repository that is too large before any of it is fetched. A tokenizer takes a few megabytes."""
         size = HubOperation.template_bytes(model_id)
         if size > self.hub_bytes:
             allowed = f"a repository of at most {self.hub_bytes} bytes without weights (limits.max_hub_download_bytes)"
             raise InvalidInputError("model_id", f"{model_id}, which has {size} bytes", allowed)
 
     def meta(self, meta: DatasetMeta) -> DatasetMeta:
-        """Return the same rows by a name that cannot be mistaken for another place."""
+        """Return the same dataset by a checked name, which the library cannot take for another place."""
         for field, text in (("subset_name", meta.subset_name), ("split", meta.split)):
             if not _LABEL.fullmatch(text):
                 raise InvalidInputError(f"dataset_meta.{field}", text, "up to 200 characters without slashes")
@@ -103,7 +106,7 @@ class Sources:
         return DatasetMeta(str(path), meta.subset_name, meta.split, meta.data_slice)
 
     def add(self, dataset: Dataset, meta: DatasetMeta, revision: str | None = None, token: str | None = None) -> None:
-        """Load the rows that ``meta`` (of :meth:`meta`) names into a dataset."""
+        """Load rows into a dataset. ``meta`` names them and comes from :meth:`meta`, which has checked it."""
         options = {"revision": revision, "token": token}
         given = sorted(name for name, value in options.items() if value is not None)
         if meta.data is None and not meta.dataset_id.startswith("/"):
@@ -123,7 +126,7 @@ class Sources:
 
     def _hub_rows(self, meta: DatasetMeta, streaming: bool, revision: str | None, token: str | None) -> Any:
         from datasets import load_dataset_builder
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of one HTTP library or another
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of requests or of httpx
 
         hub, name = HubOperation.source_type(meta.dataset_id), HubOperation.remove_source_type(meta.dataset_id)
         subset = None if meta.subset_name == "default" else meta.subset_name
@@ -133,7 +136,7 @@ class Sources:
                 place,
                 name=subset,
                 revision=revision if hub == "hf" else None,
-                # without one of their own, tenants do not read what the server's owner may read
+                # False: a tenant without a token of its own must not read with the operator's token
                 token=token or False,
                 cache_dir=str(self.cache_dir),
             )
@@ -151,7 +154,7 @@ class Sources:
             ) from error
 
     def _place(self, hub: str, name: str, revision: str | None, token: str | None) -> tuple[str, str]:
-        """Return what the ``datasets`` library loads, and how the names of all of its files begin."""
+        """Return what the ``datasets`` library loads, and the prefix that the names of all its files must have."""
         if hub == "hf":
             return name, f"hf://datasets/{name}@"
         if revision is not None:
@@ -161,7 +164,7 @@ class Sources:
 
 
 class _Loaded(DatasetMeta):
-    """Rows that were loaded here already, under the name that their source gives them."""
+    """Rows that are already loaded, with the id of the dataset that they come from."""
 
     def __init__(self, source: DatasetMeta, rows: Any) -> None:
         super().__init__(split=source.split, data_slice=source.data_slice, data=rows)
@@ -173,7 +176,7 @@ class _Loaded(DatasetMeta):
 
 
 def decoded_meta(field: str, value: Mapping[str, Any]) -> DatasetMeta:
-    """Return the DatasetMeta that a client wrote as an object."""
+    """Return the DatasetMeta that a client sent as a JSON object."""
     given = {key: item for key, item in value.items() if key != "_TWINKLE_TYPE_"}
     unknown = sorted(set(given) - set(_META_KEYS))
     if unknown or value.get("_TWINKLE_TYPE_") != "DatasetMeta":
@@ -228,7 +231,7 @@ def _require_own_files(builder: "datasets.DatasetBuilder", inside: str, dataset_
 
 
 def _refuse_media(rows: Any) -> None:
-    """Refuse columns of media before a row is read. A stream of text files does not know its columns, and has none."""
+    """Refuse columns of media before a row is read. A stream of text files has no column types, and no media."""
     for name, feature in (rows.features.to_dict() if rows.features is not None else {}).items():
         media = sorted(_types(feature) - _PLAIN_COLUMNS)
         if media:

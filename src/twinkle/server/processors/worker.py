@@ -1,7 +1,7 @@
 """The process that holds one session's objects: ``python -m twinkle.server.processors.worker``.
 
-It answers one request after another, and ends when its stdin does, also in the middle of a request: without a server
-there is nobody to answer. What libraries print goes to stderr, which is the server's log.
+It answers one request after another. It exits when its stdin is closed, even in the middle of a request: then the
+server is gone and no client waits. What libraries print goes to stderr, which is the server's log.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
 logger = logging.getLogger(__name__)
 
 _OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")
-_FIRST_TO_DIE = "1000"  # if the machine runs out of memory: workers before servers
-_PR_SET_PDEATHSIG = 1  # the signal that a process gets when the one that started it ends
+_FIRST_TO_DIE = "1000"  # OOM score: if the machine runs out of memory, the kernel kills workers before the server
+_PR_SET_PDEATHSIG = 1  # prctl option: the signal that a process gets when its parent ends
 _NICENESS = 5  # training and requests come first
 
 
 class Workbench:
-    """One session's objects, and the requests about them: bodies as clients sent them in, JSON out.
+    """The objects of one session, and the requests about them: bodies of clients' requests in, JSON out.
 
-    :meth:`reply` answers frames, whatever happens; the methods it calls raise.
+    :meth:`reply` answers every frame and never raises; the methods that it calls raise.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,7 +50,7 @@ class Workbench:
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
-        """Make an object; returns its id."""
+        """Make an object and return its id."""
         request = _parsed(body)
         kind, name = _taken(request, "processor_type"), _taken(request, "class_type")
         entry = catalog.entry(kind, name)
@@ -59,7 +59,7 @@ class Workbench:
         return self.objects.add(kind, name, made).processor_id
 
     def call(self, body: bytes) -> str:
-        """Call a function of an object; returns its result, as JSON."""
+        """Call a function of an object and return its result as JSON."""
         request = _parsed(body)
         live = self.objects.get("processor_id", _taken(request, "processor_id"))
         name = _taken(request, "function")
@@ -69,16 +69,18 @@ class Workbench:
         return result.text if isinstance(result, JsonText) else to_json(result)
 
     def batch(self, processor_id: str, number: int) -> str:
-        """Return the rows of a loader's batch: a line of JSON each, so that the server can read them one by one.
+        """Return the rows of a loader's batch, one line of JSON each, so that the server can parse them one by one.
 
-        Of rows that have tokens only the columns that training reads.
+        Rows that have tokens are reduced to the columns that training reads.
         """
         live = self.objects.get("processor_id", processor_id)
         if live.processor_type != "dataloader":
             raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
         text = self.objects.batches.get(processor_id, number)
         if not text.startswith("["):
-            raise UnsupportedError("inputs: batches of set_processor are no rows; fetch the rows, or leave it out")
+            raise UnsupportedError(
+                "inputs: batches of set_processor are not rows; fetch the batch, or leave out set_processor"
+            )
         return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
 
     # --- frames -------------------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ class Workbench:
         except MemoryError:
             limit = self._settings.memory_bytes / 2**30
             outcome, body = "user", f"this needs more than the {limit:g} GiB of limits.processor_memory_gib"
-        except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
+        except Exception as error:  # an edge: with a client's data any library may fail in any way
             logger.exception("%s failed", request.header["op"])
             outcome, body = self._unexpected(error)
         state = {"outcome": outcome, "live": len(self.objects), "kept_bytes": batches.used}
@@ -122,13 +124,13 @@ class Workbench:
         return text
 
     def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
-        """Return outcome and text of an error that is not ours: most are wrong data. The log has all of it."""
+        """Return outcome and message for an unexpected error. Most come from wrong data; the log has all details."""
         if isinstance(error, OSError) and not isinstance(error, TwinkleError):
             return "failed", "the server could not read or write a file; its log has the details"
         return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
 
     def _shown(self, error: Exception) -> str:
-        """Return the text of an error without the folders of served models."""
+        """Return the text of an error, with names of served models in the place of their folders."""
         text = str(error)
         for name, folder in self._settings.tokenizers.items():
             text = text if folder is None else text.replace(folder, name)
@@ -182,7 +184,10 @@ def main() -> None:
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the pipes under numbers of their own: print() and what reads stdin must not meet our messages."""
+    """Return the pipes of frames under new descriptors; stdin becomes empty, and stdout goes to the log.
+
+    So a library that prints or reads stdin cannot disturb frames.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -192,12 +197,12 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _restrict(settings: Settings) -> None:
-    # What a program has for itself; mapped files and reserved addresses, of which torch has many, do not count.
+    # RLIMIT_DATA counts a program's own data, not mapped files and reserved addresses, of which torch has many.
     resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.umask(0o077)  # libraries give their files the modes that the process allows: nobody else reads a tenant's rows
+    os.umask(0o077)  # other users of the machine must not read a tenant's rows in files that libraries write
     os.nice(_NICENESS)
-    if sys.platform == "linux":  # a call may keep the interpreter from noticing that stdin has ended
+    if sys.platform == "linux":  # a call into C may keep the interpreter from noticing that stdin is closed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_DIE)
@@ -207,7 +212,7 @@ def _restrict(settings: Settings) -> None:
         {
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            # what the server's owner may read on a hub is not for tenants
+            # tenants must not read from a hub with the operator's token
             "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
             **({"HF_HUB_OFFLINE": "1"} if environment.offline else {}),
         }
@@ -221,5 +226,5 @@ def _receive(requests: BinaryIO, inbox: "queue.SimpleQueue[Frame]") -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # the server's terminal, or the server is gone
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or the server is gone
         main()

@@ -1,4 +1,4 @@
-"""A worker as the server sees it: a process that is asked, one question at a time, and may end at any moment."""
+"""The server's side of a worker: a process that answers one request at a time and may end at any moment."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ DISK_LIMIT = "limits.processor_disk_gib"
 
 
 class WorkerEndedError(NotFoundError):
-    """The process is gone, and all objects in it."""
+    """The worker process has ended, and all objects in it are gone."""
 
     def __init__(self, why: str) -> None:
         super().__init__("processor", why)
@@ -31,7 +31,7 @@ class WorkerEndedError(NotFoundError):
 
 
 class WorkerProcess:
-    """Made by :meth:`start`. ``ended`` is called once, when the process is gone for whatever reason."""
+    """A worker process. Make it with :meth:`start`. Its methods belong to the event loop."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: Path, settings: Settings) -> None:
         self._process = process
@@ -46,9 +46,11 @@ class WorkerProcess:
     async def start(
         cls, settings: Settings, directory: Path, ended: Callable[["WorkerProcess"], None]
     ) -> "WorkerProcess":
-        """``directory`` gets one for this worker: a cache, and an empty place to be in, where no name means a file.
+        """Start a worker with a new directory under ``directory``.
 
-        All that the worker downloads and all its temporary files are in that cache, whose size is checked.
+        There it has a cache, for all its downloads and temporary files, and an empty working directory, in which no
+        relative name means a file. The size of the whole is checked. ``ended`` is called once, when the process is
+        gone for whatever reason.
         """
         own = Path(tempfile.mkdtemp(dir=directory))
         (own / "cache").mkdir(mode=0o700)
@@ -73,7 +75,7 @@ class WorkerProcess:
 
     @property
     def why(self) -> str:
-        """Return what ended the process."""
+        """Return the reason why the process ended."""
         if self._why is not None:
             return self._why
         code = self._process.returncode
@@ -82,7 +84,7 @@ class WorkerProcess:
         return f"exit status {code}"
 
     async def ask(self, header: Mapping[str, Any], body: bytes, seconds: float) -> Frame:
-        """Return the worker's answer. Questions wait for their turn; one that takes ``seconds`` ends the worker."""
+        """Send a request and return the answer. Requests take turns; one that exceeds ``seconds`` ends the worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with self._turn:
@@ -96,18 +98,18 @@ class WorkerProcess:
             except FrameTooLargeError as error:
                 await self.end(str(error))
             except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
-                # RuntimeError: uvloop's word for a pipe that was closed before
+                # RuntimeError: what uvloop raises for a pipe that is already closed
                 await self._process.wait()
         raise WorkerEndedError(self.why)
 
     async def end(self, why: str) -> None:
-        """End the process; returns when it is gone, with all that it had on disk."""
+        """Kill the process and wait until it is gone and its directory is deleted."""
         self.kill(why)
         if self._watching is not None:
             await asyncio.shield(self._watching)
 
     def kill(self, why: str) -> None:
-        """End the process at once; pending requests are told why."""
+        """Kill the process without waiting. Pending requests fail with the reason ``why``."""
         if self._process.returncode is None:
             self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):
@@ -121,7 +123,7 @@ class WorkerProcess:
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _check_disk(self) -> None:
-        """End the worker when its directory has grown beyond the limit: libraries write there as they like."""
+        """Kill the worker if its directory grows beyond the limit: libraries write there without asking."""
         while True:
             await asyncio.sleep(_DISK_CHECK_SECONDS)
             used = await asyncio.to_thread(_bytes_in, self._directory)
@@ -131,7 +133,7 @@ class WorkerProcess:
 
 
 def _bytes_in(directory: Path) -> int:
-    """Return the space that the files in a directory take; those that vanish meanwhile take none."""
+    """Return the disk space that the files in a directory take. Files that vanish meanwhile do not count."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -1,1 +1,1 @@
-"""An import path of earlier versions."""
+"""An import path of earlier versions, which older settings still name."""

@@ -1,4 +1,4 @@
-"""How a server is put together and run: in one process (``embedded``), or on Ray (``ray``).
+"""Put a server together and run it: in one process (``embedded``), or in many processes on Ray (``ray``).
 
 May import: everything but cli.
 """

@@ -1,4 +1,4 @@
-"""One process of a server, on either runtime: what it has, the services of its models, and maintenance by the clock."""
+"""One process of a server, on either runtime: its shared parts, the services of its models, and its maintenance."""
 
 import asyncio
 import gc
@@ -37,19 +37,19 @@ from twinkle.server.verbs.runs import NativeRuns
 logger = logging.getLogger(__name__)
 
 MAINTENANCE_SECONDS = 15.0
-# The longest that the compute thread or the event loop may hold the interpreter while the other wants it.
+# The longest that one thread may hold the interpreter while another waits for it.
 _SWITCH_SECONDS = 0.0005
 
 
 def let_threads_alternate() -> None:
-    """Keep the compute thread and the event loop from waiting for each other for the interpreter's usual 5 ms."""
+    """Shorten the interpreter's switch interval from 5 ms, so that compute thread and event loop wait less."""
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 class Process:
-    """The configuration, the state, and all that the services of this process share: tenants, memory, telemetry."""
+    """One process: its configuration and state, and what its services share: tenants, memory, telemetry."""
 
-    gateway: Gateway  # since ``open_gateway``
+    gateway: Gateway  # set by ``open_gateway``
 
     def __init__(self, config: ServerConfig, telemetry: Telemetry, store: Store) -> None:
         self.config = config
@@ -65,8 +65,8 @@ class Process:
 
     @classmethod
     async def open(cls, config: ServerConfig, *, shared: bool = False) -> "Process":
-        """Open the state. ``shared``: other processes have it open, too."""
-        telemetry = Telemetry(config.telemetry)  # it raises for mistakes of the configuration, before anything slow
+        """Open the state and return the process. ``shared``: other processes have the state open, too."""
+        telemetry = Telemetry(config.telemetry)  # first, because it raises for mistakes in the configuration
         return cls(config, telemetry, await Store.open(config.data_dir, config.database_url, shared=shared))
 
     def add_model(
@@ -78,15 +78,16 @@ class Process:
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         replica: str = "",
     ) -> Services:
-        """Make the services of one model. ``is_ours`` tells which of its runs are recovered here, on this ``replica``.
+        """Make the services of one model.
 
-        ``sampler_apart``: samples need not take turns with training.
+        ``is_ours`` says which of the model's runs are recovered here, on this ``replica``. ``sampler_apart``: the
+        sampler computes elsewhere, so samples need not take turns with training.
         """
         config, limits, memory = self.config, self.config.limits, self.memory
         compute = Compute()
         sampling_compute = Compute() if sampler_apart else compute
         self._computes += [compute, sampling_compute]
-        # Ops of Tinker's runs the service knows; what is different about others is registered here.
+        # Services know the runs of Tinker's protocol; other kinds of run are registered here.
         native = NativeRuns(model, compute, self.tenants, config.allowed_dirs)
         context = TrainingContext(
             model,
@@ -127,9 +128,9 @@ class Process:
     def open_gateway(
         self, app: FastAPI, processors: Processors | None = None, fleet: Fleet | None = None, replica: str = ""
     ) -> Gateway:
-        """Give the application a gateway, which answers for the services of this process alone, if there are some.
+        """Give the application a gateway. If this process has services, the gateway answers for these alone.
 
-        ``fleet``: the services of all processes; None: there are no others.
+        ``fleet``: the services of all processes; None: there are no other processes.
         """
         self.gateway = Gateway(
             self.config,
@@ -148,7 +149,7 @@ class Process:
         return self.gateway
 
     async def start(self) -> None:
-        """Recover what the last process had, and begin to work."""
+        """Recover the state of the last process, and begin to work."""
         self.run(self.memory.guard.watch())
         await self.gateway.usage_recorder.read_key_names()
         for entry in self.services.values():
@@ -159,15 +160,16 @@ class Process:
 
     @staticmethod
     def spare_collections() -> None:
-        """Leave all that the start made out of garbage collections, which would stop every tenant for 0.1 s.
+        """Exclude all objects that exist now from garbage collection, which would otherwise stop the process for 0.1 s.
 
-        For a process of its own: what was there now and is let go in a cycle later is never freed.
+        Only for a process that serves and does nothing else: of these objects, cycles that become unreachable later
+        are never freed.
         """
         gc.collect()
         gc.freeze()
 
     def run(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Run what lasts as long as the process."""
+        """Start tasks that run as long as the process."""
         self._tasks += [asyncio.create_task(each) for each in work]
 
     def cancel_tasks(self) -> None:
@@ -175,7 +177,7 @@ class Process:
             task.cancel()
 
     async def stop(self) -> None:
-        """Finish what runs, and put every adapter on disk."""
+        """Finish the work that runs, write every adapter to disk, and end the services."""
         for entry in self.services.values():
             if entry.sampling is not None:
                 await entry.sampling.stop()
@@ -185,16 +187,16 @@ class Process:
             compute.close()
 
     async def close(self) -> None:
-        self.cancel_tasks()  # where the start failed they still run
-        await self.telemetry.close()  # it reads the state
+        self.cancel_tasks()  # they still run if the start failed
+        await self.telemetry.close()  # before the state is closed, which it reads
         await self.store.close()
 
 
 async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaitable[None]]) -> None:
-    """Do ``first`` now, then ``work`` every ``MAINTENANCE_SECONDS``, with the time of day. It never ends by itself.
+    """Await ``first`` now, then call ``work`` with the present time every ``MAINTENANCE_SECONDS``, until cancelled.
 
-    A failure is logged and the next round tries again: a full disk or a database that is away for a minute must not
-    end the expiry of sessions for good.
+    A failure is logged and the next round tries again: a full disk or a database that cannot be reached for a minute
+    must not end the expiry of sessions for good.
     """
     pending = first
     while True:

@@ -35,7 +35,7 @@ _OPEN_FILES = 65_536
 
 
 def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM or SIGINT, then drain: what runs is finished and every adapter is on disk."""
+    """Serve until SIGTERM or SIGINT, then finish the work that runs and write every adapter to disk."""
     let_threads_alternate()
     _allow_many_connections()
     listener = listen(config.http_options.host, config.http_options.port)
@@ -63,7 +63,7 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             ws="none",
             timeout_keep_alive=75,
             backlog=connections.limits.backlog,
-            timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
+            timeout_graceful_shutdown=5,  # for uploads and slow readers; long polls are answered at once
             lifespan="on",
         )
         url = config.public_url or url_of(*listener.getsockname()[:2])
@@ -78,13 +78,13 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that prints what it serves once it does, and answers long polls when it is told to end."""
+    """A uvicorn server that prints its announcement once it serves, and answers long polls when it has to stop."""
 
     def __init__(self, settings: uvicorn.Config, process: Process, announcement: str) -> None:
         super().__init__(settings)
         self.process = process
         self.announcement = announcement
-        self.failure: str | None = None  # why it ends though nobody asked it to
+        self.failure: str | None = None  # why it stops without being asked
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals ourselves: uvicorn would end by the same signal after a clean shutdown, and not with 0."""
+        """Handle signals here: after a clean shutdown uvicorn would raise the signal again, and not exit with 0."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number)
@@ -110,13 +110,13 @@ class _Server(uvicorn.Server):
         self._end_soon()
 
     def fail(self, why: str) -> None:
-        """End, and tell whoever started it that it was no success."""
+        """Stop serving because of a failure: the process ends with an error that says ``why``."""
         self.failure = why
         self._end_soon()
 
     def _end_soon(self) -> None:
         self.should_exit = True
-        if self.started:  # before that nobody waits
+        if self.started:  # before that no client waits
             self.process.gateway.release_waiters()
 
 
@@ -124,12 +124,12 @@ class _Server(uvicorn.Server):
 async def _running(
     app: FastAPI, process: Process, models: Sequence[ServedModel], fail: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Run the services of all models, from the application's start to its end. ``fail`` ends the server."""
+    """Run the services of all models while the application runs. ``fail`` stops the server with an error."""
     config, store = process.config, process.store
     try:
         await store.sessions.extend_deadlines_after_downtime(time.time())
         await store.ops.extend_deadlines_after_downtime(time.time())
-    except StorageFullError as error:  # a server that runs can prune, which may be what frees the disk
+    except StorageFullError as error:  # start anyway: maintenance may free the disk
         logger.error("sessions and results may expire as if the server had been up: %s", error)
     await asyncio.to_thread(store.keep_reserve)
     await asyncio.to_thread(process.files.remove_unfinished)
@@ -151,7 +151,7 @@ async def _running(
 
 
 async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
-    """End the server with the first service loop that ends: half of one would accept what it never runs."""
+    """Stop the server when a service loop ends: without it the server would accept requests and never run them."""
     loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
     broken = [asyncio.create_task(service.loop.broken()) for service in loops]
     try:
@@ -164,7 +164,7 @@ async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> N
 
 
 async def _maintain(gateway: Gateway) -> None:
-    """Expire, forget and delete by the clock, and do what operators ask for."""
+    """Run maintenance by the clock, and answer requests of operators."""
 
     async def work(now: float) -> None:
         await gateway.maintain(now)

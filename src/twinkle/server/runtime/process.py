@@ -1,4 +1,4 @@
-"""One server process: ``server.json`` in its data directory, locked while it lives, and what it prints."""
+"""The process of a server: its locked record in the data directory (``server.json``), its port, and what it prints."""
 
 import contextlib
 import json
@@ -15,17 +15,17 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.files.guards import DirectoryLock, try_lock
 
-LISTENING = "listening on"  # how a server announces itself
+LISTENING = "listening on"  # begins the line of the announcement that holds the URL
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
 _FILE = "server.json"
-_WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
+_WAIT_SECONDS = 360.0  # for a server to finish its work and write every adapter to disk
 _PAUSE = 0.2
-_LOOK_SECONDS = 1.0  # a process that only looks holds the lock for a moment
+_LOOK_SECONDS = 1.0  # to wait for the lock: ``running`` in another process holds it for a moment
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that serves a data directory. ``url`` is None until it does."""
+    """A process that serves a data directory. ``url`` is None while it starts."""
 
     pid: int
     url: str | None = None
@@ -33,9 +33,9 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
-    """Note that this process serves the directory, until it leaves or dies: another process is refused.
+    """Record that this process serves the directory, until the context or the process ends. Others are refused.
 
-    Gives a function that notes under which URL it serves.
+    The context gives a function that records the URL.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
@@ -53,20 +53,20 @@ def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
 
 
 def running(data_dir: Path) -> ServerProcess | None:
-    """Return the process that serves the directory now."""
+    """Return the process that serves the directory now; None if there is none."""
     try:
         fd = os.open(data_dir / _FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        is_left = try_lock(fd, shared=True)  # by a process that was killed
+        is_left = try_lock(fd, shared=True)  # nobody holds the lock: a killed process left the file behind
         return None if is_left else ServerProcess(**json.loads(os.pread(fd, 65_536, 0)))
     finally:
         os.close(fd)
 
 
 def stop(data_dir: Path) -> bool:
-    """Ask the server there to end and wait until it has; False: there is none."""
+    """Ask the server of the directory to stop and wait until it has; return False if there is none."""
     server = running(data_dir)
     if server is None:
         return False
@@ -81,7 +81,7 @@ def stop(data_dir: Path) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, before anything slow happens: a taken port is known at once."""
+    """Return a bound socket. Call it before anything slow, so that a taken port is reported at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -96,15 +96,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL under which this machine reaches what listens there."""
+    """Return the URL at which this machine reaches a server that listens on this host and port."""
     name = _REACHABLE.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:
-    """Return what a server prints once it serves: what, where, and how to connect.
+    """Return the text that a server prints once it serves: its models, its URL, and how to connect.
 
-    ``memory`` of each served model, in their order; empty where nobody here knows.
+    ``memory``: a sentence for each served model, in their order; empty if other processes have the models.
     """
     key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
     lines = [f"note: {note}" for note in notes]

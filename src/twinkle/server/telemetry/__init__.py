@@ -1,7 +1,7 @@
-"""What operators see of a running server: metrics, traces, logs with the ids of the requests they are about.
+"""What operators see of a running server: metrics, traces, and logs with the ids of requests.
 
-Services record into a :class:`~twinkle.server.telemetry.recording.TrainingRecorder` or its like; nothing here changes
-what they do. ``instruments.py`` is the list of all metrics.
+Services report to recorders such as :class:`~twinkle.server.telemetry.recording.TrainingRecorder`; nothing here changes
+what services do. ``instruments.py`` lists all metrics.
 
 May import: wire, state, tenancy, scheduling, backends, config and the nouns.
 """

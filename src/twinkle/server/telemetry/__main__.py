@@ -1,4 +1,4 @@
-"""``python -m twinkle.server.telemetry`` prints the table of docs/observability.md."""
+"""Print the table of docs/observability.md: ``python -m twinkle.server.telemetry``."""
 
 from twinkle.server.telemetry.instruments import table
 

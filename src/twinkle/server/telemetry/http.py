@@ -1,6 +1,6 @@
-"""Middleware around every request: its id, its span, how long it took and how it ended.
+"""Middleware around every request: it adds an id and a span, and records duration and status.
 
-Plain ASGI: it costs microseconds.
+It is plain ASGI, because that costs only microseconds.
 """
 
 import logging
@@ -20,13 +20,13 @@ logger = logging.getLogger("twinkle.server.access")
 REQUEST_ID_HEADER = "X-Request-Id"
 _HEADER = REQUEST_ID_HEADER.lower().encode()
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-_UNMATCHED = "unmatched"  # whatever paths strangers try are one series
+_UNMATCHED = "unmatched"  # the one route label of all paths without a route, however many strangers try
 
 
 class ObservedRequests:
-    """Counts, times and traces requests. A request that ends in an exception counts as 500, which the client gets.
+    """Counts, times and traces requests. A request that raises counts as status 500, which is what the client gets.
 
-    ``is_traced`` tells by method and path which requests have spans; it is asked only where there is tracing.
+    ``is_traced`` says by method and path whether a request gets a span; it is called only if tracing is on.
     """
 
     def __init__(

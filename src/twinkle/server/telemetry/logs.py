@@ -1,6 +1,6 @@
-"""Logs, and which HTTP request the code that runs now works for.
+"""Logging, and the HTTP request for which the present task works.
 
-With ``form`` json a line is one JSON object with the ids of the request it is about. Lines never hold keys or bodies.
+With ``form`` json a log line is one JSON object with the ids of its request. Lines never hold API keys or bodies.
 """
 
 import json
@@ -21,10 +21,10 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 @dataclass
 class RequestContext:
-    """What is known about the request being served. ``http_id`` is ours, ``client_id`` what the client sent.
+    """The ids of the HTTP request being served. The server makes ``http_id``; the client may send a ``client_id``.
 
-    A client may send the same id with all its requests. ``request_id`` names the op, sample or future that the request
-    turned out to be about; ``refused_by`` is the limit that it met.
+    A client may send the same ``client_id`` with all its requests. ``request_id`` names the op, sample or future that
+    the request concerns, once that is known; ``refused_by`` is the limit because of which it was refused.
     """
 
     client_id: str | None = None
@@ -37,7 +37,7 @@ _current: ContextVar[RequestContext | None] = ContextVar("twinkle_request", defa
 
 
 def enter_request(client_id: str | None) -> RequestContext:
-    """Begin a request, for the rest of this task: lines that are logged after the answer still belong to it."""
+    """Begin a request. It is current for the rest of this task, so that lines logged after the answer have its ids."""
     well_formed = client_id is not None and _WELL_FORMED.fullmatch(client_id)
     context = RequestContext(client_id if well_formed else None)
     _current.set(context)
@@ -64,8 +64,11 @@ def note_refusing_limit(limit: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, message; and where they are known error, http_request_id, client_request_id, trace_id, and
-    request_id (of the op, sample or future) with its run_id or sampling_session_id."""
+    """Formats a line as a JSON object with time, level, logger and message.
+
+    As far as they are known, error, http_request_id, client_request_id, trace_id, and request_id (of the op, sample or
+    future) with its run_id or sampling_session_id follow.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -83,7 +86,7 @@ class JsonFormatter(logging.Formatter):
 def _ids(record: logging.LogRecord) -> dict[str, str | None]:
     ids: dict[str, str | None] = {}
     context = _current.get()
-    request_id = record.__dict__.get("request_id")  # a caller of the logger may name what a line is about
+    request_id = record.__dict__.get("request_id")  # from ``extra``: the caller knows which op a line is about
     if context is not None:
         ids["http_request_id"] = context.http_id
         ids["client_request_id"] = context.client_id
@@ -98,9 +101,9 @@ def _ids(record: logging.LogRecord) -> dict[str, str | None]:
 
 
 def configure_logging(level: str, form: str, handler: logging.Handler | None = None) -> None:
-    """Set up the log of the whole process on stderr; a program that set up logging before keeps its own.
+    """Set up logging to stderr for the whole process, unless the program has already set up logging of its own.
 
-    ``form``: text or json. ``handler``: another place, where lines go in any case.
+    ``form``: text or json. ``handler``: another destination, which also replaces an earlier set-up.
     """
     chosen = handler or logging.StreamHandler(sys.stderr)
     chosen.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))

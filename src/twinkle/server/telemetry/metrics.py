@@ -1,4 +1,4 @@
-"""The instruments of one server process, and how they are written down for Prometheus."""
+"""The recorded metrics of one server process, and their text for Prometheus."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from twinkle.server.telemetry.instruments import INSTRUMENTS, Instrument
 
 @dataclass(frozen=True)
 class Reading:
-    """The value of an instrument that is read. ``labels`` in the order of the instrument's."""
+    """The present value of an instrument with ``read``. ``labels`` are in the order of the instrument's labels."""
 
     instrument: Instrument
     value: float
@@ -21,10 +21,14 @@ class Reading:
 
 
 class Metrics:
-    """Recording is thread-safe and takes about a microsecond: bind labels once, where they are known beforehand."""
+    """The counters and histograms of one process.
+
+    Recording is thread-safe and takes about a microsecond, if the caller keeps the series: look it up once, where its
+    labels are known beforehand.
+    """
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each, which nothing here uses
+        disable_created_metrics()  # they would add a second series to each metric, and nothing uses them
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         recorded = [one for one in INSTRUMENTS if not one.read]
@@ -46,19 +50,19 @@ class Metrics:
         return self._histograms[instrument].labels(*labels)
 
     def families(self, readings: Iterable[Reading]) -> list[Metric]:
-        """Return all that was recorded, and these readings."""
+        """Return all recorded metrics and these readings."""
         return [*self._registry.collect(), *_families_of(readings)]
 
 
 def render(families: Sequence[Metric], accept: str) -> tuple[bytes, str]:
-    """Return (text, content type) for a scraper that accepts the latter."""
+    """Return the text of metrics and its content type, which ``accept``, a scraper's header, chooses."""
     encode, content_type = choose_encoder(accept)
     text: bytes = encode(_Collected(families))
     return text, content_type
 
 
 def of_all_replicas(replicas: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Join the families of several processes: a label ``replica`` of each sample names its process."""
+    """Join the metrics of several processes. Each sample gets a label ``replica`` that names its process."""
     joined: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:
@@ -70,7 +74,7 @@ def of_all_replicas(replicas: Mapping[str, Iterable[Metric]]) -> list[Metric]:
 
 
 class _Collected(CollectorRegistry):
-    """A registry of families that were collected already, which the encoders take."""
+    """A registry of families that are already collected: the encoders accept only registries."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""Sending traces and metrics by OTLP, or, with ``telemetry.debug``, to the log.
+"""Export traces and metrics by OTLP, or, with ``telemetry.debug``, to the log.
 
-A collector that is away costs nothing but its spans: they wait in a bounded queue in a thread of their own, those that
-do not fit are dropped, and the log says once that the collector is away and once that it is back.
+A collector that cannot be reached costs only the loss of spans: they wait in a bounded queue, from which a thread of
+its own sends them, and spans that do not fit are dropped. The log says once that the export fails and once that it
+works again.
 
-Metrics are those that Prometheus reads, in OpenTelemetry's words: one set of instruments, one set of names. They are
-converted here, because recording in the SDK's own instruments takes seven times as long (36 microseconds instead of 5,
-measured), and metrics are recorded without ``telemetry.enabled`` too. Counters keep ``_total`` and units are sent as
-units, so that a store which turns them into Prometheus' names again arrives at those of ``instruments.py``.
+The metrics are those that Prometheus reads, converted to OpenTelemetry's types: there is one set of instruments and
+names. They are converted because recording in the SDK's own instruments takes seven times as long (36 microseconds
+instead of 5, measured), and metrics are recorded without ``telemetry.enabled`` too. Counters keep ``_total`` and units
+are sent as units, so that a store which makes Prometheus' names from them arrives at the names in ``instruments.py``.
 """
 
 import logging
@@ -45,8 +46,8 @@ from twinkle.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_SECONDS = 5.0  # of one attempt, its repetitions included
-_CLOSING_SECONDS = 3.0  # what is left after that is lost
+_TIMEOUT_SECONDS = 5.0  # of one export, including its retries
+_CLOSING_SECONDS = 3.0  # spans that are not sent by then are lost
 _SPAN_DELAY_MS = 1000
 _QUEUED_SPANS = 8192
 _SCOPE = "twinkle.server"
@@ -55,10 +56,10 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
 class Export:
-    """Everything that leaves the server. ``tracing`` records spans; metrics are handed over."""
+    """The export of traces and metrics. Spans of ``tracing`` are sent by themselves; metrics with ``send_metrics``."""
 
     def __init__(self, config: TelemetryConfig) -> None:
-        # The SDK would log for every span and every attempt what _Watch logs once.
+        # The SDK would log every failed span and attempt; _Watch logs a failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._resource = Resource.create(
             {"service.name": config.service_name, "service.version": twinkle.__version__, **config.resource_attributes}
@@ -79,7 +80,7 @@ class Export:
         self.tracing = Tracing(provider.get_tracer(_SCOPE, twinkle.__version__))
 
     def send_metrics(self, metrics: Metrics, readings: Sequence[Reading]) -> None:
-        """Send all metrics. Blocks, for ``_TIMEOUT_SECONDS`` at most."""
+        """Send all metrics. Blocks for at most ``_TIMEOUT_SECONDS``: not for the event loop."""
         families = metrics.families(readings)
         if self._metric_exporter is None:
             for sample in (each for family in families for each in family.samples):
@@ -90,7 +91,7 @@ class Export:
         self._metric_watch.note(self._metric_exporter.export(data) is MetricExportResult.SUCCESS)
 
     def close(self) -> None:
-        """Send the spans that wait. Blocks, for ``_CLOSING_SECONDS`` or a little longer."""
+        """Send the spans that wait, and end the export. Blocks for ``_CLOSING_SECONDS`` or a little longer."""
         timer = threading.Timer(_CLOSING_SECONDS, self._spans.shutdown)
         timer.daemon = True
         timer.start()
@@ -101,7 +102,7 @@ class Export:
 
 
 class _Watch:
-    """Logs once that a collector is away, and once that it is back."""
+    """Logs once that exports to a collector fail, and once that they work again."""
 
     def __init__(self, what: str, endpoint: str) -> None:
         self._what = what
@@ -113,7 +114,7 @@ class _Watch:
             logger.info("%s are exported to %s again", self._what, self._endpoint)
         elif not self._away and not arrived:
             logger.warning(
-                "%s cannot be exported to %s; the server goes on trying, and says no more until it can",
+                "%s cannot be exported to %s; the server keeps trying, and logs again when it succeeds",
                 self._what,
                 self._endpoint,
             )
@@ -121,7 +122,7 @@ class _Watch:
 
 
 class _Spans(SpanExporter):
-    """Hands spans to an exporter, or writes them to the log where there is none (``telemetry.debug``)."""
+    """Passes spans to an exporter, or writes them to the log if there is none (``telemetry.debug``)."""
 
     def __init__(self, exporter: SpanExporter | None, watch: _Watch) -> None:
         self._exporter = exporter
@@ -163,7 +164,10 @@ def _metric(family: Family, start: int, now: int) -> Metric:
 
 
 def _histogram_point(labels: dict[str, str], samples: Sequence[Sample], start: int, now: int) -> HistogramDataPoint:
-    """Prometheus counts in each bucket what is not above its bound; OpenTelemetry counts each bucket by itself."""
+    """Return one series of a histogram.
+
+    A bucket of Prometheus counts all values up to its bound; a bucket of OpenTelemetry only those above the one before.
+    """
     buckets = [one for one in samples if one.name.endswith("_bucket")]
     below = [int(one.value) for one in buckets]
     return HistogramDataPoint(

@@ -1,4 +1,4 @@
-"""Numbers that are read when somebody asks for metrics: of the services, and of the machine."""
+"""Metrics that are read when metrics are collected: numbers of the services and of the machine."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _MEMORY = {"MemAvailable": "available", "MemTotal": "total"}
 def queue_readings(
     model: str, queue: str, waiting: int, long_polls: int, unfetched_bytes: int, busy_seconds: float
 ) -> Iterator[Reading]:
-    """Yield what is known of the queue of a service, ``training`` or ``sampling``, and how long that computed."""
+    """Yield the numbers of one service's queue, ``training`` or ``sampling``, and the seconds that it computed."""
     yield Reading(instruments.QUEUE_DEPTH, waiting, (model, queue))
     yield Reading(instruments.LONG_POLLS, long_polls, (model, queue))
     yield Reading(instruments.UNFETCHED, unfetched_bytes, (model, queue))
@@ -35,7 +35,7 @@ def trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
 
 
 def machine_readings(data_dir: Path) -> list[Reading]:
-    """Return what the machine has left of memory and disk. Blocks for a moment: not for the event loop."""
+    """Return the machine's memory, free disk and journal size. It reads files, so do not call it on the event loop."""
     return [
         *_memory(),
         Reading(instruments.DISK_FREE, shutil.disk_usage(data_dir).free),

@@ -1,6 +1,6 @@
-"""What the services of one base model record: metrics, and the spans of ops from accepted to settled.
+"""Recorders of the services of one base model: metrics, and the spans of ops from accepted to settled.
 
-Recorders are called on the event loop and in the compute thread; each method says where.
+Recorders are called on the event loop and in the compute thread; headings and docstrings say which method where.
 """
 
 import time
@@ -27,7 +27,7 @@ from twinkle.server.types import Op, OpKind, Outcome, Refused
 
 @dataclass
 class _Live:
-    """An op or a sample from accepted to settled. Times are those of ``time.monotonic``."""
+    """An op or a sample that is accepted and not settled. Times are those of ``time.monotonic``."""
 
     span: OpSpan
     accepted_at: float = field(default_factory=time.monotonic)
@@ -39,7 +39,7 @@ class _Live:
         return time.monotonic() - self.accepted_at
 
     def start(self, wait: Histogram) -> None:
-        """Note that it runs, and record how long it waited; once."""
+        """Note that it runs, and record how long it waited. Later calls do nothing."""
         if self.started_at is None:
             self.started_at = time.monotonic()
             wait.observe(self.started_at - self.accepted_at)
@@ -50,7 +50,7 @@ class _Live:
 
 
 class _BatchSeries:
-    """Series of batches of one kind. Bound once: finding a series by its labels takes as long as recording in it."""
+    """The series of batches of one kind. They are kept: finding a series by its labels takes as long as recording."""
 
     def __init__(self, metrics: Metrics, *labels: str) -> None:
         self.seconds = metrics.histogram(instruments.BATCH_SECONDS, *labels)
@@ -78,7 +78,7 @@ class Outcomes:
 
     @classmethod
     def label(cls, event: SampleResult | TwinkleError | Outcome) -> str:
-        """Return how an op or a sample ended."""
+        """Return the label for the way an op or a sample ended."""
         if isinstance(event, SampleResult) or (isinstance(event, Outcome) and not event.failed):
             return cls.SUCCEEDED
         if isinstance(event, Outcome):
@@ -102,7 +102,7 @@ class TrainingRecorder:
         self._batches = {kind: _BatchSeries(metrics, model, kind) for kind in BatchKind}
         self._gap = metrics.histogram(instruments.LOGPROB_GAP, model)
         self._kl = metrics.histogram(instruments.LOGPROB_KL, model)
-        self.trainer_numbers: TrainerNumbers | None = None  # after its last batch
+        self.trainer_numbers: TrainerNumbers | None = None  # of the trainer after its last batch
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
@@ -115,14 +115,14 @@ class TrainingRecorder:
         self._journal.observe(time.perf_counter() - started)
 
     def accepted(self, op: Op) -> None:
-        """Note that the scheduler has the op now; an op that comes twice is the same one."""
+        """Note that the scheduler has the op. An op that is noted twice counts once."""
         if op.request_id not in self._live:
             attributes = {"twinkle.model": self._model, "twinkle.run_id": op.adapter_id, "twinkle.kind": op.kind.value}
             span = self._tracing.op(op.kind.value, op.request_id, attributes)
             self._live[op.request_id] = _Live(span)
 
     def settled(self, op: Op, outcome: Outcome, *, repeated: bool) -> None:
-        """Note how the op ended. ``repeated``: it had ended before a restart, and was counted then."""
+        """Note how the op ended. ``repeated``: it already ended before a restart and was counted then."""
         live = self._live.pop(op.request_id, None)
         result = Outcomes.label(outcome)
         if live is not None:
@@ -138,7 +138,7 @@ class TrainingRecorder:
     # --- anywhere -----------------------------------------------------------------------------------------------------
 
     def started(self, op: Op) -> None:
-        """Note that the op runs, beside other batches or in one."""
+        """Note that the op runs, in a batch or beside batches."""
         live = self._live.get(op.request_id)
         if live is not None:
             live.start(self._wait[op.kind])
@@ -147,7 +147,7 @@ class TrainingRecorder:
 
     @contextmanager
     def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
-        """Record a batch: the device works on these ops while the context is entered."""
+        """Record a batch. The context lasts as long as the device works on these ops."""
         kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
         tokens = _tokens(ops)
         started = time.perf_counter()
@@ -166,12 +166,12 @@ class TrainingRecorder:
         self.trainer_numbers = trainer.numbers()
 
     def stepped(self, ops: Sequence[Op], trainer: TrainingBackend, seconds: float) -> None:
-        """Record a batch of passes that was computed in steps, with others between them; ``seconds``: its own time."""
+        """Record a batch of passes that was computed in steps. ``seconds``: without the work of others in between."""
         self._batches[BatchKind(ops[0].kind.value)].record(len(ops), _tokens(ops), seconds)
         self.trainer_numbers = trainer.numbers()
 
     def passed(self, item: TrainItem, result: TrainResult) -> None:
-        """Record how far the results of a pass are from the log-probabilities that the sampler gave."""
+        """Record how far the log-probabilities of a pass are from those that the sampler returned."""
         gap = gap_of(item.data, result.logprobs)
         if gap is not None:
             self._gap.observe(gap.distance)
@@ -245,7 +245,7 @@ class SamplingRecorder:
 
 
 _SAMPLED = "logprobs"  # the loss input that holds the sampler's log-probabilities
-_FURTHEST = 30.0  # nats: e³⁰ is as good as infinity, and finite
+_FURTHEST = 30.0  # nats to which differences are clipped: e³⁰ is large enough, and finite
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,8 @@ class LogprobGap:
 def gap_of(data: Sequence[Datum], logprobs: Sequence[FloatArray]) -> LogprobGap | None:
     """Return the gap of one pass; None if no datum has log-probabilities of a sampler.
 
-    Clients write 0 where nothing was sampled, in prompts; tokens that the sampler was certain of are left out too.
+    Tokens with log-probability 0 are left out. Clients write 0 where nothing was sampled, such as in prompts; a sampled
+    token of which the sampler was certain is left out with them.
     """
     pairs = [(each.extras[_SAMPLED], lp) for each, lp in zip(data, logprobs, strict=True) if _SAMPLED in each.extras]
     if not pairs or any(given.shape != lp.shape for given, lp in pairs):

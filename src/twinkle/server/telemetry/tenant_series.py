@@ -1,8 +1,8 @@
 """Usage by tenant as a bounded number of metric series.
 
-Whenever metrics are read, the busiest tenants without series of their own get them, as long as there are places, and
-keep them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own
-series stays with the others, so that no total ever falls.
+Whenever metrics are read, the busiest tenants without series of their own get them, as long as there is room, and keep
+them: no rate can be computed from a series that comes and goes. The usage of a tenant before it got its own series
+stays in the series ``other``, so that no total ever falls.
 """
 
 from collections import Counter
@@ -22,21 +22,24 @@ _Values = dict[Instrument, int]
 
 @dataclass
 class _Own:
-    """A tenant with series of its own. ``before``: what it had used when it got them; ``last``: when last read."""
+    """A tenant with series of its own. ``before``: its usage when it got them; ``last``: its usage when last read."""
 
     before: _Values
     last: _Values
 
 
 class TenantSeries:
-    """Which tenants have series of their own: ``most`` at a time."""
+    """The tenants that have series of their own, at most ``most`` at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._own: dict[str, _Own] = {}
-        self._moved: Counter[Instrument] = Counter()  # from series that ended; it is now in the sum of all forgotten
+        # Usage in series that ended. The total of forgotten tenants includes it now, so ``other`` is reduced by it:
+        # otherwise ``other`` would jump by usage that another series has shown before.
+        self._moved: Counter[Instrument] = Counter()
 
     def usage(self, totals: Mapping[str, UsageCounts]) -> list[Reading]:
+        """Return the usage of all tenants. Tenants without series of their own are summed up in ``other``."""
         values = {tenant: _values(counts) for tenant, counts in totals.items()}
         self._end_series_of([tenant for tenant in self._own if tenant not in values])
         active = [tenant for tenant, used in values.items() if tenant != FORGOTTEN and any(used.values())]
@@ -56,14 +59,14 @@ class TenantSeries:
         return readings
 
     def waiting(self, waiting: Mapping[str, int]) -> list[Reading]:
-        """Return how many ops wait, by tenant; tenants without series of their own are counted together."""
+        """Return how many ops wait, by tenant. Tenants without series of their own are summed up in ``other``."""
         return [
             Reading(instruments.TENANT_QUEUE, count, (tenant if tenant in self._own else OTHER,))
             for tenant, count in waiting.items()
         ]
 
     def _end_series_of(self, forgotten: Iterable[str]) -> None:
-        """End the series of tenants that were forgotten: the sum of all forgotten has their use now."""
+        """End the series of forgotten tenants. The total of forgotten tenants includes their usage from now on."""
         for tenant in forgotten:
             own = self._own.pop(tenant)
             for instrument, value in own.last.items():

@@ -1,11 +1,11 @@
 """Spans of requests and of the work that they lead to.
 
-They are recorded through OpenTelemetry's API, which does nothing until a tracer of its SDK stands behind it (see
+They are recorded through OpenTelemetry's API, which does nothing until it is given a tracer of the SDK (see
 ``otlp.py``): a server without ``telemetry.enabled`` imports neither SDK nor exporters.
 
-A request's trace holds its op: journalled, waiting, running. The op keeps the context of its request: when its batch
-runs much later, in another thread, its spans still belong to the request's trace. A batch is a trace of its own, linked
-with the ops in it, since it belongs to many tenants. Ended ops are remembered for a while, so that the poll which
+The trace of a request holds the spans of its op: journal, wait, run. The op keeps the context of its request: when its
+batch runs much later, in another thread, its spans still belong to the request's trace. A batch belongs to many
+tenants, so it is a trace of its own, linked with its ops. Ended ops are remembered for a while, so that the poll which
 fetches the result is linked with the op too.
 """
 
@@ -24,20 +24,20 @@ _REMEMBERED = 8192  # ops
 _MOST_LINKS = 128  # of a span: the SDK's own bound
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = {b"traceparent", b"tracestate"}
-_NO_CONTEXT = Context()  # for a trace of its own, whatever else is going on in this thread
+_NO_CONTEXT = Context()  # begins a new trace, whatever span is current in this thread
 
 
 class Tracing:
     """Starts all spans of a server process. No method waits, and none raises."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
-        """``tracer``: None where nothing is traced."""
+        """Record spans with ``tracer``; if None, record nothing."""
         self._enabled = tracer is not None
         self._tracer = tracer or NoOpTracer()
         self._ops: OrderedDict[str, SpanContext] = OrderedDict()  # by request id, the oldest first
 
     def start_request(self, headers: Sequence[tuple[bytes, bytes]], *, traced: bool) -> Span:
-        """Start the span of a request, the current one for the rest of this task; ``headers`` may name its parent."""
+        """Start the span of a request and make it current for the rest of the task. ``headers`` may name its parent."""
         span: Span = INVALID_SPAN
         if self._enabled and traced:
             carrier = {str(name, "latin-1"): str(value, "latin-1") for name, value in headers if name in _PROPAGATED}
@@ -47,7 +47,7 @@ class Tracing:
         return span
 
     def end_request(self, span: Span, method: str, route: str, status: int, request_id: str | None) -> None:
-        """End a span of :meth:`start_request`. ``request_id``: of the op or sample that the request was about."""
+        """End a span of :meth:`start_request`. ``request_id`` names the op or sample that the request concerned."""
         span.update_name(f"{method} {route}")
         span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
         if request_id is not None:
@@ -61,8 +61,8 @@ class Tracing:
 
     @contextmanager
     def step(self, name: str, attributes: Attributes) -> Iterator[None]:
-        """Trace a part of the present request's work, which ends before the request is answered."""
-        if not self._enabled:  # the API's own way to do nothing here takes 15 microseconds
+        """Trace a part of the present request's work that ends before the request is answered."""
+        if not self._enabled:  # with the API's own tracer that does nothing this would take 15 microseconds
             yield
             return
         with self._tracer.start_as_current_span(name, attributes=attributes):
@@ -100,7 +100,7 @@ class Tracing:
 
 
 class OpSpan:
-    """An op or a sample from accepted to its result. Its wait and its run are spans below its own."""
+    """The span of an op or a sample, from accepted to its result. Its wait and its run are spans below it."""
 
     def __init__(self, tracer: Tracer, span: Span, request_id: str) -> None:
         self.span = span
@@ -119,8 +119,8 @@ class OpSpan:
         self._part.add_link(batch)
 
     def end(self, outcome: str, *, failed: bool) -> None:
-        """Note how the op ended. ``failed``: by a mistake of the server, not of the tenant."""
-        self._part.end()  # the wait, where the op was refused without running
+        """Note how the op ended. ``failed``: because of a failure of the server, not a mistake of the tenant."""
+        self._part.end()  # the run, or the wait of an op that was refused without running
         self.span.set_attribute("twinkle.outcome", outcome)
         if failed:
             self.span.set_status(Status(StatusCode.ERROR))
@@ -128,10 +128,10 @@ class OpSpan:
 
 
 NO_TRACING = Tracing()
-_UNTRACED = OpSpan(NoOpTracer(), INVALID_SPAN, "")  # for all ops: it holds nothing
+_UNTRACED = OpSpan(NoOpTracer(), INVALID_SPAN, "")  # shared by all ops while nothing is traced: it holds nothing
 
 
 def current_trace_id() -> str | None:
-    """Return the trace that the code which runs now belongs to, in hexadecimal; None if it is not traced."""
+    """Return the id of the current trace in hexadecimal; None outside of traces."""
     present = trace.get_current_span().get_span_context()
     return trace.format_trace_id(present.trace_id) if present.is_valid else None

@@ -1,5 +1,6 @@
 """The native protocol below HTTP: the library's verbs as ops on adapters of a server.
 
-What is different about its runs is in ``runs.py``, which is registered with the services; these know nothing of it.
+``runs.py`` holds what is different about native runs. It is registered with the services, which know nothing else of
+this protocol.
 May import: services, telemetry, wire, state and the rooms below them.
 """

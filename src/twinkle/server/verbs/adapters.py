@@ -23,14 +23,14 @@ from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates
 from twinkle.server.verbs.verbs import NO_ADAPTER, verb_named
 
-_MOST_METRICS = 32  # of one side of an adapter; all see every pass
+_MOST_METRICS = 32  # of an adapter for training, and as many for evaluation; each pass updates all of its side
 _STATE_DICT_NUMBERS = 2**20
 
 
 class NativeAdapters:
     """The library's verbs for adapters that the trainer of a served model already has.
 
-    ``run_id`` names an adapter; it is the adapter_name of the library. All methods belong to the compute thread, but
+    ``run_id`` names an adapter: it is the library's adapter_name. All methods belong to the compute thread, except
     :meth:`encode` and :meth:`is_settled`, which any thread may call.
     """
 
@@ -46,14 +46,15 @@ class NativeAdapters:
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
         self._max_characters = max_characters(model.max_context_length)
-        # The choice of each adapter. Whoever encodes builds the template: that takes long for the compute thread.
+        # The template chosen for each adapter. The thread that encodes builds the template from it, because that takes
+        # too long for the compute thread.
         self._chosen_templates: dict[str, TemplateChoice] = {}
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     @compute_thread
     def add(self, run_id: str, config: Mapping[str, object], gradient_accumulation_steps: int = 1) -> None:
-        """Take in an adapter that the trainer has already."""
+        """Register an adapter that the trainer already has."""
         self._library.add_adapter_to_model(run_id, config, gradient_accumulation_steps=gradient_accumulation_steps)
         self._set_up[run_id] = SetUp()
 
@@ -64,26 +65,26 @@ class NativeAdapters:
         self._chosen_templates.pop(run_id, None)
 
     def is_settled(self, run_id: str) -> bool:
-        """Return whether nothing of the adapter is only in memory: False between a forward and its backward pass."""
+        """Return whether a snapshot would hold the whole state: False between a forward and its backward pass."""
         group = self._library.optimizer_group.get(run_id)
         return group is None or group_state.is_settled(group)
 
     @compute_thread
     def drop_window(self, run_id: str) -> None:
-        """Forget what was counted of a gradient that is dropped."""
+        """Reset what was counted for the present window, whose gradient is dropped."""
         group = self._library.optimizer_group.get(run_id)
         if group is not None:
             group.drop_window()
 
     @compute_thread
     def dump(self, run_id: str) -> bytes | None:
-        """Return what a snapshot keeps beside the trainer's state; None for an adapter of another protocol."""
+        """Return the state that a snapshot keeps beside the trainer's; None for an adapter of another protocol."""
         group = self._library.optimizer_group.get(run_id)
         return None if group is None else group_state.dump(group, self._set_up[run_id])
 
     @compute_thread
     def restore(self, run_id: str, state: bytes) -> None:
-        """Bring back what :meth:`dump` returned."""
+        """Restore the state that :meth:`dump` returned: run the verbs that set it up, then put the counters back."""
         values = group_state.read(state)
         self.add(run_id, values["config"])
         for verb, arguments in values["calls"]:
@@ -91,7 +92,7 @@ class NativeAdapters:
         group_state.put_back(self.group(run_id), values)
 
     def group(self, run_id: str) -> OptimizerGroup:
-        """Return the optimizer group of an adapter. The library's own error would name the adapters of others."""
+        """Return the optimizer group of an adapter. The library's own error would list adapters of other tenants."""
         group = self._library.optimizer_group.get(run_id)
         if group is None:
             raise NotFoundError("adapter", run_id)
@@ -101,13 +102,13 @@ class NativeAdapters:
 
     @compute_thread
     def prepare(self, run_id: str, asked: NativePass) -> PreparedPass:
-        """Return a pass, ready to be computed."""
+        """Return a pass that is ready to be computed."""
         self.group(run_id)
         return self._prepared(run_id, asked)
 
     @compute_thread
     def prepare_without_adapter(self, asked: NativePass) -> PreparedPass:
-        """Return a forward pass of the base model, in an optimizer group that lasts for this call."""
+        """Return a forward pass of the base model, made with an optimizer group that exists only for this call."""
         self._library.add_adapter_to_model(NO_ADAPTER, {})
         try:
             return self._prepared(NO_ADAPTER, asked)
@@ -130,7 +131,7 @@ class NativeAdapters:
 
     @compute_thread
     def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
-        """Return rows of log-probabilities without padding, in the order of the inputs."""
+        """Return the result of a pass: the loss, and rows of values without padding in the order of the inputs."""
         group = self.group(run_id)
         sequences = group.status.sequences
         assert sequences is not None, "a pass was just absorbed"
@@ -139,7 +140,7 @@ class NativeAdapters:
 
     @compute_thread
     def run(self, run_id: str, asked: NativeVerb) -> object:
-        """Run a verb that is no pass; return its result as JSON can say it."""
+        """Run a verb that is not a pass, and return its result in a form that JSON can hold."""
         result = self._call(run_id, asked.verb, asked.arguments)
         if verb_named(asked.verb).sets_up:
             self._set_up[run_id].note(asked.verb, asked.arguments)
@@ -159,9 +160,9 @@ class NativeAdapters:
         if "self" in arguments:
             raise InvalidInputError("arguments", "self", "keywords of the verb, of the loss and of the metrics")
         self.group(run_id)
-        sets_up = verb_named(verb).sets_up  # a name of the table: no other attribute of the library's
+        sets_up = verb_named(verb).sets_up  # raises for names outside the table, so getattr finds only verbs
         method: Callable[..., Any] = getattr(self._library, verb)
-        with chosen_by_tenant(verb) if sets_up else nullcontext():  # those construct what a tenant chose
+        with chosen_by_tenant(verb) if sets_up else nullcontext():  # verbs that set up construct what a tenant chose
             return method(adapter_name=run_id, **arguments)
 
     def _check_room_for_metric(self, run_id: str) -> None:
@@ -174,19 +175,19 @@ class NativeAdapters:
 
     @compute_thread
     def is_due(self, run_id: str, interval: int) -> bool:
-        """Return whether the adapter's last step is one after which it is saved."""
+        """Return whether the adapter is to be saved after its last step, if it is saved every ``interval`` steps."""
         return is_due(self.group(run_id), interval)
 
     @compute_thread
     def prepare_save(self, run_id: str, save: NativeSave) -> Callable[[Path], None]:
-        """Copy what is to be saved; what this returns writes the files."""
+        """Copy the state to be saved, and return a function that writes the files."""
         return self._library.state.prepare_save(
             self.group(run_id), save_optimizer=save.optimizer, consumed_train_samples=save.consumed_train_samples
         )
 
     @compute_thread
     def resume(self, run_id: str, directory: Path, *, optimizer: bool) -> dict[str, int]:
-        """Load a checkpoint of the library's; return how far its training had come."""
+        """Load a checkpoint in the library's format, and return the training progress that it records."""
         self.group(run_id)
         progress: dict[str, int] = self._library.resume_from_checkpoint(
             str(directory), resume_only_model=not optimizer, adapter_name=run_id
@@ -194,9 +195,9 @@ class NativeAdapters:
         return progress
 
     def encode(self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int) -> list[Mapping[str, object]]:
-        """Return conversations as tokens, with the template that was set or the plain one. Any thread may call this.
+        """Return conversations as tokens, with the adapter's template or the plain one. Any thread may call this.
 
-        A group of rows at a time, and no further than ``max_tokens``: a tokenizer takes 200 bytes for each token.
+        Rows are encoded in groups, and no further than ``max_tokens``: a tokenizer takes 200 bytes for each token.
         """
         template = self._templates.get(self._chosen_templates.get(run_id, TemplateChoice()))
         if isinstance(template, CodecTemplate):
@@ -215,10 +216,11 @@ class NativeAdapters:
 
 @contextmanager
 def chosen_by_tenant(what: str) -> Iterator[None]:
-    """Make any error in here the tenant's mistake: a loss, metric, schedule, processor or template of its choice runs.
+    """Turn any error in this context into the tenant's mistake.
 
-    It may fail in any way, by its options or by what it reads. An error anywhere else is ours: it is logged, and
-    answered as a failure of the server.
+    Use it around code that the tenant chose: a loss, metric, schedule, processor or template. It may fail in any way,
+    because of its options or its data. An error anywhere else is ours: it is logged, and answered as a failure of the
+    server.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""forward_only without an adapter: the base model alone, which nobody changes.
+"""Passes of the base model: ``forward_only`` without an adapter.
 
-Such a pass has no place in any sequence and is in no journal: who did not hear the answer asks again and gets the same.
-Otherwise it is like an op: within the tenant's limits, on the compute thread, counted as use.
+Nothing changes the base model, so such a pass has no sequence number and is not journalled: a client that missed the
+answer asks again and gets the same. Otherwise it is treated like an op: it is subject to the tenant's limits, runs in
+the compute thread and counts as usage.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,21 +30,21 @@ _VERB = "forward_only"
 
 
 class BaseModelPasses:
-    """Of one served model. One pass of a tenant at a time: its others wait for it, those of other tenants do not."""
+    """The base-model passes of one served model. A tenant runs one at a time; its other passes wait for it."""
 
     def __init__(
         self, model: ServedModel, adapters: "Callable[[], NativeAdapters]", compute: Compute, tenants: Tenants
     ) -> None:
-        """``adapters`` returns the library's verbs, and loads them the first time."""
+        """Prepare without loading anything: ``adapters`` loads the library's verbs when it is first called."""
         self._model = model
         self._adapters = adapters
         self._compute = compute
         self._tenants = tenants
         self._turns = TenantTurns(at_once=1)
-        self._waiting = Tally()  # passes by tenant, with those that run
+        self._waiting = Tally()  # passes by tenant, those that wait and those that run
 
     async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
-        """``fields`` of the request. What is wrong with them raises."""
+        """Compute one pass and return its outcome. ``fields``: of the request; a mistake in them raises."""
         limit = self._tenants.limits(tenant_id).max_training_tokens_per_minute
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)
@@ -63,15 +64,15 @@ class BaseModelPasses:
         return self._waiting.counting(tenant_id)
 
     async def _rows(self, tenant_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
-        """Conversations go through the model's plain template: the chosen ones are those of adapters."""
+        """Return checked rows. Conversations are encoded with the plain template: only adapters have a chosen one."""
         rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
-            sent = rows  # the first one who asks for the adapters imports torch: not on the event loop
+            sent = rows  # in a thread, because the first call of ``_adapters`` imports torch
             rows = await text.in_thread(tenant_id, lambda: self._adapters().encode(NO_ADAPTER, sent, max_tokens))
         return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
 
     def _computed(self, asked: NativePass) -> Outcome:
-        """In the compute thread."""
+        """Compute the pass. Runs in the compute thread."""
         alone = replace(asked, options={**asked.options, "disable_lora": True})
         (result,) = self._model.trainer.forward([self._adapters().prepare_without_adapter(alone).item])
         if isinstance(result, TrainFailure):

@@ -1,10 +1,10 @@
-"""Native ops in the journal, and their results on the wire.
+"""Encode native ops for the journal, and their results for the wire.
 
-A body in the journal is a zero byte, the verb, a line feed and JSON: neither Tinker's protobuf nor its JSON begins with
-a zero byte. The JSON is what the client sent, byte for byte, and is read again as it was read the first time. It is
-written anew only where what was sent depends on something else, which may be gone or changed when it is replayed: then
-it has rows of tokens in the place of conversations and of references to batches, or the template that a name stood for.
-Earlier versions always wrote it anew; that reads the same.
+A body in the journal is a zero byte, the verb, a line feed and JSON. The zero byte marks it as native: neither Tinker's
+protobuf nor its JSON begins with one. The JSON is what the client sent, byte for byte, and a replay reads it as it was
+read the first time. It is written anew only if the request refers to something that may be gone or changed at a replay:
+then rows of tokens replace conversations and references to batches, or the template replaces the name that stood for
+it. Earlier versions always wrote the JSON anew; it is read in the same way.
 """
 
 import json
@@ -29,11 +29,11 @@ from twinkle_client.protocol.base import TYPE_KEY
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
 _INPUTS = "inputs"
-_REFUSED = "\x00refused"  # no argument of anybody's; with it earlier versions wrote down what they refused
+_REFUSED = "\x00refused"  # not a name of any argument: earlier versions journalled refusals under it
 
 
 def read_fields(sent: bytes) -> dict[str, Any]:
-    """Return the fields of a request."""
+    """Return the fields of a request from its JSON body."""
     try:
         fields = json.loads(sent or b"{}")
     except (ValueError, RecursionError):
@@ -45,13 +45,16 @@ def read_fields(sent: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SentVerb:
-    """A request of a verb, as it was sent. ``text`` is its JSON; None where the fields say more than what was sent."""
+    """A request of a verb, as it was sent.
+
+    ``text`` is its JSON; None if the fields were changed since, so that the journal needs JSON of the new fields.
+    """
 
     verb: str
-    fields: Mapping[str, Any]  # before an op is made of them, the inputs are checked rows
+    fields: Mapping[str, Any]  # its inputs must be checked rows before ``op`` is called
     text: bytes | None
-    digest: bytes  # of the verb and of what was sent
-    text_digest: bytes  # of what was sent alone, by which earlier versions knew the request
+    digest: bytes  # of the verb and the JSON that was sent: a request that comes again has the same
+    text_digest: bytes  # of the JSON alone, by which earlier versions recognised a request
 
     @classmethod
     def read(cls, verb: str, text: bytes) -> "SentVerb":
@@ -60,14 +63,17 @@ class SentVerb:
 
     @classmethod
     def received(cls, verb: str, text: bytes) -> "SentVerb":
-        """Return the request that a client sent: it may not say what only the journal says."""
+        """Return the request that a client sent. A field that only the journal may hold is refused."""
         sent = cls.read(verb, text)
         if _REFUSED in sent.fields:
             raise MalformedRequestError(f"body: {_REFUSED!r} is no argument of {verb}")
         return sent
 
     def op(self, run_id: str, seq: int) -> Op:
-        """Return the op, refused if something is wrong. With a million tokens to be written this takes a second."""
+        """Return the op; a refused one if the request has a mistake.
+
+        Writing a million tokens anew takes a second: not for the event loop.
+        """
         payload: Payload
         try:
             request = parse(self.verb, {**self.fields})
@@ -78,19 +84,19 @@ class SentVerb:
         return Op(run_id, seq, kind_of(self.verb), payload, body, self.digest)
 
     def refused(self, run_id: str, seq: int, message: str) -> Op:
-        """Return an op that takes the place of a request which could not be understood."""
+        """Return a refused op, which takes the sequence number of a request that could not be understood."""
         return Op(run_id, seq, kind_of(self.verb), Refused(message), refused_body(message), self.digest)
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
-    """``seed``: as it was asked for."""
+    """Return the op that creates an adapter. ``seed``: as the client asked for it."""
     fields = {"config": config, "gradient_accumulation_steps": accumulation, "seed": seed}
     payload = CreateNative(run.spec, config, accumulation)
     return Op(run.run_id, 0, OpKind.CREATE, payload, _body(_CREATE, _written(fields)))
 
 
 def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
-    """Return an op from the journal."""
+    """Return an op from its body in the journal."""
     verb, _, text = body[len(_MARK) :].partition(b"\n")
     sent = SentVerb.read(verb.decode(), text)
     fields = sent.fields
@@ -109,7 +115,7 @@ def _body(verb: str, text: bytes) -> bytes:
 
 
 def _written(fields: Mapping[str, object]) -> bytes:
-    """Return fields as JSON, row by row: one ``json.dumps`` of a million tokens would let no other thread work."""
+    """Return fields as JSON, row by row: one ``json.dumps`` of a million tokens would block all other threads."""
     text = _dumped({name: fields[name] for name in fields if name != _INPUTS})
     if _INPUTS not in fields:
         return text
@@ -124,7 +130,7 @@ def _dumped(fields: Mapping[str, object]) -> bytes:
 
 
 def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a client sent as LoraConfig. Sets come as lists in any order: here they are sorted."""
+    """Return the checked fields of a client's LoraConfig. Sets arrive as lists in any order; here they are sorted."""
     if sent is None:
         raise UserError("config: got None, allowed: a LoraConfig with at least r and target_modules")
     try:
@@ -152,12 +158,12 @@ def succeeded(content: object) -> Outcome:
 
 
 def answered(result: object) -> Outcome:
-    """Of a verb; one that has nothing to tell answers null."""
+    """Return the outcome of a verb with this result. A verb without a result answers null."""
     return succeeded(None if result is None else {"result": result})
 
 
 def _json(value: object) -> Iterator[bytes]:
-    """Yield JSON in pieces, an array at a time, so that other threads get to work in between."""
+    """Yield JSON in pieces, an array at a time, so that other threads can run in between."""
     if isinstance(value, Mapping):
         for number, (key, each) in enumerate(value.items()):
             yield b"," * (number > 0) or b"{"
@@ -174,7 +180,7 @@ def _json(value: object) -> Iterator[bytes]:
 
 
 def finite(value: object) -> object:
-    """Return what JSON can hold: it has neither NaN nor infinity, which become null. Arrays become lists."""
+    """Return the value in a form that JSON can hold: NaN and infinity become null, arrays become lists."""
     if isinstance(value, np.ndarray):
         if np.isfinite(value).all():
             return value.tolist()

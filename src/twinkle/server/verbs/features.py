@@ -1,4 +1,4 @@
-"""Rows of tokens as clients send them: lists of numbers, and much that training does not read."""
+"""Check rows of tokens that clients send: lists of numbers, among many columns that training does not read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from twinkle.model.types import IntArray
 
 MAX_ROWS = 4096
 _TOKENS = "input_ids"
-# What training reads; everything else of a row (messages, length, the columns of its dataset) stays behind.
+# The columns that training reads; all others of a row (messages, length, columns of its dataset) are dropped.
 FIELDS = (_TOKENS, "labels", "attention_mask", "position_ids", "completion_mask")
 UNSUPPORTED = (
     "pixel_values",
@@ -28,7 +28,7 @@ Row = Mapping[str, IntArray]  # (T,) each
 
 
 def as_rows(inputs: object) -> list[Mapping[str, object]]:
-    """One feature or trajectory, or several."""
+    """Return the inputs of a request, one feature or trajectory or a list of them, as a list."""
     rows = [inputs] if isinstance(inputs, Mapping) else inputs
     if not isinstance(rows, list | tuple) or not 1 <= len(rows) <= MAX_ROWS:
         shown = f"{len(rows)} rows" if isinstance(rows, list | tuple) else rows
@@ -40,7 +40,7 @@ def as_rows(inputs: object) -> list[Mapping[str, object]]:
 
 
 def are_encoded(rows: Sequence[Mapping[str, object]]) -> bool:
-    """Whether they are features; trajectories have no tokens yet."""
+    """Return whether the rows are features, which have tokens; trajectories have none yet."""
     encoded = {_TOKENS in row for row in rows}
     if len(encoded) > 1:
         raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
@@ -48,7 +48,7 @@ def are_encoded(rows: Sequence[Mapping[str, object]]) -> bool:
 
 
 def checked_rows(rows: Sequence[Mapping[str, object]], max_tokens: int) -> tuple[Row, ...]:
-    """What is to be trained on, with one number a token in every field."""
+    """Return the rows to compute with, checked: every field has one number for each token."""
     checked = tuple(_row(row, f"inputs[{index}]") for index, row in enumerate(rows))
     tokens = sum(len(row[_TOKENS]) for row in checked)
     if tokens > max_tokens:
@@ -71,7 +71,7 @@ def _row(row: Mapping[str, object], where: str) -> Row:
 
 
 def numbers(value: object, where: str) -> IntArray:
-    """Return whole numbers, (T,); of a nested list (a batch of one, rope axes) the first row, which is the text's."""
+    """Return whole numbers, (T,). Of a nested list (a batch of one, rope axes) take the first row: the text's."""
     while isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], list | np.ndarray):
         value = value[0]
     if isinstance(value, list | np.ndarray):
@@ -86,7 +86,7 @@ def numbers(value: object, where: str) -> IntArray:
 
 
 def _are_whole(column: NDArray[Any]) -> bool:
-    """Whether these are integers of 32 bits, however they are written. NaN and infinity are not."""
+    """Return whether all values are integers of 32 bits, whatever their type. NaN and infinity are not."""
     if not column.size:
         return True
     inside = bool((column >= -_LIMIT).all() and (column < _LIMIT).all()) if column.dtype.kind != "b" else True

@@ -1,6 +1,6 @@
-"""The runs of the native protocol: what is different about them, for the services that run their ops.
+"""The kind of run of the native protocol: what is different about native runs, for the services that run their ops.
 
-The library's verbs are loaded when the first native adapter comes: they need torch.
+The library's verbs need torch, so they are loaded with the first native adapter.
 """
 
 import threading
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # they need torch
     from twinkle.model.library.optimizer_group import OptimizerGroup
     from twinkle.server.verbs.adapters import NativeAdapters
 
-_SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
+_SERIES = "series"  # metadata key: names the series of sampler versions in which a new one replaces older ones
 _KEPT_OF_SERIES = 2
 
 
@@ -53,14 +53,14 @@ class NativeRuns(RunKind):
     """The native runs of one served model. Registered where its services are assembled."""
 
     payloads = (CreateNative, NativePass, NativeVerb, NativeSave, NativeLoad)
-    passes_leave_state = True  # what a loss and metrics are computed from, and the group's counters
+    passes_leave_state = True  # inputs of losses and metrics, and the counters of the optimizer group
     failed_pass_spoils = False  # a client hears of the failure before it sends its next request
-    kind_tells_steps = False  # they are verbs
+    kind_tells_steps = False  # a step is a verb, so only the body of an op shows it
 
     def __init__(
         self, model: ServedModel, compute: Compute, tenants: Tenants, allowed_dirs: Sequence[Path] = ()
     ) -> None:
-        """``allowed_dirs``: where tenants may load checkpoints from, beside the server's own."""
+        """Prepare without loading torch. Tenants may load checkpoints of the server and from ``allowed_dirs``."""
         self.templates = Templates(model)
         self.base_model = BaseModelPasses(model, lambda: self.adapters, compute, tenants)
         self._model = model
@@ -112,7 +112,7 @@ class NativeRuns(RunKind):
         _measure_verb(measurements, op, op.payload.verb, adapters.group(op.adapter_id))
         return answered(result)
 
-    # --- state beside the trainer's; the adapter may not be here, and torch is not loaded for nothing -----------------
+    # --- state beside the trainer's; without a native adapter most of these do nothing, so that torch is not loaded ---
 
     def is_settled(self, run_id: str) -> bool:
         return self._adapters is None or self._adapters.is_settled(run_id)
@@ -134,10 +134,11 @@ class NativeRuns(RunKind):
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
-        """Return whether an op that has ended is run again. A pass always is, for what it leaves behind.
+        """Return whether a replay runs an op that has ended again. A pass that succeeded always runs again.
 
-        A request that failed by the tenant's mistake fails again, and with it happens what had happened by then: a
-        metric that refuses a pass has dropped it, clip_grad_and_step has stepped before its scheduler complains.
+        That brings back the state it leaves behind. A pass or verb that failed by the tenant's mistake runs and fails
+        again, because part of it had taken effect: a metric that refuses a pass has dropped it, and clip_grad_and_step
+        has stepped before its scheduler raises.
         """
         if outcome.failed:
             ran = outcome.ending is Ending.RAN and outcome.category == "user"
@@ -166,7 +167,7 @@ class NativeRuns(RunKind):
         if path is None:
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
         series = {_SERIES: save.name or "latest"} if save.sampler else {}
-        copy = partial(self.adapters.prepare_save, op.adapter_id, save)  # they are loaded: the path came from there
+        copy = partial(self.adapters.prepare_save, op.adapter_id, save)  # already loaded: ``_path`` has used them
         written = SaveWeights(path.name, save.ttl_seconds, not save.sampler, series, path.kind)
         record = await checkpoints.write(op, run, written, copy)
         if save.sampler:
@@ -200,7 +201,10 @@ class NativeRuns(RunKind):
 
 
 async def _delete_older(run: RunRecord, series: str, checkpoints: Checkpoints) -> None:
-    """A loop publishes after every step; the version before the last may still be in use."""
+    """Delete all but the last two versions of a series.
+
+    A training loop publishes after every step; the version before the last may still be in use.
+    """
     context = checkpoints.context
     of_run = await context.store.checkpoints.of_run(run.run_id)
     kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
@@ -214,11 +218,11 @@ async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: Check
     await checkpoints.threads.in_thread(record.tenant_id, copy)
 
 
-# --- what verbs tell of a run's steps: inside a window of accumulated gradients they do nothing ---------------------
+# --- measurements; inside a window of accumulated gradients verbs have no effect, and are not measured --------------
 
 
 def _measure_pass(measurements: RunMeasurements, item: TrainItem, outputs: Mapping[str, Any]) -> None:
-    """Note a backward pass; a loss without a number of tokens is a mean already, and counts once."""
+    """Record a backward pass. A loss without a number of tokens is already a mean, and counts once."""
     if outputs.get("loss") is not None:
         count, tokens = float(outputs.get("num_tokens") or 0.0), sum(len(datum.tokens) for datum in item.data)
         measurements.passed(item.adapter_id, float(outputs["loss"]), count if count > 0 else 1.0, tokens)

@@ -1,4 +1,4 @@
-"""What a tenant sets up and the server then keeps: small, plain, and nothing that takes for ever to evaluate."""
+"""Check settings that a tenant sets up and the server stores: they must be small and plain, and patterns fast."""
 
 import json
 import re
@@ -13,13 +13,16 @@ _MOST_MODULES = 1024
 _LONGEST_PATTERN = 256
 _MOST_GROUPS = 2
 _MOST_REPEATS = 4
-# Python's matcher tries everything, and lets no other thread work meanwhile. Only a dot repeats, and never in a group
-# that repeats: then it tries little.
+# Python's matcher may backtrack for ever, and blocks all other threads meanwhile. So only a dot may repeat, and no
+# group may: then there is little to backtrack.
 _PATTERN = re.compile(r"(?:[\w^$()|-]|\\\.|\.[*+]?)*")
 
 
 def check_small(field: str, settings: Mapping[str, object]) -> None:
-    """Snapshots hold them, and are read by a reader that knows neither long integers nor deep nesting."""
+    """Check that settings are small: the reader of snapshots, which hold them, knows no long integers or deep nesting.
+
+    Raise InvalidInputError otherwise.
+    """
     _check_plain(field, settings, 0)
     size = len(json.dumps(settings))
     if size > _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Templates that tenants chose. A choice is small and kept; a template is made from it whenever it is needed."""
+"""Templates that tenants choose. Only the choice, which is small, is stored; a template is built when it is needed."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Text = Annotated[str, Field(max_length=65_536)]
 
 
 class SamplingTemplate(CompletionTemplate, Protocol):
-    """What sampling needs of a :class:`~twinkle.template.Template`. Used from several threads at once."""
+    """The methods of a :class:`~twinkle.template.Template` that sampling calls, from several threads at once."""
 
     def batch_encode(
         self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool
@@ -29,9 +29,9 @@ class SamplingTemplate(CompletionTemplate, Protocol):
 
 
 class TemplateChoice(Parameters):
-    """A class of :mod:`twinkle.template` and its options, but for the model, which is that of the sampler.
+    """A class of :mod:`twinkle.template` and its options. The model is not among them: it is the sampler's.
 
-    Without a choice a session has the plain template, which never truncates.
+    A session without a choice has the plain template, which never truncates.
     """
 
     template_cls: Text = "Template"
@@ -43,15 +43,15 @@ class TemplateChoice(Parameters):
 
 
 class SetTemplate(TemplateChoice):
-    """The body of set_template. A sampler's is its session's, whatever adapter it names."""
+    """The body of set_template. On a sampler it sets the template of the session, whatever ``adapter_name`` says."""
 
     template_cls: Text
-    max_length: Annotated[int, Field(ge=0, lt=2**31)] | None = 8192  # as the library has it
+    max_length: Annotated[int, Field(ge=0, lt=2**31)] | None = 8192  # the library's default
     model_id: Text | None = None
     adapter_name: Text | None = ""
 
     def choice(self, model: ServedModel) -> TemplateChoice:
-        """Checked against the model that the sampler serves."""
+        """Return the choice, checked against the model that the sampler serves."""
         if self.template_cls not in TEMPLATES:
             raise UnknownNameError("template", self.template_cls, TEMPLATES)
         names = (model.name, *model.aliases)
@@ -73,7 +73,7 @@ class Templates:
         self._loading = {name: threading.Lock() for name in TEMPLATES}
 
     def get(self, choice: TemplateChoice) -> SamplingTemplate:
-        """Return the template that was chosen. The first one of its class loads a tokenizer: not for the event loop."""
+        """Return the chosen template. The first of its class loads a tokenizer: do not call this on the event loop."""
         if self._model.tokenizer_dir is None:
             if self._model.text is None:
                 raise UnsupportedError(f"{self._model.name} has no tokenizer, and without one there is no text")
@@ -86,16 +86,17 @@ class Templates:
         return chosen
 
     def _load(self, name: str, folder: str) -> "Template":
-        from twinkle.model.library.components import build_template  # where there is a tokenizer there is torch
+        # This imports torch, which is there wherever a model with a tokenizer is served.
+        from twinkle.model.library.components import build_template
 
         try:
             loaded: Template = build_template(name, {"model_id": folder})
-        except UserError as error:  # they name the folder, which is nobody's business
+        except UserError as error:  # its message names the folder, which tenants must not see
             raise UnsupportedError(str(error).replace(folder, self._model.name)) from error
-        loaded.model_id = self._model.name  # that is what its errors name
+        loaded.model_id = self._model.name  # its errors show this name
         return loaded
 
 
 def _plain(name: str) -> str:
-    """Without a scheme, which clients leave out of addresses."""
+    """Return the name without its scheme, which clients leave out of addresses."""
     return name.rpartition("://")[2]

@@ -1,6 +1,6 @@
-"""The verbs of the native protocol: what each becomes on the way to the device.
+"""Turn requests of the native protocol's verbs into the payloads of ops.
 
-The table of them is :data:`twinkle_client.protocol.verbs.VERBS`, which clients share.
+The table of verbs is :data:`twinkle_client.protocol.verbs.VERBS`, which the client uses too.
 """
 
 import re
@@ -25,9 +25,9 @@ from twinkle_client.protocol.verbs import (
     Verb,
 )
 
-NO_ADAPTER = ""  # what stands for the base model where an adapter's id is expected
+NO_ADAPTER = ""  # stands for the base model where an adapter's id is expected
 _PLUGIN = re.compile(r"[a-z]+://")
-_CLASS = "_cls"  # with which the names of fields end that name a class
+_CLASS = "_cls"  # the suffix of fields that name a class
 _COMMON = ("adapter_name", "seq_id")
 
 
@@ -43,7 +43,7 @@ def kind_of(name: str) -> OpKind:
 
 
 def payload_of(name: str, request: AdapterRequest, rows: tuple[Row, ...] = ()) -> Native:
-    """``rows``: the inputs of a pass, as they are to be trained on."""
+    """Return the payload of a verb's op. ``rows``: the checked inputs, if it is a pass."""
     verb = verb_named(name)
     if OpKind(verb.kind).is_pass:
         options, rest = _options(verb, request.arguments)
@@ -81,7 +81,7 @@ def _arguments(name: str, verb: Verb, request: AdapterRequest) -> dict[str, obje
 
 
 def _options(verb: Verb, given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """The verb's own keywords, checked, and the others."""
+    """Return the verb's own keywords, checked, and all other keywords."""
     assert verb.options is not None
     known = _names_of_options(verb)
     own = {key: value for key, value in given.items() if key in known}
@@ -105,7 +105,7 @@ def _names_of_options(verb: Verb) -> list[str]:
 
 
 def _save(request: SaveRequest) -> NativeSave:
-    """A name may hold anything; what an address cannot hold becomes an underscore."""
+    """Return the payload of a save. Characters of its name that an address cannot hold become underscores."""
     if request.is_sampler and request.save_optimizer:
         raise InvalidInputError("save_optimizer", True, "False with is_sampler: samplers read weights alone")
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.name or "").lstrip(".")[:100]
@@ -117,7 +117,7 @@ def _save(request: SaveRequest) -> NativeSave:
 
 
 def parse(name: str, fields: Any) -> AdapterRequest:
-    """A request from what its JSON holds."""
+    """Return the request of a verb from the fields of its JSON."""
     if not isinstance(fields, dict):
         raise MalformedRequestError("body: a JSON object is allowed")
     return check(verb_named(name).request, fields)

@@ -8,7 +8,7 @@ __all__ = ["MockSampler", "MockTrainer", "mock_model"]
 
 
 def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel:
-    """A served model that needs no files and no memory."""
+    """Return a served model that needs no files and hardly any memory."""
     trainer = MockTrainer()
     sampler = MockSampler(trainer)
     return ServedModel(

@@ -1,4 +1,7 @@
-"""The mock's sampler and its text: few candidates follow a token, and the mock's model says how likely each is."""
+"""The mock's sampler and text codec.
+
+Sixteen candidates may follow each token, and the mock's model says how likely each of them is.
+"""
 
 import json
 import time
@@ -26,15 +29,15 @@ from twinkle.sampler.validation import Limits, check_request
 from twinkle.server.backends.mock.trainer import SIZE, Doubles, MockTrainer, features, logprobs, read_checkpoint
 
 _CANDIDATES = 16  # tokens that may follow a token; the end token is one of them
-_TURN = 16  # tokens a sequence gains in one step
-_DRAWS = 2**32  # beyond any sample's number: the noise of what is drawn for the prompt
+_TURN = 16  # tokens that a sequence gains in one step
+_DRAWS = 2**32  # stands for a sample's number in the seed of tokens drawn for the prompt; above all real numbers
 
 
 @dataclass
 class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[IntArray, FloatArray]] = field(default_factory=list)  # of every token, (k,) each
+    tops: list[tuple[IntArray, FloatArray]] = field(default_factory=list)  # for every token: ids and logprobs, (k,)
     stop_reason: StopReason | None = None
 
     def arrays(self, k: int, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
@@ -48,7 +51,7 @@ class _Sequence:
 
 @dataclass
 class _Sampling:
-    """A request under way. It holds its version's weights, also when that is retired."""
+    """A request under way. It holds the weights of its version, so it can go on when the version is dropped."""
 
     request: SampleRequest
     weights: FloatArray
@@ -60,7 +63,7 @@ class _Sampling:
 class MockSampler:
     """A :class:`~twinkle.sampler.types.Sampler` over the adapters of a :class:`MockTrainer`.
 
-    The text of tokens 5, 6 is ``"5 6 "``: that is what stop strings are searched in. ``pause``: seconds a step takes.
+    The text of tokens 5, 6 is ``"5 6 "``: stop strings are searched in it. ``pause``: seconds that a step takes.
     """
 
     def __init__(self, trainer: MockTrainer, *, max_length: int = 4096, end_token: int = 2, pause: float = 0.0) -> None:
@@ -106,7 +109,7 @@ class MockSampler:
         return bool(self._requests)
 
     def step(self) -> list[Finished | Progress]:
-        """Every sequence gains up to 16 tokens."""
+        """Extend every sequence by up to 16 tokens, and return what finished or is to be streamed."""
         time.sleep(self.pause)
         events: list[Finished | Progress] = []
         for sampling in list(self._requests.values()):
@@ -157,14 +160,17 @@ class MockSampler:
 
 
 def _candidates(last: IntArray, positions: IntArray, end_token: int, vocab_size: int) -> IntArray:
-    """(…, 16), of arrays that broadcast: what may follow the token ``last`` at its position."""
+    """Return the tokens, (…, 16), that may follow the token ``last`` at its position. The arguments broadcast."""
     candidates: IntArray = ((last * 7 + positions * 5)[..., None] + np.arange(_CANDIDATES) * 11 + 3) % vocab_size
     candidates[..., 0] = end_token
     return candidates
 
 
 def _likeliest(tokens: IntArray, lp: Doubles, k: int) -> tuple[IntArray, FloatArray]:
-    """(k,) each, likeliest first; cells beyond the candidates hold nothing."""
+    """Return the k likeliest tokens and their log-probabilities, (k,) each, likeliest first.
+
+    If there are fewer than k candidates, the remaining cells hold token 0 and −inf.
+    """
     order = np.argsort(-lp, kind="stable")[:k]
     token_ids, logps = np.zeros(k, np.int64), np.full(k, -np.inf, np.float32)
     token_ids[: len(order)], logps[: len(order)] = tokens[order], lp[order]
@@ -196,7 +202,7 @@ def _result(sampling: _Sampling, vocab_size: int, end_token: int) -> SampleResul
 
 
 def _top(weights: FloatArray, prompt: IntArray, k: int, skipped: int) -> TopLogprobs:
-    """The k likeliest of the first k + 64 tokens; nothing precedes position 0."""
+    """Return for each position the k likeliest of the tokens 0 to k + 63. Position 0, without context, has none."""
     choices = np.arange(k + 64)
     positions = np.arange(len(prompt) - 1)
     lp = logprobs(weights, features(prompt[:-1, None], choices[None], positions[:, None]))
@@ -222,7 +228,7 @@ def _drawn(sampling: _Sampling, vocab_size: int, end_token: int) -> DrawnTokens:
 class MockTextCodec:
     """A :class:`~twinkle.server.backends.text_codec.TextCodec`: the text of tokens 5, 6 is ``"5 6 "``.
 
-    A word that is no number is some token too.
+    A word that is not a number becomes the token that its checksum selects.
     """
 
     def __init__(self, vocab_size: int, end_token: int) -> None:

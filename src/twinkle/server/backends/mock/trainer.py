@@ -6,7 +6,8 @@ An adapter is a vector w of eight numbers. The log-probability of a target y aft
 
 so that losses have true gradients and training lowers them. An optimizer step is plain momentum, whose size grows with
 the gradient (Adam would hide a gradient that was counted twice), and it also moves w₀ by a constant: results depend on
-the number of steps, on all data seen, and on nothing else. Whatever is lost, repeated or reordered shows.
+the number of steps, on all data seen, and on nothing else. So tests notice every op that is lost, repeated or run out
+of order.
 """
 
 import json
@@ -58,7 +59,7 @@ SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
 _STEP = 0.01  # what every optimizer step adds to w₀
 _MAX_RANK = 512
-_NO_SPEC = LoraSpec(rank=1)  # of the base model, which is an adapter of zeros here
+_NO_SPEC = LoraSpec(rank=1)  # for the base model, which the mock computes as an adapter of zeros
 _WEIGHTS, _STATE, _PROGRESS = "adapter.npz", "state.json", "trainer_state.json"
 _POLICY_INPUTS = ("logprobs", "advantages")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -76,7 +77,7 @@ class _Loss:
         return self.name == "cross_entropy"
 
 
-# As the real losses in names and inputs; the objective is cross-entropy's, or importance sampling's for all others.
+# Names and inputs are those of the real losses. All but cross_entropy have the objective of importance sampling.
 _LOSSES = (
     _Loss("cross_entropy", (), ("weights",), ()),
     _Loss("importance_sampling", _POLICY_INPUTS, (), ()),
@@ -91,7 +92,7 @@ Doubles = NDArray[np.float64]
 
 
 def features(tokens: IntArray, targets: IntArray, positions: IntArray) -> Doubles:
-    """φ, (…, 8), of arrays that broadcast. Exact in binary, so that it is the same everywhere."""
+    """Return φ, (…, 8). The arguments broadcast. All values are exact in binary, so they are the same everywhere."""
     mixed = (tokens * 31 + targets * 17 + positions * 7)[..., None] + np.arange(SIZE) * 13
     phi = (mixed % 17 - 8) / 8.0
     phi[..., 0] = 1.0
@@ -172,7 +173,7 @@ class MockTrainer(TrainingBackend):
         return self._run(items, train=True)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        """``decoupled`` makes no difference: there is no Adam here."""
+        """Make a step of plain momentum. ``decoupled`` has no effect: there is no Adam here."""
         adapter = self._get(adapter_id)
         check_adam_params(params)
         if adapter.gradient is None:
@@ -224,7 +225,7 @@ class MockTrainer(TrainingBackend):
             arrays |= {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
 
         def write(directory: Path) -> None:
-            """Write adapter.npz and our state; the directory appears whole or not at all."""
+            """Write adapter.npz and the state files; the directory appears whole or not at all."""
             staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
             staging.mkdir(parents=True)
             np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
@@ -302,7 +303,7 @@ class MockTrainer(TrainingBackend):
 
 
 def _written_out(datum: Datum) -> Datum:
-    """Return the datum without sparse arrays, and without those that no loss can read."""
+    """Return the datum with dense arrays, and without extras of another shape than its targets: no loss reads them."""
     weights = None if datum.weights is None else dense(datum.weights)
     extras = {name: dense(array) for name, array in datum.extras.items() if array.shape == datum.targets.shape}
     return Datum(datum.tokens, dense(datum.targets), weights, extras)
@@ -314,7 +315,10 @@ def _features_of(datum: Datum) -> Doubles:
 
 
 def _values(lp: Doubles) -> TokenValues:
-    """Return log-probabilities and the entropies of a choice between two; the likeliest token is not known here."""
+    """Return values of each token. The mock knows only two choices: the target, or any other token.
+
+    The entropy is that of these two; the likeliest token is always 0, because the mock does not know it.
+    """
     entropies = -(np.exp(lp) * lp + -np.expm1(lp) * np.log(np.maximum(-np.expm1(lp), 1e-30)))
     return TokenValues(lp.astype(np.float32), entropies.astype(np.float32), np.zeros(len(lp), np.int64))
 
@@ -331,7 +335,7 @@ def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
 
 
 def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
-    """Check what :func:`twinkle.model.objectives.validation.check_item` does, which needs torch for the losses."""
+    """Check an item as :func:`twinkle.model.objectives.validation.check_item` does, which imports torch for losses."""
     if item.loss not in LOSSES:
         raise UnknownNameError("loss", item.loss, LOSSES)
     loss = LOSSES[item.loss]

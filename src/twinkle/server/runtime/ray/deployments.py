@@ -1,4 +1,4 @@
-"""What Serve is told to run for each application of the configuration, and on how many GPUs."""
+"""The Serve deployments for each application of the configuration, and the GPUs that they need."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +20,11 @@ from twinkle.server.runtime.ray.layout import GATEWAY, replica_names, wanted_rep
 from twinkle.server.runtime.ray.sampler_engine import devices_of
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
-# Each waiting future holds a request here: Serve's own default of 5 would stall everything.
+# Requests in progress on one replica. Each waiting future holds one, so Serve's default of 5 would stall everything.
 _ONGOING = 4096
-# A replica finishes what runs and puts every adapter on disk. Being killed loses nothing either.
+# For a replica to finish its work and write every adapter to disk. If it is killed instead, nothing is lost either.
 _SHUTDOWN_SECONDS = 300.0
-# What Serve is told as the configuration says it.
+# Options that are passed from the configuration to Serve unchanged.
 _SERVE_OPTIONS = (
     "max_ongoing_requests",
     "max_queued_requests",
@@ -38,21 +38,21 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 
 @serve.ingress()
 class FrontDoor(GatewayReplica):
-    """A gateway that speaks HTTP."""
+    """A gateway that receives HTTP requests from Serve's proxies."""
 
 
 @serve.ingress()
 class FirstModelReplica(ModelReplica):
-    """The replica of a model that speaks HTTP: Serve lets one deployment of an application do so."""
+    """The first replica of a model. It receives HTTP: Serve lets only one deployment of an application do so."""
 
 
 @serve.ingress()
 class FirstProcessorReplica(ProcessorReplica):
-    """The replica of the processors that speaks HTTP."""
+    """The first replica of the processors, the one that receives HTTP."""
 
 
 def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:
-    """Return what Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
+    """Return the Serve application for one entry of the configuration. ``has_gpus``: whether the cluster has some."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
         cpus = _LIGHT_CPUS if one.args.backend == "mock" else 1.0
@@ -68,14 +68,14 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
 def _replicated(
     one: ApplicationSpec, first: type, other: type, options: Mapping[str, Any], *arguments: object
 ) -> Application:
-    """Return a deployment for each replica: the first one speaks HTTP, and Serve deploys the others with it."""
+    """Return an application with a deployment for each replica. The first receives HTTP; Serve deploys all together."""
     names = replica_names(one)
     others = [serve.deployment(other).options(name=name, **options).bind(*arguments, name) for name in names[1:]]
     return serve.deployment(first).options(name=names[0], **options).bind(*arguments, names[0], *others)
 
 
 def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
-    """Return the options of each replica; what the configuration says wins."""
+    """Return the options of each replica; those of the configuration replace our defaults."""
     actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     options: dict[str, Any] = {"max_ongoing_requests": _ONGOING, "graceful_shutdown_timeout_s": _SHUTDOWN_SECONDS}
     for given in one.deployments[:1]:
@@ -88,7 +88,7 @@ def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> di
 def door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
     """Return the options of a sampler's front door, which computes nothing.
 
-    An engine of its own takes what the application asks for.
+    If the sampler's engine has its own process, that process gets the resources that the application asks for.
     """
     options = _options(one, _LIGHT_CPUS)
     (model,) = (each.model for each in config.served_models if each.sampler is one.args)
@@ -97,7 +97,7 @@ def door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
 
 
 def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
-    """Return how many gateways there are. They keep nothing, and so may come and go."""
+    """Return the number of gateways as options of Serve. Gateways hold no state, so they may be autoscaled."""
     for given in one.deployments[:1]:
         if given.autoscaling_config is not None:
             return {"autoscaling_config": given.autoscaling_config.model_dump(exclude_none=True)}
@@ -106,9 +106,9 @@ def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
 
 
 def gpus_wanted(config: ServerConfig, has_gpus: bool) -> float:
-    """Return how many GPUs the configuration asks for: a cluster that has fewer makes a launch wait.
+    """Return how many GPUs the configuration asks for. A launch on a cluster with fewer waits for more.
 
-    They are those of all models' replicas, of the processes that train for them and of those that sample for them.
+    Counted are the replicas of all models, the processes that train for them and those that sample for them.
     """
     total = 0.0
     for one in config.applications:
@@ -122,7 +122,10 @@ def gpus_wanted(config: ServerConfig, has_gpus: bool) -> float:
 
 
 def gpus_of_replica(one: ApplicationSpec, args: ModelArgs, has_gpus: bool) -> float:
-    """Return what is given, else one for a model that is to be on a GPU: it says so, or says nothing and there are."""
+    """Return the GPUs of a model's replica: the configured number, else one if the model computes on a GPU.
+
+    It does if its device says so, or if no device is configured and the cluster has GPUs.
+    """
     given = resources_of(one).num_gpus
     if given is not None:
         return given

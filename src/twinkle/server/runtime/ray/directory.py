@@ -1,4 +1,4 @@
-"""Which replica a request is for: its address, as its route declares it, looked up in the state."""
+"""Find the replica that a request is for: the route gives the request's address, the state says where that is."""
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -30,21 +30,21 @@ _Record = RunRecord | SamplingSessionRecord
 
 @dataclass(frozen=True)
 class Destination:
-    """``address`` None: any process can answer. ``streams``: the answer is to be handed on as it comes."""
+    """Where a request goes. ``address`` None: any process can answer. ``streams``: the answer is a stream."""
 
     address: Address | None
     streams: bool
 
 
 def destination_of(request: HttpRequest, max_bytes: int) -> Destination:
-    """Read off a request whom it concerns. ``max_bytes`` of its body after decompression."""
+    """Return the destination that a request's route declares. ``max_bytes``: limit of its body after decompression."""
     facts, parameters = ROUTES.find(request.method, request.path)
     envelope = Envelope(request, parameters, max_bytes)
     return Destination(facts.owner(envelope), facts.streams(envelope))
 
 
 class Directory:
-    """Finds replicas for one process. What it has found once stays true as long as the process lives."""
+    """Finds replicas for one process. Owners that it has found are cached: none changes while the process lives."""
 
     def __init__(self, config: ServerConfig, layout: Layout, store: Store) -> None:
         self._layout = layout
@@ -54,7 +54,7 @@ class Directory:
         self._found: OrderedDict[str, str] = OrderedDict()  # by run or sampling session
 
     async def find(self, address: Address) -> str | None:
-        """Return the replica's name. None: no replica has it, and any process can say so."""
+        """Return the name of the replica. None: no replica has the thing addressed, and any process can answer so."""
         match address:
             case OfRun(run_id, model):
                 return await self._of_run(run_id) or self._any_of(model)
@@ -79,7 +79,7 @@ class Directory:
         return await self._owner(run_id, self._store.runs.get)
 
     async def _owner(self, identifier: str, get: Callable[[str], Awaitable[_Record | None]]) -> str | None:
-        """Return which replica has a run or a sampling session. What is not on record, or not served, is not noted."""
+        """Return the replica that has a run or a sampling session; None, which is not cached, if there is none."""
         if identifier not in self._found:
             record = await get(identifier)
             replicas = None if record is None else self._layout.models.get(record.model_name)
@@ -114,6 +114,6 @@ class Directory:
         return None if replicas is None else self._any(replicas)
 
     def _any(self, replicas: Replicas) -> str:
-        """Return one replica after another."""
+        """Return one of the replicas, in turn."""
         self._turn = (self._turn + 1) % len(replicas.names)
         return replicas.names[self._turn]

@@ -1,7 +1,7 @@
-"""What runs in one process of the Ray runtime: a gateway, a model with its adapters, or processors.
+"""The processes of the Ray runtime: each is a gateway, a model with its adapters, or processors.
 
-Serve runs constructors, which may be coroutines, methods and the ASGI application of a replica on one event loop. Which
-of these classes speak HTTP, and with which options they are deployed, is in
+Serve runs the constructor of a replica (which may be a coroutine), its methods and its ASGI application on one event
+loop. Which of these classes receive HTTP, and with which options they are deployed, is in
 :mod:`~twinkle.server.runtime.ray.deployments`.
 """
 
@@ -52,17 +52,17 @@ from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
 
-_LEASE = "housekeeping"  # its name in the database
+_LEASE = "housekeeping"  # the name in the database of the lease on maintenance
 _LEASE_SECONDS = 3 * MAINTENANCE_SECONDS
-_UNANSWERED_SECONDS = 60.0  # a process that could answer an operator has had the time
-_FORGOTTEN_SECONDS = 86_400.0  # nobody writes a checkpoint for so long
-_EARLIER_SECONDS = 360.0  # for the same replica before this one, which has less than that to end
+_UNANSWERED_SECONDS = 60.0  # after this an operator's request is one that no model's replica answers
+_FORGOTTEN_SECONDS = 86_400.0  # unfinished files older than this are deleted: no checkpoint takes so long to write
+_EARLIER_SECONDS = 360.0  # to wait for this replica's predecessor, which has less time than that to end
 _LOG_BYTES = 64 * 2**20
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Host:
-    """What all replicas have: one process of the server, the way to all others, and what Serve and these call."""
+    """The base of all replicas: one process of the server, and the methods that Serve and other replicas call."""
 
     async def _open(self, config: ServerConfig) -> Process:
         """Open the state, which all processes share."""
@@ -72,7 +72,7 @@ class Host:
         return self._process
 
     async def _begin(self, processors: Processors | None = None, name: str = "") -> Gateway:
-        """Begin to work and to answer. ``name``: of this replica, where requests are sent to it by name."""
+        """Begin to work and to answer. ``name``: of this replica, if other processes send requests to it by name."""
         process, layout = self._process, self._layout
         replicas = {each: RemoteReplica(each, application) for each, application in layout.applications.items()}
         if processors is None and layout.processors.names:
@@ -87,7 +87,7 @@ class Host:
         return gateway
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return what Serve's proxies talk to, where a replica speaks HTTP."""
+        """Return the ASGI application for Serve's proxies. Serve calls this if the replica receives HTTP."""
         return self._entrance
 
     async def answer(self, request: HttpRequest) -> HttpReply:
@@ -102,18 +102,19 @@ class Host:
         return await self._process.telemetry.families_of_process(self._process.gateway)
 
     async def check_health(self) -> None:
-        """Is called by Serve before the first request, too. It replaces a replica that raises here."""
+        """Raise if the replica must be replaced. Serve calls this by the clock, and before the first request."""
         self._loopback.enforce()
 
 
 class GatewayReplica(Host):
-    """A front door: of the server itself, or of a sampler, whose engine is with its model or in an actor of its own.
+    """A gateway: the front door of the server, or of a sampler, whose engine is in the model's process or in an actor.
 
-    It answers what the state alone can answer, and hands on the rest. One gateway at a time runs maintenance for all.
+    It answers requests for which the state is enough, and sends on all others. One gateway at a time, the one with the
+    lease, runs maintenance for the whole server.
     """
 
     async def __init__(self, config: ServerConfig, runs_maintenance: bool) -> None:  # type: ignore[misc]
-        # Unlike the name of any other gateway there ever was.
+        # Unique, also among earlier gateways: the name holds the lease.
         self._name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
         log_to(config, self._name)
         process = await self._open(config)
@@ -137,7 +138,7 @@ class GatewayReplica(Host):
     async def _expire(self, now: float) -> None:
         store = self._process.store
         claim = await store.leases.claim(_LEASE, self._name, now, _LEASE_SECONDS)
-        if claim is Claim.TAKEN:  # nobody ran maintenance for a while: perhaps nobody could be reached either
+        if claim is Claim.TAKEN:  # no gateway held the lease for a while: perhaps clients could reach none either
             await store.sessions.extend_deadlines_after_downtime(now)
             await store.ops.extend_deadlines_after_downtime(now)
             await asyncio.to_thread(store.keep_reserve)
@@ -150,7 +151,7 @@ class GatewayReplica(Host):
         await answer_operators(self._gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
 
     async def _holding_the_lease(self, work: Coroutine[Any, Any, None]) -> None:
-        """Renew the lease while the work lasts: many sessions that end at once take longer than a lease."""
+        """Run the work and renew the lease meanwhile: evicting many sessions at once takes longer than a lease."""
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait({task}, timeout=MAINTENANCE_SECONDS))[0]:
@@ -161,12 +162,12 @@ class GatewayReplica(Host):
 
 
 class ModelReplica(Host):
-    """One replica of a base model: its services, and the whole application for what concerns its adapters."""
+    """One replica of a base model: its services, and the HTTP application for requests about its adapters."""
 
     async def __init__(  # type: ignore[misc]
         self, config: ServerConfig, served: ServedModelConfig, name: str, *companions: object
     ) -> None:
-        """``companions``: the other replicas, which Serve deploys with the first one."""
+        """Load the model. ``companions``: the other replicas, which Serve deploys as arguments of the first."""
         log_to(config, name)
         let_threads_alternate()
         model = await asyncio.to_thread(load_replica, config, on_own_gpu(served))
@@ -196,13 +197,13 @@ class ModelReplica(Host):
         await relay.shielded(self._gateway.evict(run, why))
 
     async def check_health(self) -> None:
-        """A step that takes long is reported, but never cut off by this."""
+        """Raise if a service loop has stopped. A step that takes long is reported elsewhere and never cut off here."""
         await super().check_health()
         if stopped_in(self._services) is not None:
             raise TwinkleServerError((await self.report()).detail)
 
     async def __del__(self) -> None:
-        """Finish what runs, and put every adapter on disk."""
+        """Finish the work that runs, and write every adapter to disk."""
         self._process.cancel_tasks()
         self._gateway.release_waiters()
         await self._process.stop()
@@ -216,10 +217,10 @@ class ModelReplica(Host):
 
 
 class ProcessorReplica(Host):
-    """Datasets and loaders of the sessions that fall to this replica, each session's in a process of its own."""
+    """One replica of the processor service: datasets and loaders of some sessions, with a worker process for each."""
 
     async def __init__(self, config: ServerConfig, name: str, *companions: object) -> None:  # type: ignore[misc]
-        """``companions``: the other replicas, which Serve deploys with the first one."""
+        """Start the service. ``companions``: the other replicas, which Serve deploys as arguments of the first."""
         log_to(config, name)
         await self._open(config)
         service = configured_processors(config, await asyncio.to_thread(_tokenizers, config), name)
@@ -246,19 +247,19 @@ class ProcessorReplica(Host):
         await self._process.close()
 
 
-# --- what a process does as it starts ---------------------------------------------------------------------------------
+# --- starting a process -----------------------------------------------------------------------------------------------
 
 
 def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel:
-    """Return what one replica serves: the model, here or in a group of processes, and its sampler, here or apart.
+    """Load the model of one replica, here or in a group of processes, and its sampler, here or in its own process.
 
-    Blocks, for as long as loading takes and other processes need to start.
+    Blocks until everything is loaded and all processes have started.
     """
     load = load_group if served.model.processes > 1 else load_served_model
     devices = devices_of(config, served)
     if devices is None:
         return load(served)
-    starting = start_engine(served, devices)  # it loads while the trainer does
+    starting = start_engine(served, devices)  # it loads while the trainer is loaded here
     model = load(replace(served, sampler=None))
     engine, memory = starting.ready()
     return replace(
@@ -270,13 +271,13 @@ def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel
 
 
 def _only_one(data_dir: Path, name: str) -> DirectoryLock:
-    """Wait until a replica that is being replaced has put its adapters on disk, which this one reads. Blocks."""
+    """Take the lock of this replica's name. Blocks until its predecessor has written its adapters to disk."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     return DirectoryLock(data_dir, name=f"lock.{name}", wait_seconds=_EARLIER_SECONDS)
 
 
 def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
-    """Return folders by the name of the served model; the models themselves are elsewhere."""
+    """Return the tokenizer folders of served models by name. The models themselves are in other processes."""
     folders: dict[str, str | None] = {}
     for served in config.served_models:
         is_mock = served.model.backend == "mock"
@@ -294,27 +295,27 @@ def log_to(config: ServerConfig, name: str) -> None:
 
 
 class LoopbackOnly:
-    """Keeps a replica from listening to the network where its cluster does not.
+    """Keeps a replica from listening on the network if its cluster is for this machine only.
 
-    Every Serve replica opens a port on all interfaces for calls over gRPC. Serve itself says that only its tests make
-    such calls, and has no setting for the port. On a cluster whose address is the loopback one it is closed before the
-    replica is used; elsewhere nothing is done.
+    Every Serve replica opens a port on all interfaces for calls over gRPC. According to Serve only its own tests make
+    such calls, and there is no setting for the port. On a cluster that listens on the loopback address the port is
+    closed before the replica is used; on other clusters nothing is done.
     """
 
     def __init__(self) -> None:
         self._is_done = not names_this_machine(ray.util.get_node_ip_address())
 
     def enforce(self) -> None:
-        """Close the port, once. Serve calls ``check_health`` after the port was opened and before any request."""
+        """Close the port, once. Called by ``check_health``, which Serve calls after opening it, before any request."""
         if not self._is_done:
             self._is_done = _close_open_listeners() > 0
 
 
 def _close_open_listeners() -> int:
-    """Stop all sockets of this process that listen on every interface; return how many there were."""
+    """Close all sockets of this process that listen on every interface, and return how many there were."""
     closed = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # no socket, or gone
+        with contextlib.suppress(OSError):  # it is not a socket, or closed meanwhile
             if not os.readlink(entry).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as listener:

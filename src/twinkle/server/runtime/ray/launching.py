@@ -1,4 +1,4 @@
-"""Start, watch and end the server's applications on a Ray cluster."""
+"""Deploy the server's applications on a Ray cluster, wait until they run, and take them down."""
 
 import contextlib
 import logging
@@ -29,21 +29,21 @@ NOT_DEPLOYED = "NOT_DEPLOYED"
 _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
 _TRIES = 20
-_PATIENCE_SECONDS = 30.0  # without news; then what is known is said again
+_PATIENCE_SECONDS = 30.0  # without a change of status; then the reasons for waiting are printed again
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster. ``is_ours``: it began with this process and ends with it."""
+    """A Ray cluster. ``is_ours``: this process started it, and it ends with this process."""
 
     address: str
     is_ours: bool
 
     @property
     def asks_for_token(self) -> bool:
-        """Return whether its processes ask for a token. A worker has the variables of its node, so one is asked."""
+        """Return whether the cluster asks for a token. A task on it looks, because it has the variables of its node."""
         mode: str | None = ray.get(ray.remote(num_cpus=0)(_auth_mode).remote())
         return mode == "token"
 
@@ -54,7 +54,7 @@ def _auth_mode() -> str | None:
 
 @contextlib.contextmanager
 def connected(config: ServerConfig, start: bool = True) -> Iterator[Cluster]:
-    """Connect to the cluster that RAY_ADDRESS names or `ray start` began here, else to one that we may ``start``."""
+    """Connect to the cluster of RAY_ADDRESS or of `ray start` on this machine; if there is none, ``start`` one."""
     try:
         context = _connect(config, None if start else "auto")
     except ConnectionError as error:
@@ -80,7 +80,7 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 
 @contextlib.contextmanager
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
-    """Run the applications and give the server's URL. What was deployed is taken down again in any case."""
+    """Deploy the applications and give the server's URL. They are taken down at the end in any case."""
     http = config.http_options
     port = _port(config)
     host = "127.0.0.1" if http.host == "localhost" else http.host
@@ -108,10 +108,10 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def remove(config: ServerConfig, cluster: Cluster) -> None:
-    """Take the applications down: each finishes what runs. Other applications of the cluster stay.
+    """Take the applications down; each finishes the work that runs. Other applications of the cluster stay.
 
-    The gateway goes last. Where the cluster is ours it goes with the proxies, as the cluster ends: a proxy without it
-    would tell clients that nothing is here, and they would give up, instead of trying again.
+    The gateway goes last. On a cluster of ours it is not deleted but ends with the cluster and its proxies: a proxy
+    without a gateway answers 404, at which clients give up instead of trying again.
     """
     running = serve.status().applications
     names = [one.name for one, _ in _served_at(config) if one.name in running]
@@ -124,7 +124,7 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
 
 
 def statuses(config: ServerConfig) -> dict[str, str]:
-    """Return how Serve sees each application."""
+    """Return the status that Serve reports for each application."""
     found = serve.status().applications
     return {
         one.name: found[one.name].status.value if one.name in found else NOT_DEPLOYED for one, _ in _served_at(config)
@@ -132,7 +132,7 @@ def statuses(config: ServerConfig) -> dict[str, str]:
 
 
 def scaling_notes(config: ServerConfig) -> list[str]:
-    """Return what autoscaling becomes for applications that cannot come and go."""
+    """Return notes on ``autoscaling_config`` of applications whose replicas hold state and cannot be autoscaled."""
     return [
         f"{one.name}: autoscaling_config means {count} replicas from the start: adapters do not move with the load"
         for one in config.applications
@@ -160,8 +160,9 @@ def wait_for_signal() -> None:
 def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]:
     """Return the applications and their routes.
 
-    The gateway listens at the root, from which Serve sends to the others what is theirs: OpenAI's /v1 is not below its
-    own prefix. An application without a route is reached through the gateway; a sampler then is nothing of its own.
+    The gateway is mounted at the root, because OpenAI's /v1 is not below its prefix; Serve still sends requests below
+    another application's route to that application. An application without a route is reached through the gateway; a
+    sampler without a route is not deployed by itself.
     """
     entries: list[tuple[ApplicationSpec, str | None]] = []
     if not any(isinstance(one.args, ServerArgs) for one in config.applications):
@@ -175,7 +176,10 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
 
 
 def _wait_until_running(names: Sequence[str]) -> None:
-    """Print what changes, and what is waited for if nothing does: resources that the cluster has not, for one."""
+    """Wait until all applications run. Print every change of status, and from time to time the reason for waiting.
+
+    Such a reason is for example that the cluster lacks resources.
+    """
     started = told = time.monotonic()
     seen: dict[str, str] = {}
     while set(seen.values()) != {ApplicationStatus.RUNNING.value} or len(seen) < len(names):
@@ -206,7 +210,7 @@ def _reason(application: serve.schema.ApplicationStatusOverview) -> str:
 
 
 def _port(config: ServerConfig) -> int:
-    """Return the server's port. Raises if it is taken, before anything slow happens, unless by Serve's own proxy."""
+    """Return the server's port. Raise at once if another program, not Serve's own proxy, has taken it."""
     http = config.http_options
     if http.port and (config.proxy_location == "Disabled" or serve.status().proxies):
         return http.port
@@ -215,12 +219,12 @@ def _port(config: ServerConfig) -> int:
 
 
 def _check_answers(url: str) -> None:
-    """Raise if nobody answers: Serve keeps the address that it was first started with, which may be another one."""
+    """Raise if the server does not answer: Serve keeps the address that it was first started with, perhaps another."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
             return
         time.sleep(_POLL_SECONDS)
     raise TwinkleServerError(
-        f"the applications run, but nothing answers at {url}: Serve was running on this cluster before and listens "
-        "where it did then; say so in http_options, or end it with `serve shutdown` first"
+        f"the applications run, but nothing answers at {url}: Serve was already running on this cluster and still "
+        "listens on its earlier address; set http_options to that, or run `serve shutdown` first"
     )

@@ -1,4 +1,4 @@
-"""Who is where: the replicas of every model and of the processors, as Serve's applications and deployments."""
+"""The layout of a server on Ray: the replicas of every model and of the processors, and how one is chosen."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,42 +10,44 @@ from twinkle.server.config.applications import ApplicationSpec, ModelArgs, Proce
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of one base model, or of the processors, by name. Every process of a server knows the same ones."""
+    """The names of the replicas of one base model, or of the processors. They are the same in every process."""
 
     names: tuple[str, ...]
     model: str = ""  # the name under which it is served
 
     def owner(self, identifier: str, recorded: str) -> str:
-        """Return which replica has a run or a sampling session that is on record as ``recorded``'s.
+        """Return the replica that has a run or a sampling session. ``recorded``: the replica in its record.
 
-        Where that one is not there any more, because the configuration has changed, another takes its place: all find
-        the same one, and what it needs is in the state that they share.
+        If the configuration has changed and that replica does not exist any more, another takes over the run. Every
+        process chooses the same one, and it finds all that it needs in the shared state.
         """
         return recorded if recorded in self.names else self.chosen(identifier)
 
     def chosen(self, identifier: str) -> str:
-        """Return the same replica for the same identifier, and all of them alike often."""
+        """Return a replica by the hash of an identifier: always the same for one, and all replicas equally often."""
         number = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest())
         return self.names[number % len(self.names)]
 
     def emptiest(self, identifier: str, runs: Mapping[str, int]) -> str:
-        """Return where a new run is to go, given how many runs each replica has."""
+        """Return the replica for a new run: one of those with the fewest ``runs``."""
         fewest = min(runs.get(name, 0) for name in self.names)
         return Replicas(tuple(name for name in self.names if runs.get(name, 0) == fewest)).chosen(identifier)
 
 
-GATEWAY = "Gateway"  # the deployment of an application that has no replicas to tell apart
+GATEWAY = "Gateway"  # the deployment of an application whose replicas are interchangeable
 
 
 @dataclass(frozen=True)
 class Layout:
+    """All replicas of a server that are addressed by name."""
+
     models: Mapping[str, Replicas]  # by the name of the served model
     processors: Replicas
-    applications: Mapping[str, str]  # of each replica, whose name is also that of its deployment
+    applications: Mapping[str, str]  # the application of each replica; a replica has the name of its deployment
 
 
 def layout_of(config: ServerConfig) -> Layout:
-    """Return the layout, the same in every process: it follows from the configuration."""
+    """Return the layout. It follows from the configuration, so it is the same in every process."""
     trained = [one for one in config.applications if isinstance(one.args, ModelArgs)]
     models = {
         served.name: Replicas(replica_names(one), served.name)
@@ -62,14 +64,14 @@ def replica_names(application: ApplicationSpec) -> tuple[str, ...]:
 
 
 def wanted_replicas(application: ApplicationSpec) -> int:
-    """Return how many replicas there are. They hold adapters or processors, and do not come and go with the load."""
+    """Return the number of replicas. It is fixed, not autoscaled, because replicas hold adapters or processors."""
     said = application.deployments[0].replicas if application.deployments else None
     in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
     return said or in_args
 
 
 def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:
-    """Return the model on device ``cuda``: Ray shows a process its own GPU alone, as number 0."""
+    """Return the model with device ``cuda`` instead of ``cuda:N``: Ray shows a process only its own GPU."""
     device = served.model.compute_device
     if device is None or not device.startswith("cuda:"):
         return served

@@ -1,8 +1,8 @@
-"""What Serve's HTTP proxies answer while the server's applications are not there: not yet, or not any more.
+"""Middleware for Serve's HTTP proxies: it answers 503 while the server's applications start or stop.
 
-A proxy listens before anything is deployed and answers 404 until it is. The SDKs take that for the end of whatever they
-asked about; 503 they take as it is meant. Serve's proxies find :func:`middlewares` by an environment variable, which
-:mod:`~twinkle.server.runtime.ray.running` sets for clusters that it starts.
+A proxy listens before anything is deployed and by itself answers 404 until then. The SDKs take 404 to mean that what
+they asked for is gone, and give up; after 503 they try again. Serve's proxies find :func:`middlewares` by an
+environment variable, which :mod:`~twinkle.server.runtime.ray.running` sets for clusters that it starts.
 """
 
 from urllib.parse import urlsplit
@@ -27,13 +27,13 @@ def middlewares() -> list[Middleware]:
 
 
 class NotServed:
-    """ASGI middleware. Our own 404s are JSON and come from an application at ``/``, which answers every path."""
+    """Replaces Serve's own 404 by 503. A 404 of our application, which answers every path, is JSON and is passed on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # those are Serve's own
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Serve's own paths
             refused = scope["type"] == "http" and scope["path"] != _HEALTH and _is_rebound(scope)
             await (_OTHER_NAME if refused else self._app)(scope, receive, send)
             return
@@ -56,9 +56,10 @@ def _is_serves(start: Message) -> bool:
 
 
 def _is_rebound(scope: Scope) -> bool:
-    """Return whether a connection over the loopback address calls us by another name: perhaps that of a web page.
+    """Return whether a request over the loopback address has another Host header: a web page may try DNS rebinding.
 
-    The proxy does not know ``auth.mode`` or ``public_url``; who has either can do without Serve's own paths.
+    The proxy does not know ``auth.mode`` or ``public_url``, with which another host might be right; then Serve's own
+    paths are refused nevertheless.
     """
     here = (scope.get("server") or ("",))[0]
     host = next((value.decode("latin-1") for name, value in scope["headers"] if bytes(name).lower() == b"host"), "")

@@ -1,4 +1,4 @@
-"""Model services and processors of a server, from a process that has none of them."""
+"""The model services and processors of a server, for a process that has none of them and calls their replicas."""
 
 import asyncio
 import logging
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_REPORT_SECONDS = 2.0  # a replica that says nothing for so long is not healthy
+_REPORT_SECONDS = 2.0  # a replica that does not answer within this time counts as unhealthy
 _RELEASE_SECONDS = 60.0
 
 
 class RemoteFleet:
-    """All model services of the server, from a process that has none."""
+    """All model services of the server, called in their replicas."""
 
     def __init__(self, layout: Layout, replicas: Mapping[str, Replica]) -> None:
         self._layout = layout
         self._replicas = replicas
         self._of_models = [name for group in layout.models.values() for name in group.names]
-        self._last: dict[str, ModelReport] = {}  # by replica: what is true of a model even while it is away
+        self._last: dict[str, ModelReport] = {}  # the last report of each replica, for while it does not answer
 
     async def reports(self) -> dict[str, ModelReport]:
         found = await self._answers(self._of_models, lambda replica: replica.report())
@@ -42,7 +42,7 @@ class RemoteFleet:
         }
 
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
-        """Return what a tenant has, by model, without replicas that are away."""
+        """Return what a tenant has on each model. Replicas that do not answer are left out."""
         found = await self._answers(self._of_models, lambda replica: replica.of_tenant(tenant_id))
         return {
             model: _joined([found[name] for name in group.names if name in found])
@@ -50,21 +50,21 @@ class RemoteFleet:
         }
 
     async def metrics(self) -> dict[str, Sequence[Metric]]:
-        """Return metrics by replica, without those that are away, and without gateways: Serve gives those no names."""
+        """Return metrics by replica, except of replicas that do not answer, and of gateways, which have no names."""
         return await self._answers(list(self._replicas), lambda replica: replica.metrics())
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Tell all replicas that a session ended. One that is away finds that out when it comes back."""
+        """Tell all replicas that a session ended. A replica that does not answer learns it when it is back."""
         told = [self._replicas[name].release_session(session, state) for name in self._of_models]
         results = await asyncio.gather(
             *(asyncio.wait_for(each, _RELEASE_SECONDS) for each in told), return_exceptions=True
         )
         for name, result in zip(self._of_models, results, strict=True):
             if isinstance(result, BaseException):
-                logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
+                logger.warning("%s could not be told that session %s %s: %s", name, session.session_id, state, result)
 
     async def evict(self, run: RunRecord, why: str) -> None:
-        """Evict an adapter from the replica that has it. One that is away keeps it: the caller looks."""
+        """Evict a run in the replica that has it. If the replica does not answer, the run stays: the caller checks."""
         group = self._layout.models.get(run.model_name)
         if group is None:
             return  # its base model is not served now
@@ -75,7 +75,7 @@ class RemoteFleet:
             logger.warning("%s did not evict %s: %s", name, run.run_id, error)
 
     async def _answers(self, names: Sequence[str], ask: Callable[[Replica], Awaitable[T]]) -> dict[str, T]:
-        """Return what replicas answer, by name, without those that are away."""
+        """Return the answers of replicas by name. Those that do not answer in time are left out."""
 
         async def in_time(name: str) -> T | None:
             try:
@@ -88,7 +88,7 @@ class RemoteFleet:
 
 
 class RemoteProcessors:
-    """The processor service, from a process that has none."""
+    """The processor service, called in the replicas of the processors."""
 
     def __init__(self, replicas: Replicas, remote: Mapping[str, Replica]) -> None:
         self._replicas = replicas
@@ -97,29 +97,29 @@ class RemoteProcessors:
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
         try:
             return await self._of(session_id).batch(tenant_id, session_id, processor_id, number)
-        except ReplicaGoneError as error:  # the next one can say what is left of the session's processors
+        except ReplicaGoneError as error:  # the client tries again, and the next replica answers
             raise ShuttingDownError from error
 
     async def end_session(self, session_id: str) -> None:
         try:
             await asyncio.wait_for(self._of(session_id).end_session(session_id), _RELEASE_SECONDS)
-        except (ReplicaGoneError, TimeoutError) as error:  # its processors are gone with it
-            logger.warning("the processors did not hear that session %s ended: %s", session_id, error)
+        except (ReplicaGoneError, TimeoutError) as error:  # if the replica is gone, so are its processors
+            logger.warning("the processors could not be told that session %s ended: %s", session_id, error)
 
     def release_waiters(self) -> None:
-        """Do nothing: the replicas of the processors release their own."""
+        """Do nothing: the replicas of the processors release their own waiters."""
 
     def _of(self, session_id: str) -> Replica:
         return self._remote[self._replicas.chosen(session_id)]
 
 
 def _away(last: ModelReport) -> ModelReport:
-    """Return the last report of a replica that does not answer now."""
+    """Return the last report of a replica that does not answer now, marked as unhealthy."""
     return replace(last, healthy=False, recovering=True, detail="a replica does not answer", numbers={}, adapters={})
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
-    """Return the report of a model from those of its replicas. Ratios are those of the busiest."""
+    """Return the report of a model from those of its replicas. Numbers are added; the largest merge ratio counts."""
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     tenants = {tenant for report in reports for tenant in report.adapters}

@@ -1,4 +1,4 @@
-"""Replicas in other processes, by Serve handle, and how a call ends when one is gone."""
+"""Calls of replicas in other processes through Serve handles, and the error when a replica is gone."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def _there(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["RemoteReplica", P], Coroutine[Any, Any, T]]:
-    """Return a method that calls the one of the same name in the replica's own process."""
+    """Return a method that calls the method of the same name in the replica's process."""
 
     async def call(self: "RemoteReplica", /, *arguments: P.args, **options: P.kwargs) -> T:
         answer: T = raised(await self._asked(method.__name__, *arguments, **options))
@@ -30,7 +30,7 @@ def _there(
 
 
 class RemoteReplica:
-    """One replica. Its handle is made at the first use: applications start in any order."""
+    """One replica in another process. Its handle is made at the first call, because applications start in any order."""
 
     def __init__(self, name: str, application: str) -> None:
         self._name = name
@@ -74,7 +74,7 @@ class RemoteReplica:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> Exception:
-        """Return the error to raise: that the replica is away, if that is what it means. The rest is a bug, a 500."""
+        """Return ReplicaGoneError if the error means that; any other error is a bug, and is returned unchanged."""
         if isinstance(error, RayActorError | RayServeException):
             return ReplicaGoneError(f"{self._name} is being replaced")
         return error

@@ -1,8 +1,8 @@
-"""A sampler whose engine is in another process, and the next one there when that dies.
+"""A sampler whose engine is in another process, and is replaced when that process dies.
 
-The engine is asked from two threads: versions are published where training runs, all else is done where samples are.
-Requests under way are kept here with a seed each, and versions with their weights: an engine that dies is replaced, the
-next one gets both and draws the same tokens again. Of what was streamed already nothing is said twice.
+Two threads call the engine: versions are published in the compute thread of training, everything else runs in that of
+sampling. Unfinished requests are kept here, each with a seed, and versions with their weights. When an engine dies, its
+replacement gets both and draws the same tokens again. Tokens that were already streamed are not streamed twice.
 """
 
 import logging
@@ -26,13 +26,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _START_TRIES = 3
-_MOST_DEATHS = 3  # a request that saw more of them may be what engines die of
-_DIED = (RayActorError, OutOfMemoryError)  # the latter: Ray's, which killed it to save the machine
+_MOST_DEATHS = 3  # a request that was under way in more deaths than this may be their cause
+_DIED = (RayActorError, OutOfMemoryError)  # OutOfMemoryError: Ray killed the process to save the machine
 
 
 @dataclass(frozen=True)
 class _Version:
-    """How an engine gets a version: its method that takes ``source``, arrays in Ray's store or a directory."""
+    """How an engine gets a version: the method to call, and its argument, arrays in Ray's store or a directory."""
 
     method: str
     source: Any  # an ObjectRef, or the name of a directory that all machines see
@@ -40,20 +40,20 @@ class _Version:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A request that the engine has. Tokens of a streamed one are counted by sample."""
+    """A request that the engine works on, with the number of tokens already streamed for each of its samples."""
 
     request: SampleRequest
-    deaths: int = 0
-    told: dict[int, int] = field(default_factory=dict)
-    to_skip: dict[int, int] = field(default_factory=dict)  # of them, those which this engine will draw again
-    ended: set[int] = field(default_factory=set)
+    deaths: int = 0  # engines that died while they had the request
+    told: dict[int, int] = field(default_factory=dict)  # tokens streamed, by sample
+    to_skip: dict[int, int] = field(default_factory=dict)  # of these, how many the present engine will draw again
+    ended: set[int] = field(default_factory=set)  # samples whose end was streamed
 
     def begin_again(self) -> None:
         self.deaths += 1
         self.to_skip = dict(self.told)
 
     def unheard(self, event: Progress) -> Progress | None:
-        """Return what of an event was not told before; None if all of it was."""
+        """Return the part of an event that was not streamed before; None if all of it was."""
         if event.index in self.ended:
             return None
         skipped = min(len(event.tokens), self.to_skip.get(event.index, 0))
@@ -72,7 +72,10 @@ class RemoteSampler:
     """A :class:`~twinkle.sampler.types.Sampler` that may be used from several threads."""
 
     def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend) -> None:
-        """start: brings up the next engine, for as long as it takes; trainer: has the weights that are published."""
+        """Use ``engine`` until it dies. ``start`` returns the next engine and blocks until that is ready.
+
+        ``trainer`` has the weights that are published.
+        """
         self._engine = engine
         self._start = start
         self._trainer = trainer
@@ -82,7 +85,7 @@ class RemoteSampler:
         self._failed: list[Finished] = []
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        """Publish an adapter's weights. Runs in the trainer's thread."""
+        """Publish an adapter's weights. Runs in the compute thread of training."""
         weights = AdapterWeights(self._trainer.peft_config(adapter_id), self._trainer.weights(adapter_id))
         self._add(version_id, _Version("receive_version", ray.put(weights)))
 
@@ -114,7 +117,7 @@ class RemoteSampler:
                 return self._take_failed()
         return self._ask("step", note=self._heard)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- calls of the engine ------------------------------------------------------------------------------------------
 
     def _add(self, version_id: str, version: _Version) -> None:
         self._ask(
@@ -122,7 +125,10 @@ class RemoteSampler:
         )
 
     def _ask(self, method: str, *arguments: object, note: Callable[[Any], T]) -> T:
-        """Call the engine's method and give its answer to ``note``. If that engine is gone meanwhile, ask the next."""
+        """Call a method of the engine and return what ``note`` makes of the answer, under the lock.
+
+        If the engine was replaced meanwhile, its answer is dropped and the next engine is called.
+        """
         while True:
             engine = self._engine
             try:
@@ -152,12 +158,12 @@ class RemoteSampler:
         return list(taken)
 
     def _replace(self, dead: Any, error: Exception) -> None:
-        """Start the next engine, unless another thread was faster."""
+        """Start the next engine, unless another thread has already replaced the dead one."""
         with self._lock:
             if self._engine is not dead:
                 return
             logger.error("the sampler's process died, another takes its place: %s", error)
-            ray.kill(dead)  # it may be out of reach only
+            ray.kill(dead)  # it may still run and only be out of reach
             for request in self._requests.values():
                 request.begin_again()
             for _ in range(_START_TRIES):
@@ -169,12 +175,12 @@ class RemoteSampler:
         end_process("there is no sampler any more")
 
     def _started_again(self) -> Any:
-        """Return a new engine with all that the last one had."""
+        """Return a new engine that has all versions and requests of the last one."""
         engine = self._start()
         for version_id, version in list(self._versions.items()):
             try:
                 raised(ray.get(getattr(engine, version.method).remote(version_id, version.source)))
-            except TwinkleError:  # its directory was deleted: those who sample from it are told below
+            except TwinkleError:  # its directory was deleted: requests for it fail below
                 logger.exception("version %s is lost", version_id)
                 del self._versions[version_id]
         for request_id, each in list(self._requests.items()):

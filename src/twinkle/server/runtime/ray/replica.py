@@ -1,4 +1,4 @@
-"""What processes of the Ray runtime ask of each other. Nothing here knows how they reach one another."""
+"""The methods that processes of the Ray runtime call in each other, independent of how such a call is made."""
 
 import logging
 import os
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaGoneError(TwinkleServerError):
-    """The replica died, or there is none yet. Another takes its place soon and knows all that was acknowledged."""
+    """The replica died or has not started yet. Its successor comes soon, and has all acknowledged ops."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as the value of a remote call: Ray would wrap one that is raised, with a traceback for its message."""
+    """An error returned as a value of a remote call. Ray would wrap a raised error, with a traceback as its message."""
 
     error: Exception
 
 
 def tried(work: Callable[[], T]) -> T | Failure:
-    """Return what the work returns, or the error that a remote call is to answer with."""
+    """Return the result of the work, or its TwinkleError as a :class:`Failure`. Used in the process that is called."""
     try:
         return work()
     except TwinkleError as error:
@@ -38,14 +38,14 @@ def tried(work: Callable[[], T]) -> T | Failure:
 
 
 def raised(answer: object) -> Any:
-    """Return what a remote call answered, or raise the error that it answered with."""
+    """Return the answer of a remote call, or raise the error in it. Used in the process that calls."""
     if isinstance(answer, Failure):
         raise answer.error
     return answer
 
 
 def end_process(why: str) -> NoReturn:
-    """End this process at once. Serve starts another one in its place, which finds all that was acknowledged."""
+    """End this process at once. Serve starts another in its place, which recovers all acknowledged ops."""
     logger.critical("%s: this process ends, and Serve starts another one", why)
     logging.shutdown()
     os._exit(70)  # EX_SOFTWARE
@@ -55,24 +55,24 @@ class Replica(Protocol):
     """One replica of a model, or of the processor service. Every method raises :class:`ReplicaGoneError`."""
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        """Answer a request of a client. The replica hears of it when this is cancelled: the client has left."""
+        """Answer a client's request. If the client disconnects, the call is cancelled, and the replica notices."""
 
     def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
 
     async def metrics(self) -> Sequence[Metric]:
-        """Return what the replica's process has recorded."""
+        """Return the metrics of the replica's process."""
 
     async def report(self) -> ModelReport:
-        """Return how a model's replica is doing."""
+        """Return the health and numbers of a model's replica."""
 
     async def of_tenant(self, tenant_id: str) -> TenantReport:
         """Return what a tenant has on a model's replica."""
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Let go of what a session that ended has on a model's replica."""
+        """Release what an ended session has on a model's replica."""
 
     async def evict_run(self, run: RunRecord, why: str) -> None:
-        """Evict an adapter from a model's replica."""
+        """Evict a run from a model's replica."""
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
         """Return the rows of a batch that a processor of a session holds."""

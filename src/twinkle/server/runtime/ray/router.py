@@ -1,6 +1,6 @@
-"""The HTTP entrance of every process that Serve's proxies talk to: each request goes to whom it concerns.
+"""The HTTP entrance of every process that Serve's proxies talk to: it sends each request to the replica it concerns.
 
-What concerns nobody in particular, or this process, is answered by its own application.
+Requests that concern this process, or no replica in particular, are answered by the process's own application.
 """
 
 import asyncio
@@ -30,12 +30,15 @@ from twinkle.server.wire.errors import BodyTooLargeError
 
 logger = logging.getLogger(__name__)
 
-# A client waits for a model that is being replaced as long as for one that computes, and then asks again.
+# The longest wait for a replica that is being replaced: about that for a result. Then the client asks again.
 _WAIT_SECONDS = 30.0
 
 
 async def answered(app: ASGIApp, request: HttpRequest) -> HttpReply:
-    """Answer a request that another process sent here. Unless its route says so, it is finished without its client."""
+    """Answer a request that another process sent here.
+
+    The work is finished even if the client disconnects, unless the route says that it ends with its client.
+    """
     work = relay.answer(app, request)
     facts, _ = ROUTES.find(request.method, request.path)
     return await (work if facts.ends_with_client else relay.shielded(work))
@@ -53,7 +56,7 @@ class Router:
         max_body_bytes: int,
         own: str = "",
     ) -> None:
-        """``own``: the name of the replica that ``app`` is; empty: it is none."""
+        """Route requests of one process. ``own``: the name of its replica; empty: it is not one that has a name."""
         self._app = app
         self._directory = directory
         self._replicas = replicas
@@ -68,7 +71,7 @@ class Router:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. A long body counts among its tenant's uploads until then."""
+        """Answer one request. Until then, a long body counts against its tenant's limit of uploads."""
         upload = Upload(self._uploading)
         try:
             await self._counted(scope, receive, send, upload)
@@ -83,7 +86,7 @@ class Router:
             if _announced(scope) > SMALL_BODY:
                 tenant_id = await self._tenant(scope)
                 if tenant_id is None:
-                    await self._app(scope, receive, send)  # it says so, without reading the body
+                    await self._app(scope, receive, send)  # it refuses the request without reading the body
                     return
                 upload.belongs_to(tenant_id)
                 limit = self._app.state.gateway.tenants.limits(tenant_id).max_uploading_bytes_per_tenant
@@ -102,15 +105,15 @@ class Router:
             await (own if facts.ends_with_client else relay.shielded(own))
         else:
             work = self._stream(request, replica, send) if streams else self._whole(request, facts, replica, send)
-            with suppress(ClientDisconnect):  # nobody is left who could be told
+            with suppress(ClientDisconnect):  # there is no client left to answer
                 await unless_gone(receive, work)
 
     def _count(self, limit: str) -> None:
-        """Count a refusal in /metrics, as the application does for those of its own."""
+        """Count a refusal in /metrics, as the application does for its own refusals."""
         self._app.state.telemetry.metrics.counter(instruments.REFUSALS, limit).inc()
 
     async def _tenant(self, scope: Scope) -> str | None:
-        """Return the tenant of a request with a long body; None: no tenant that this process knows."""
+        """Return the tenant of a request with a long body; None if its key is not valid here."""
         request = Request({**scope, "app": self._app})
         try:
             refuse_rebinding(request)
@@ -119,7 +122,7 @@ class Router:
             return None
 
     async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
-        """Return who answers, None is this process, and whether the answer is to be handed on as it comes."""
+        """Return the replica that answers, None for this process, and whether its answer is a stream."""
         if len(request.body) < SMALL_BODY:
             to = destination_of(request, self._max_body_bytes)
         else:
@@ -145,20 +148,20 @@ class Router:
                     started = True
         except ReplicaGoneError:
             if started:
-                raise  # the connection breaks, which is what happened
+                raise  # the connection breaks, so that the client notices the failure
             await _send(send, _refusal(503, "the model is being brought back after a failure: try again"))
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _from_the_root(scope: Scope) -> Scope:
-    """Serve mounts an application at its route_prefix; ours knows its routes from the server's root."""
+    """Return the scope with its path from the server's root: Serve mounts an application below its route_prefix."""
     prefix, path = scope.get("root_path", ""), scope["path"]
     return {**scope, "root_path": "", "path": path if path.startswith(prefix) else prefix + path}
 
 
 def _announced(scope: Scope) -> int:
-    """Return how long a body is going to be: 0 without one, as long as can be where it is not said."""
+    """Return the announced length of a body: 0 without a body, ``sys.maxsize`` if the length is not announced."""
     headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
     if b"transfer-encoding" in headers:
         return sys.maxsize

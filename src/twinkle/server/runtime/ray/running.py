@@ -1,8 +1,8 @@
-"""``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime, and who may reach the cluster.
+"""``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime, and the protection of the cluster.
 
-Who may is decided before Ray is imported, because Ray reads variables when it is. Whoever reaches a Ray cluster's ports
-and has its token, or finds that it asks for none, runs any code on it. So a cluster that we start listens on the
-loopback address alone and asks for a token.
+Anyone who reaches the ports of a Ray cluster can run any code on it, if they have its token or if it asks for none. So
+a cluster that we start listens on the loopback address only and asks for a token. The variables for this are set before
+Ray is imported, because Ray reads them then.
 """
 
 import sys
@@ -14,10 +14,10 @@ from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
 from twinkle.server.state.integrity.copies import new_secret
 
-# What Ray reads when it is imported or starts a process.
+# Variables that Ray reads when it is imported or starts a process.
 _SETTINGS = {
-    "RAY_DEDUP_LOGS": "0",  # a replica's lines are shown as they are
-    "RAY_SERVE_LOG_TO_STDERR": "0",  # Serve's own are in its files
+    "RAY_DEDUP_LOGS": "0",  # show every line of a replica, also repeated ones
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # Serve's own lines are in its log files
     "RAY_USAGE_STATS_ENABLED": "0",
     PROXY_VARIABLE: PROXY_CALLBACK,
 }
@@ -41,7 +41,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
 
 
 def applications(config: ServerConfig) -> dict[str, str]:
-    """Return how Serve sees each application of this configuration, on the cluster that is there."""
+    """Return the status of each application of this configuration on the running cluster, as Serve reports it."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching
@@ -51,7 +51,7 @@ def applications(config: ServerConfig) -> dict[str, str]:
 
 
 def take_down(config: ServerConfig) -> bool:
-    """Take down the applications of a server whose own process is gone; False: there are none."""
+    """Take down the applications of a server whose own process is gone; return False if there are none."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching
@@ -63,20 +63,20 @@ def take_down(config: ServerConfig) -> bool:
         return True
 
 
-# Ray's switch for clusters of this machine only. It is meant for macOS and Windows, where that is the default, and is
-# read on Linux, too. An address does not do it: ray.init(_node_ip_address="127.0.0.1") takes the network's instead.
+# Ray's switch for clusters that only this machine reaches. It is meant for macOS and Windows, where that is the
+# default, but Ray reads it on Linux, too. ray.init(_node_ip_address="127.0.0.1") would take the network's address.
 _ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _TOKEN = {"RAY_AUTH_MODE": "token"}
 OPEN_CLUSTER = (
-    "warning: this Ray cluster asks for no token: whoever reaches its ports runs any code on it, as the user who "
-    "started it, and reads all tenants' data; start it with RAY_AUTH_MODE=token, or keep its ports from the network"
+    "warning: this Ray cluster asks for no token: anyone who reaches its ports can run any code on it, as the user who "
+    "started it, and read all tenants' data; start it with RAY_AUTH_MODE=token, or keep its ports from the network"
 )
 
 
 def prepare_access(may_start: bool) -> None:
     """Set the variables that decide where a cluster of ours listens, and whether a token is used.
 
-    What was set from outside stays. ``may_start``: a cluster is started where there is none to join.
+    Variables that are already set stay. ``may_start``: a cluster is started if there is none to join.
     """
     variables = read_ray_variables()
     if not _is_there_one(variables):
@@ -84,12 +84,12 @@ def prepare_access(may_start: bool) -> None:
         if may_start and variables.auth_mode is None:
             _ensure_token(variables)
     if variables.auth_mode is None and _has_token(variables):
-        # Ray by itself does so for clusters that it finds, but looks at them without a token first.
+        # Ray uses a token by itself for clusters that it finds, but contacts them without a token first.
         set_variable_defaults(_TOKEN)
 
 
 def _is_there_one(variables: RayVariables) -> bool:
-    """Return whether there is a cluster to join, in the order in which ``ray.init`` documents to look."""
+    """Return whether there is a cluster to join; looks where ``ray.init`` looks, in the documented order."""
     if variables.address is not None:
         return variables.address != "local"
     return (variables.directory / "ray_current_cluster").exists()
@@ -100,7 +100,7 @@ def _has_token(variables: RayVariables) -> bool:
 
 
 def _ensure_token(variables: RayVariables) -> None:
-    """Make a token for clusters of this user where there is none. Ray would, too, readable for everybody."""
+    """Make a token for this user's clusters if there is none. Ray would make one that every user can read."""
     if variables.token is None and not variables.token_path.exists():
         variables.token_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new_secret(variables.token_path)

@@ -1,7 +1,7 @@
-"""The process of a sampler that has one: a Ray actor with an engine on a copy of the base model.
+"""A sampler's own process: a Ray actor with an engine on a copy of the base model.
 
-It computes and remembers nothing that matters: sessions, requests and the versions' weights are with the model's
-replica, which starts it, and another one in its place when it dies.
+It only computes, and holds no state that would be missed: sessions, requests and the weights of versions are in the
+model's replica, which starts this actor, and another one when it dies.
 """
 
 import logging
@@ -45,7 +45,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """What the actor asks of Ray, and on which kind of device its engine computes."""
+    """The resources that the actor asks of Ray, and the kind of device on which its engine computes."""
 
     device: str
     num_cpus: float
@@ -55,14 +55,14 @@ class EngineDevices:
 
 
 class SamplerEngine:
-    """The actor. One call at a time, in the order in which they came."""
+    """The actor. Ray runs its calls one at a time, in the order in which they are submitted."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         set_variables(variables)  # before torch looks at them
         self._engine: TorchSampler | VllmSampler
 
     def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failure:
-        """Load the engine, and return how it divides its memory, for people."""
+        """Load the engine, and return a sentence for operators on how it divides its memory."""
         from twinkle.server.backends.loading import load_sampling_engine
 
         def load() -> str:
@@ -93,7 +93,7 @@ class SamplerEngine:
 
 
 def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
-    """Return what the sampler's process needs; None: it shares the model's process, or there is no sampler."""
+    """Return the devices of the sampler's own process; None: it shares the model's process, or there is no sampler."""
     for one in config.applications:
         if not isinstance(one.args, SamplerArgs) or one.args.model_id != served.model.model_id:
             continue
@@ -102,7 +102,7 @@ def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices
 
 
 def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedModelConfig) -> EngineDevices:
-    """Return what an application asks for, else the devices of the model's processes."""
+    """Return the devices that an application asks for, else the kind that the model's processes have."""
     asked = resources_of(one)
     if group is not None:
         device = group.device_type
@@ -120,14 +120,14 @@ def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedMode
 
 @dataclass(frozen=True)
 class StartingEngine:
-    """An actor on its way up."""
+    """An actor that is starting and loading its engine."""
 
     actor: Any
     loading: Any  # an ObjectRef
     devices: EngineDevices
 
     def ready(self) -> tuple[Any, str]:
-        """Return the actor, once it has loaded its engine, and its memory, for people. Blocks, and logs that."""
+        """Return the actor and a sentence on its memory, once the engine is loaded. Blocks; a long wait is logged."""
         while not ray.wait([self.loading], timeout=_PATIENCE_SECONDS)[0]:
             logger.warning("the sampler's process is not ready: it loads, or the cluster has no %s", self.devices)
         memory: str = raised(ray.get(self.loading))

@@ -1,9 +1,9 @@
-"""A trainer of several processes: one Ray actor a rank, all given the same calls in the same order.
+"""A trainer of several processes: one Ray actor for each rank. All get the same calls in the same order.
 
-The model service calls it from its compute thread, as it would a trainer of its own. The rows of a batch are divided by
-tokens; everything else goes to all ranks, and the first one's answer stands for all. A rank that dies or fails alone
-leaves the others in the middle of something: then this process ends too, Serve replaces it, and journal and snapshots
-bring back what was acknowledged.
+The training service calls it from its compute thread, like a trainer in its own process. The rows of a batch are
+divided among ranks by tokens; every other call goes to all ranks, and the answer of the first stands for all. A rank
+that dies or fails alone leaves the others in the middle of a call: then this process ends too, Serve replaces it, and
+journal and snapshots bring back all acknowledged ops.
 """
 
 import functools
@@ -28,11 +28,11 @@ from twinkle.utils.network import find_free_port
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
+_GRACE_SECONDS = 60.0  # after a failure of one rank, for the others to fail too
 
 
 class _Rank:
-    """An actor: the trainer of one rank."""
+    """The actor that holds the trainer of one rank."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         set_variables(variables)  # before torch looks at them
@@ -45,23 +45,23 @@ class _Rank:
     def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
         self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
-        return TrainerFacts.of(self._trainer)
+        return TrainerFacts.from_trainer(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """Return what the trainer returns, or :class:`Failure`."""
+        """Call a method of the trainer and return its result, or a :class:`Failure`."""
         try:
             return tried(lambda: getattr(self._trainer, method)(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
+        except Exception as error:  # noqa: BLE001 - an edge: the group decides what a failure means
             return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
     def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Return results and the objectives, which may have learned something; or :class:`Failure`."""
+        """Return the results and the objectives, which passes may have changed, or a :class:`Failure`."""
         results = self.call(method, (items,), {})
         return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
 
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
-    """Return a method of the group: the trainer's own, called on all ranks."""
+    """Return a method of the group that calls the trainer's method of the same name on all ranks."""
 
     def call(self: "TrainerGroup", /, *arguments: P.args, **options: P.kwargs) -> T:
         answer: T = self._all(method.__name__, *arguments, **options)
@@ -71,15 +71,15 @@ def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["T
 
 
 class TrainerGroup(TrainingBackend):
-    """A trainer of several ranks, which stay together: a batch is one step. Each has and divides its own memory."""
+    """A trainer of several ranks. They stay together, so a batch is one step. Each rank manages its own memory."""
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = tuple(ranks)
         self._rows = 0
-        self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
+        self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """Ask the first rank alone: nothing changes, and it may be asked while the others are in a call."""
+        """Ask the first rank only. The check changes nothing, so the other ranks may be in a call meanwhile."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
@@ -95,14 +95,14 @@ class TrainerGroup(TrainingBackend):
         return list(self._adapters)
 
     def host_bytes(self) -> int:
-        """Return 0: nothing is in this process."""
+        """Return 0: no adapter is in this process."""
         return 0
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         return 0
 
     def numbers(self) -> TrainerNumbers:
-        """Return what this process knows without asking the ranks."""
+        """Return the numbers that this process knows without asking the ranks."""
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -131,7 +131,7 @@ class TrainerGroup(TrainingBackend):
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        """Return a function that writes the copy, which comes to this process, from here."""
+        """Copy the adapter's state to this process, and return a function that writes it from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
         return functools.partial(write, companions=companions)
 
@@ -140,13 +140,13 @@ class TrainerGroup(TrainingBackend):
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         from twinkle.model.multi_lora.library_objective import LibraryObjective
-        from twinkle.model.trainer.division import Division  # with torch, which this package loads for models only
+        from twinkle.model.trainer.division import Division  # here, because it imports torch
 
         division = Division.by_tokens(items, len(self._ranks))
         shares = [division.share(number) for number in range(len(self._ranks))]
         answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
         for index, item in enumerate(items):
-            if isinstance(item.objective, LibraryObjective):  # it counted where its rows were: on one rank, all of them
+            if isinstance(item.objective, LibraryObjective):  # all its rows are on one rank, which counted tokens
                 owner = (division.owners[index] or (0,))[0]
                 item.objective.num_tokens = answers[owner][1][index].num_tokens
         joined = division.join([results for results, _ in answers])
@@ -172,7 +172,7 @@ def load_group(served: ServedModelConfig) -> ServedModel:
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
-    """Return the configuration's mesh; without one the processes of the group share the rows of a batch."""
+    """Return the configured mesh; without one, a data-parallel mesh of all processes of the group."""
     group, given = args.device_group, args.device_mesh
     device = (given.device_type if given is not None else None) or (group.device_type if group is not None else "cpu")
     if given is None:
@@ -185,14 +185,14 @@ def mesh_of(args: ModelArgs) -> DeviceMesh:
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """Return variables as torchrun sets them. Each process sees its own device only: its local rank is always 0."""
+    """Return the variables that torchrun would set. Each process sees only its own device, so its local rank is 0."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """Return what all ranks answer. An error that all of them had is raised.
+    """Return the answers of all ranks. If all ranks failed, raise the error of one.
 
-    One that only some had leaves the others in the middle of something, or somewhere else: then the group is lost.
+    If only some failed, the ranks are no longer in the same state: then this process ends.
     """
     answers: dict[Any, Any] = {}
     failed = False
