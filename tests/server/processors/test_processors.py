@@ -469,8 +469,12 @@ def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
                     rows = await service.batch("t", session, loader, 0)
                     assert len(rows) == 4
                     assert 28_000 < service.budget.used < 40_000
-            with pytest.raises(QuotaError, match="max_referenced_batch_bytes_per_tenant"):
-                await service.call("t", "b", following, None)
+            for key in (None, "again", "again"):  # the refusal is not kept for the key, and no batch is lost by it
+                with pytest.raises(QuotaError, match="max_referenced_batch_bytes_per_tenant"):
+                    await service.call("t", "b", following, key)
+            await service.end_session("a")
+            first, second = [json.loads(await service.call("t", "b", following, key)) for key in ("again", None)]
+            assert (first["number"], second["number"]) == (0, 1)
         finally:
             await service.stop()
 

@@ -4,6 +4,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from twinkle.errors import GoneError, InvalidInputError, NotFoundError, UserError
@@ -53,6 +54,11 @@ class Pass:
         self._over = None
         return item
 
+    def put_back(self, item: Any) -> None:
+        """Make ``item``, which :meth:`next` returned last, the next one again."""
+        assert self._items is not None
+        self._items = chain([item], self._items)
+
 
 class NoRoomError(Exception):
     """A batch of ``size`` bytes does not fit into the room that other sessions leave within the limits."""
@@ -77,11 +83,11 @@ class KeptBatches:
 
     def add(self, loader: str, text: str) -> int:
         number, size = self._served[loader], len(text)  # JSON as we write it is ASCII
-        self._served[loader] += 1
         if size > self._most_of_one:
             raise UserError(f"result: {size} bytes of JSON, allowed: at most {self._most_of_one}")
         if size > self.limit:
             raise NoRoomError(size)
+        self._served[loader] += 1
         while self._texts and self.used + size > self.limit:
             self._drop(*next(iter(self._texts)))
         self._texts[loader, number] = text

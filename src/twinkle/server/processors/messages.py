@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from twinkle.errors import InvalidInputError, QuotaError, ShuttingDownError, UnsupportedError
+from twinkle.errors import InvalidInputError, OverloadedError, QuotaError, ShuttingDownError, UnsupportedError
 
 _LENGTHS = struct.Struct(">IQ")
 _MOST_HEADER_BYTES = 2**20
@@ -149,7 +149,7 @@ class Answers:
     async def _work(self, key: str, work: Callable[[], Awaitable[bytes]]) -> bytes:
         try:
             answer = await work()
-        except (QuotaError, ShuttingDownError):
+        except (OverloadedError, QuotaError, ShuttingDownError):
             del self._entries[key]  # nothing was done: the same key may try again
             raise
         finally:

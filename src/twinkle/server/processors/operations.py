@@ -11,7 +11,7 @@ from twinkle.dataset import Dataset
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub.construction import check_options
 from twinkle.server.processors.arguments import Context
-from twinkle.server.processors.live import Live
+from twinkle.server.processors.live import Live, NoRoomError
 from twinkle.server.processors.messages import to_json
 
 if TYPE_CHECKING:
@@ -124,7 +124,11 @@ def next_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonT
     """Return the next rows, or with ``by_reference`` a reference to them. Either way the batch is numbered and kept."""
     rows = live.course.next(live.thing)
     text = to_json(rows)
-    number = context.objects.batches.add(live.processor_id, text)
+    try:
+        number = context.objects.batches.add(live.processor_id, text)
+    except NoRoomError:
+        live.course.put_back(rows)  # the client asks again when there is room, and gets these rows
+        raise
     if not arguments.get("by_reference", False):
         return JsonText(text)
     if not isinstance(rows, list):
