@@ -223,7 +223,7 @@ class VllmSampler:
     def _check_base(self) -> None:
         difference = self._check.compare(None, None)
         if not difference.is_small:
-            raise TwinkleServerError(f"vLLM computes another base model than the trainer: {difference}")
+            raise TwinkleServerError(f"vLLM does not compute the base model as the trainer does: {difference}")
 
     def _applies(self, kind: str) -> bool:
         """Return whether vLLM applies LoRA on the modules of this name; False if it refuses to load such an adapter."""
