@@ -221,7 +221,7 @@ class Job:
     def result(self) -> SampleResult:
         sequences = []
         for sequence in self.sequences:
-            assert sequence.stop_reason is not None, "a result has no open ends"
+            assert sequence.stop_reason is not None, "every sample of a result has ended"
             tokens, logprobs, top = sequence.generated()
             sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason, top))
         return SampleResult(

@@ -244,7 +244,7 @@ class Schedule:
             stop = length
         return sequence.cached, stop
 
-    # --- what the cache holds -----------------------------------------------------------------------------------------
+    # --- contents of the cache ----------------------------------------------------------------------------------------
 
     def _follow_length(self, sequence: Sequence) -> None:
         """Drop the sequence's blocks if its length has entered another length class.

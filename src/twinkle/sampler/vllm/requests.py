@@ -85,7 +85,7 @@ class Request:
     def result(self) -> SampleResult:
         sequences = []
         for sample in self.samples:
-            assert sample.stop_reason is not None, "a result has no open ends"
+            assert sample.stop_reason is not None, "every sample of a result has ended"
             tokens, logprobs, top = self._arrays(sample.told)
             sequences.append(SampledSequence(tokens, logprobs, sample.stop_reason, top))
         scores = self.scores or SampleResult([])
