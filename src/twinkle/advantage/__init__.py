@@ -1,4 +1,4 @@
-"""Advantages from rewards. torch is imported when a name is first used."""
+"""Advantages computed from rewards. torch is imported when a name is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

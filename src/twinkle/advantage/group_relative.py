@@ -1,4 +1,4 @@
-"""Advantages of completions that were sampled in groups, each from one prompt: G completions each, one after another.
+"""Advantages of completions that were sampled in groups. A group is G consecutive completions of one prompt.
 
 Shapes: B completions, G of a group, F reward functions.
 """
@@ -14,11 +14,14 @@ from twinkle.errors import InvalidInputError, UnknownNameError
 __all__ = ["Advantage", "GRPOAdvantage", "RLOOAdvantage"]
 
 SCALES = ("batch", "group", "none")
-EPSILON = 1e-8  # added to a standard deviation, which is 0 where all rewards are equal
+EPSILON = 1e-8  # added to the standard deviation, which is 0 if all rewards are equal
 
 
 class Advantage(ABC):
-    """Base of the advantages: ``rewards`` (B,), or (B, F) to be summed over F, become one number a completion, (B,)."""
+    """The base class of advantages.
+
+    ``rewards`` are (B,), or (B, F), which are summed over F. The result is one number for each completion, (B,).
+    """
 
     @abstractmethod
     def __call__(
@@ -29,8 +32,8 @@ class Advantage(ABC):
 class GRPOAdvantage(Advantage):
     """Reward minus the mean of its group, divided by the standard deviation of the group or of the whole batch.
 
-    Completions that are alone (``num_generations`` 1) have no group to be compared with. "group" gives their rewards as
-    they are; "batch" and "none" compare them with the batch.
+    With ``num_generations`` 1 a completion has no group to compare it with. Then "group" returns the rewards unchanged,
+    and "batch" and "none" subtract the mean of the batch.
     """
 
     def __call__(
@@ -49,7 +52,7 @@ class GRPOAdvantage(Advantage):
 
 
 class RLOOAdvantage(Advantage):
-    """Reward minus the mean of the others of its group; divided as in GRPO."""
+    """Reward minus the mean of the other rewards of its group, divided as in GRPO."""
 
     def __call__(
         self,
@@ -70,7 +73,7 @@ def _checked(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]], grou
         raise UnknownNameError("scale of advantages", scale, SCALES)
     try:
         rewards_B = torch.as_tensor(rewards, dtype=torch.float32)
-    except (TypeError, ValueError):  # what torch raises for None, text and rows of different lengths
+    except (TypeError, ValueError):  # raised by torch for None, text and ragged rows
         raise InvalidInputError("rewards", rewards, "numbers, (completions,) or (completions, functions)") from None
     if rewards_B.dim() == 2:
         rewards_B = rewards_B.sum(-1)
@@ -86,7 +89,7 @@ def _checked(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]], grou
 
 
 def _scaled(centred_B: Tensor, rewards_B: Tensor, group: int, scale: str) -> Tensor:
-    if scale == "none" or len(rewards_B) < 2:  # one reward has no deviation
+    if scale == "none" or len(rewards_B) < 2:  # a single reward has no deviation
         return centred_B
     if scale == "batch":
         return centred_B / (rewards_B.std() + EPSILON)

@@ -1,7 +1,7 @@
-"""The nouns of data: conversations, what a model reads, what it answers. Plain dicts and dataclasses.
+"""The types of data: conversations, inputs and outputs of models, samples. Plain dicts and dataclasses.
 
-What crosses between datasets, models, samplers and services is a plain dict at run time, so that rows of any origin
-pass through unchanged; the ``TypedDict`` types name the keys that Twinkle itself reads. Others are always allowed.
+Datasets, models, samplers and services exchange plain dicts, so that rows of any origin pass through unchanged. The
+``TypedDict`` types name the keys that Twinkle itself reads; other keys are always allowed.
 """
 
 from twinkle.data_format.input_feature import InputFeature

@@ -1,4 +1,4 @@
-"""Rows and columns: the same table as a list of dicts and as a dict of lists."""
+"""Conversion of a table between rows (a list of dicts) and columns (a dict of lists)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Columns = dict[str, list[Any]]
 
 
 def columns_to_rows(columns: Mapping[str, Sequence[Any]] | Sequence[Row]) -> list[Row]:
-    """The rows of a table; a list of rows is handed back as a new list of the same rows."""
+    """Return the rows of a table. A list of rows is returned as a new list of the same rows."""
     if not isinstance(columns, Mapping):
         return list(columns)
     if not columns:
@@ -27,10 +27,10 @@ def columns_to_rows(columns: Mapping[str, Sequence[Any]] | Sequence[Row]) -> lis
 def rows_to_columns(
     rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], keys: Sequence[str] | None = None
 ) -> Columns:
-    """The columns of a table; one row alone is a table, too.
+    """Return the columns of a table. A single row counts as a table of one row.
 
-    The columns are ``keys`` or, without them, every key that some row has, in the order of their first appearance; a
-    row that lacks one has None there.
+    The columns are ``keys`` or, without them, every key of any row in the order of first appearance. A row without a
+    key gets None in that column.
     """
     table = [rows] if isinstance(rows, Mapping) else rows
     names = list(dict.fromkeys(key for row in table for key in row)) if keys is None else list(keys)

@@ -1,4 +1,4 @@
-"""What a model is trained on: one tokenised sequence.
+"""The input of a model: one tokenised sequence.
 
 Shapes: T tokens, L layers, K experts of a token.
 """
@@ -17,9 +17,9 @@ __all__ = ["InputFeature"]
 class InputFeature(TypedDict, total=False):
     """One sequence of T tokens.
 
-    ``labels[t]`` is what position t is to predict, that is token t + 1, or −100 where nothing is learnt; the last label
-    is always −100. Rows that come from disk or over the wire hold lists where a template makes arrays. What a processor
-    adds for images and the like (``pixel_values``, ``image_grid_thw`` …) stands beside these keys.
+    ``labels[t]`` is the target of position t, that is token t + 1, or −100 where nothing is learnt; the last label is
+    always −100. A template makes arrays; rows from disk or from the network hold lists instead. A processor adds more
+    keys for images and other media (``pixel_values``, ``image_grid_thw`` …).
     """
 
     input_ids: "NDArray[np.int64] | Sequence[int]"

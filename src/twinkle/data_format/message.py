@@ -1,4 +1,4 @@
-"""One turn of a conversation, and the tools that an assistant may call in it."""
+"""One message of a conversation, and the tools that an assistant may call."""
 
 from typing import Any, Literal, TypedDict
 
@@ -6,7 +6,7 @@ __all__ = ["Function", "FunctionCall", "Message", "Tool", "ToolCall"]
 
 
 class FunctionCall(TypedDict, total=False):
-    """``arguments``: a dict, or the JSON text of one, as the OpenAI API has it."""
+    """The function that a tool call names. ``arguments``: a dict, or its JSON text, as in the OpenAI API."""
 
     name: str
     arguments: dict[str, Any] | str
@@ -19,7 +19,7 @@ class ToolCall(TypedDict, total=False):
 
 
 class Function(TypedDict, total=False):
-    """``parameters`` is the JSON schema of the arguments."""
+    """The description of a function. ``parameters`` is the JSON schema of its arguments."""
 
     name: str
     description: str
@@ -32,11 +32,12 @@ class Tool(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    """``content``: text, or blocks ``{"type": "text", "text": …}`` and ``{"type": "image" | "video" | "audio", …}``.
+    """One message.
 
-    The data of a media block stands under its type's name, ``url`` or ``path``; ``images``, ``videos`` and ``audios``
-    beside the content fill placeholders in the text. ``reasoning_content`` is what the assistant thought before it
-    answered, without the tags around it.
+    ``content`` is text, or a list of blocks ``{"type": "text", "text": …}`` and
+    ``{"type": "image" | "video" | "audio", …}``. A media block holds its data under the name of its type, ``url`` or
+    ``path``. ``images``, ``videos`` and ``audios`` fill placeholders in the text. ``reasoning_content`` is the
+    assistant's thinking before its answer, without the tags around it.
     """
 
     role: Literal["system", "user", "assistant", "tool"]

@@ -1,4 +1,4 @@
-"""What a forward pass and a loss hand over. Values are torch tensors where they come from a model here."""
+"""The results of a forward pass and of a loss. Values are torch tensors if they come from a model of this process."""
 
 from typing import Any, TypedDict
 
@@ -6,7 +6,10 @@ __all__ = ["LossOutput", "ModelOutput"]
 
 
 class ModelOutput(TypedDict, total=False):
-    """``logps`` and ``entropies`` are of the labels' tokens; ``num_tokens`` counts labels that are not −100."""
+    """The outputs of a model.
+
+    ``logps`` and ``entropies`` have one value for each label; ``num_tokens`` counts the labels that are not −100.
+    """
 
     logits: Any
     loss: Any
@@ -18,7 +21,7 @@ class ModelOutput(TypedDict, total=False):
 
 
 class LossOutput(TypedDict, total=False):
-    """A loss and the number of tokens its sum is over (0 for a loss that is a mean already)."""
+    """A loss, and the number of tokens that it is a sum over (0 for a loss that is already a mean)."""
 
     loss: Any
     num_tokens: Any

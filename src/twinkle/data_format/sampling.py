@@ -1,4 +1,4 @@
-"""How to draw tokens, and what was drawn."""
+"""The parameters of sampling and its results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ __all__ = ["SampleResponse", "SampledSequence", "SamplingParams"]
 
 StopReason = Literal["length", "stop", "abort", "error"]
 
-# What `generate` makes without a limit of its own, for a caller that gave none.
+# The limit for `generate` if the caller gave none.
 _DEFAULT_NEW_TOKENS = 2048
 
 
@@ -23,9 +23,10 @@ _DEFAULT_NEW_TOKENS = 2048
 class SamplingParams:
     """How tokens are drawn.
 
-    ``max_tokens=None``: what is left of the context; 0: nothing is generated, only the prompt is scored.
-    ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=k``: of each sampled
-    token (1) or of the k likeliest. ``prompt_logprobs=k``: the same of the prompt's tokens.
+    ``max_tokens=None``: as many as the context has left; 0: generate nothing and only score the prompt.
+    ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, several texts, or token ids. ``logprobs=k``: report
+    the log-probability of each sampled token (k = 1) or of the k likeliest tokens. ``prompt_logprobs=k``: the same for
+    the prompt's tokens.
     """
 
     max_tokens: int | None = None
@@ -73,7 +74,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """From a request's body; ``max_new_tokens`` is another name of ``max_tokens``."""
+        """Read parameters from the body of a request. ``max_new_tokens`` is another name for ``max_tokens``."""
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known and name != "max_new_tokens":
@@ -84,7 +85,7 @@ class SamplingParams:
         return cls(**named)
 
     def to_vllm(self, **overrides: Any) -> "VllmSamplingParams":
-        """The same as vLLM's class; ``overrides`` are further fields of that class, and win."""
+        """Return these parameters as vLLM's class. ``overrides``: fields of that class, which take precedence."""
         try:
             from vllm import SamplingParams as VllmSamplingParams
             from vllm.sampling_params import RequestOutputKind
@@ -92,7 +93,7 @@ class SamplingParams:
             raise MissingDependencyError("vllm", "vllm", "SamplingParams.to_vllm") from error
         arguments: dict[str, Any] = {
             "n": self.num_samples,
-            # vLLM cannot generate nothing: whoever only wants the prompt scored throws one token away.
+            # vLLM generates at least one token: a caller that only scores the prompt has to discard it.
             "max_tokens": None if self.max_tokens is None else max(self.max_tokens, 1),
             "seed": self.seed,
             "stop": self.stop_strings or None,
@@ -104,12 +105,12 @@ class SamplingParams:
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
         }
-        if self.num_samples > 1:  # samples that arrive piece by piece would have to be put together again
+        if self.num_samples > 1:  # otherwise samples arrive in pieces, which would have to be joined
             arguments["output_kind"] = RequestOutputKind.FINAL_ONLY
         return VllmSamplingParams(**{**arguments, **overrides})
 
     def to_transformers(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
-        """Keyword arguments for ``model.generate``. Stops need the tokenizer: its end tokens stay stops, too."""
+        """Return keyword arguments for ``model.generate``. Stops need the tokenizer, whose end token also stops."""
         if self.seed is not None:
             raise UnsupportedError("seed: model.generate takes none; call transformers.set_seed before it")
         if self.prompt_logprobs is not None:
@@ -133,7 +134,7 @@ class SamplingParams:
         if not self.stop_strings and not self.stop_token_ids:
             return stops
         if tokenizer is None:
-            raise InvalidInputError("tokenizer", None, "the model's tokenizer, which stops cannot be applied without")
+            raise InvalidInputError("tokenizer", None, "the model's tokenizer, which stops need")
         if self.stop_strings:
             stops |= {"stop_strings": self.stop_strings, "tokenizer": tokenizer}
         if self.stop_token_ids:
@@ -144,10 +145,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One continuation.
+    """One continuation of a prompt.
 
-    ``logprobs[i]`` are (token id, log-probability) pairs of position i: the sampled token alone, or the likeliest, best
-    first. ``new_input_feature`` is the prompt's feature with this continuation appended and labelled.
+    ``logprobs[i]`` are (token id, log-probability) pairs of position i: only the sampled token, or the likeliest
+    tokens, likeliest first. ``new_input_feature`` is the prompt's feature with this continuation appended and labelled.
     """
 
     stop_reason: StopReason
@@ -160,7 +161,7 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResponse:
-    """All continuations of one prompt. The first entry of both prompt lists is None: nothing predicts token 0."""
+    """All continuations of one prompt. Prompt log-probabilities begin with None, because nothing predicts token 0."""
 
     sequences: list[SampledSequence]
     prompt_token_ids: list[int] | None = None

@@ -1,4 +1,4 @@
-"""One conversation with everything that belongs to it, and the notes that travel with it."""
+"""One conversation with its tools and media, and the user data that is kept with it."""
 
 import json
 from typing import Any, TypedDict
@@ -9,7 +9,11 @@ __all__ = ["Trajectory", "pack_value", "user_data_get"]
 
 
 class Trajectory(TypedDict, total=False):
-    """``user_data``: notes for rewards and metrics, pairs of a key and a JSON text (one Arrow type for all values)."""
+    """One conversation.
+
+    ``user_data`` holds values for rewards and metrics, as pairs of a key and a JSON text. They are texts so that all
+    values have the same Arrow type.
+    """
 
     messages: list[Message]
     tools: list[Tool]
@@ -21,14 +25,14 @@ class Trajectory(TypedDict, total=False):
 
 
 def pack_value(value: object) -> str:
-    """The JSON text of a value for ``user_data``; what JSON does not know is written as ``str`` writes it."""
+    """Return the JSON text of a value for ``user_data``. Types that JSON does not know are converted by ``str``."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def user_data_get(items: object, key: str, default: Any = None) -> Any:
-    """The value of the first pair with this key in ``user_data``.
+    """Return the value of the first pair with this key in ``user_data``.
 
-    Values are JSON texts, but notes that others wrote are handed over as they are when they are not.
+    Values are parsed as JSON. A value that is not valid JSON, as other programs may write it, is returned unchanged.
     """
     if not isinstance(items, list | tuple):
         return default

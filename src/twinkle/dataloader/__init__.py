@@ -1,4 +1,4 @@
-"""Data loaders. torch is imported with the first batch."""
+"""Data loaders. torch is imported when the first batch is made."""
 
 from twinkle.dataloader.batches import DeviceMeshSampler
 from twinkle.dataloader.dataloader import DataLoader

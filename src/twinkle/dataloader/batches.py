@@ -1,4 +1,4 @@
-"""Global batches, cut to this process's part."""
+"""Global batches (the rows of all processes), and the slice of each that belongs to this process."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 def cut(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of ``size`` items; the last may be shorter."""
+    """Yield lists of ``size`` items. The last one may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 
 
 class DeviceMeshSampler:
-    """Batches of a batch sampler, each cut to this process's part.
+    """The batches of a batch sampler, each reduced to this process's slice.
 
-    A batch shorter than ``min_batch_size`` (by default one row for each process) ends the iteration. Of a batch that
-    ``skip_samples`` covers only in part, the tail is kept.
+    A batch shorter than ``min_batch_size`` (by default one row for each process) ends the iteration. If
+    ``skip_samples`` ends in the middle of a batch, the rest of that batch is served.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class DeviceMeshSampler:
 
 
 class BatchPlan:
-    """The batches of every epoch of a table, and where in them a loader stands.
+    """The batches of every epoch of a table, and the loader's position in them.
 
-    A position counts the rows of all epochs so far. It is all that a checkpoint needs: epoch and place follow from it.
-    ``order`` and ``sizes`` are the same for all processes; each gets its slice of every batch.
+    The position is the number of rows consumed over all epochs. A checkpoint needs nothing else: the epoch and the row
+    within it follow from it. The order and the sizes of batches are the same for all processes; each process gets its
+    slice of every batch.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class BatchPlan:
         return self._full * self._batch_size + self._kept_tail
 
     def __len__(self) -> int:
-        """What is left of the epoch that :attr:`position` is in."""
+        """Return the number of batches left in the epoch of :attr:`position`."""
         return len(list(self.sizes()))
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        """This process's draws, batch by batch, from :attr:`position` to the end of its epoch."""
+        """Yield this process's draws, batch by batch, from :attr:`position` to the end of its epoch."""
         if not self.rows_per_epoch:
             return
         epoch, start = divmod(self.position, self.rows_per_epoch)
@@ -92,9 +93,10 @@ class BatchPlan:
             yield batch[self._mesh.get_slice(size)]
 
     def sizes(self) -> Iterator[int]:
-        """Rows of all processes in each batch that is left of the epoch.
+        """Yield the size of each batch left in the epoch, counting the rows of all processes.
 
-        Of a batch that the position is in the middle of, the tail comes first, so that the others stay what they are.
+        If the position is in the middle of a batch, the rest of that batch comes first, so that all later batches are
+        the same as without an interruption.
         """
         if not self.rows_per_epoch:
             return

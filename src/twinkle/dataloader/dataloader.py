@@ -1,4 +1,4 @@
-"""Batches of rows, the same after a restart as without one."""
+"""The data loader. A run that is resumed gets the same batches as a run without an interruption."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sized
@@ -25,18 +25,18 @@ _at_once = remote_function(lazy_collect=False)
 
 @remote_class(execute="first")
 class DataLoader:
-    """Iterates over a dataset in batches: lists of rows, or what a processor makes of them.
+    """Iterates over a dataset in batches: lists of rows, or the results of a processor.
 
-    ``batch_size`` counts the rows of all processes; with a ``device_mesh`` each gets its part of every batch. A batch
-    with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. Every ``for`` loop over
-    the loader is an epoch; with ``shuffle=True`` each has an order of its own, made from ``seed`` and the epoch's
-    number.
+    ``batch_size`` counts the rows of all processes; with a ``device_mesh``, each process gets its slice of every batch.
+    A batch with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. Every ``for`` loop
+    over the loader is one epoch; with ``shuffle=True``, each epoch has its own order, which depends on ``seed`` and the
+    number of the epoch.
 
-    The state is a position in the sequence of all epochs' rows, so a loop that is left early and started again goes on
-    with the next epoch, and the rest of the one before counts as consumed.
+    The state is the number of rows consumed over all epochs. A loop that was left early and is started again continues
+    with the next epoch; the rest of the previous epoch counts as consumed.
 
-    On a worker group it is on the first worker, and so is a dataset that a function makes; batches are promises, which
-    the workers of a model fetch from there.
+    On a worker group the loader lives on the first worker, and so does a dataset that is given as a function. Batches
+    are remote promises, which the workers of a model fetch from there.
     """
 
     def __init__(
@@ -97,28 +97,31 @@ class DataLoader:
     def set_processor(
         self, processor_cls: "InputProcessor | type[InputProcessor] | str | Callable[..., Any]", **init_args: Any
     ) -> None:
-        """What makes a batch of rows: an instance, a class, a name in ``twinkle.processor``, a plugin or a function."""
+        """Set the processor that turns rows into a batch.
+
+        It is an instance, a class, a name in ``twinkle.processor``, a plugin or a function.
+        """
         from twinkle.processor import InputProcessor
 
         self._collate = cast("Collate", construct(processor_cls, InputProcessor, "twinkle.processor", init_args))
-        self._loader = None  # it is made with the function that it has
+        self._loader = None  # make a new one with this function
 
     @_at_once
     def get_state(self) -> dict[str, int]:
-        """What to keep in a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return {"consumed_train_samples": self._position}
 
     @_at_once
     def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
-        """Begin the next loop after this many rows; loops after that begin at the start of theirs.
+        """Begin the next loop after this many rows. Later loops begin at the start of an epoch.
 
-        A table jumps there. A stream is read up to there. None is what a checkpoint without a position says: nothing is
-        skipped, and a warning says so.
+        A table jumps to that row; a stream is read up to it. None stands for a checkpoint without a position: nothing
+        is skipped, and a warning is given.
         """
         if consumed_train_samples is None:
             warnings.warn(
                 "consumed_train_samples is None: a checkpoint without a position does not support consumed-data "
-                "skipping; the next loop begins where it would have",
+                "skipping; no rows are skipped",
                 stacklevel=2,
             )
             return
@@ -136,13 +139,15 @@ class DataLoader:
         cur_step: int | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
-        """:meth:`skip_consumed_samples`, for what a model's method of this name returns: ``**progress`` may be given as
-        it is. The last two are the model's own business."""
+        """Call :meth:`skip_consumed_samples` with the progress that a model's ``resume_from_checkpoint`` returns.
+
+        It can be passed on as ``**progress``; the last two arguments concern only the model and are ignored here.
+        """
         self.skip_consumed_samples(consumed_train_samples)
 
     @_at_once
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         if self._stream:
             raise StreamError("DataLoader: a stream has no length")
         return self._epochs().batches_per_epoch
@@ -167,7 +172,7 @@ class DataLoader:
         plan = self._epochs()
         if not plan.rows_per_epoch:
             return
-        if not self._resumed:  # the rest of an epoch that was left early is not served any more
+        if not self._resumed:  # skip the rest of an epoch that was left early
             self._position = -(-self._position // plan.rows_per_epoch) * plan.rows_per_epoch
         self._resumed = False
         plan.position = self._position
@@ -181,17 +186,18 @@ class DataLoader:
         while not served:
             before = skip
             for size, batch in self._torch_loader(self._position):
-                if skip >= size:  # what an earlier run has consumed is read over
+                if skip >= size:  # read over batches that an earlier run has consumed
                     skip -= size
                     continue
-                # a batch cannot be cut any more: a position inside of one (of another batch_size) serves it whole
+                # A batch is already collated and cannot be cut. If the position is inside a batch (after a change of
+                # batch_size), the whole batch is served.
                 self._position += size - skip
                 skip = 0
                 served += 1
                 yield batch
             if skip == before:  # the stream is empty
                 return
-            # nothing served: the earlier run was at or past the end of this epoch, and what is left is of the next
+            # Nothing was served, so the earlier run had consumed this whole epoch: continue in the next one.
 
     def _epochs(self) -> BatchPlan:
         if self._plan is None:
@@ -201,7 +207,7 @@ class DataLoader:
         return self._plan
 
     def _torch_loader(self, position: int) -> "torch.utils.data.DataLoader[Any]":
-        """torch's loader, which runs the worker processes; one for all epochs, so that workers may stay."""
+        """Return torch's loader, which runs the worker processes. All epochs share one, so that workers can persist."""
         from twinkle.dataloader.torch_loader import stream_loader, table_loader
 
         if self._loader is None:
@@ -218,7 +224,7 @@ class DataLoader:
             else:
                 table = cast("Table", self.dataset)
                 self._loader = table_loader(table, self._collate, self._epochs(), self.max_retries, self._options)
-        # Workers draw their seeds from it: they must not depend on what this process drew before.
+        # Workers get their seeds from this generator. Seed it, so that they do not depend on earlier random numbers.
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(hash((self._seed, position, self._mesh.data_rank)) % 2**63)
         return self._loader

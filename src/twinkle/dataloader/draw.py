@@ -1,7 +1,7 @@
-"""Which rows an epoch draws, in which order, and what replaces a row that cannot be used.
+"""The rows of an epoch and their order, and the substitutes for rows that cannot be used.
 
-Everything depends on the seed, the epoch and the position only. So a run that is resumed in the middle of an epoch
-draws what an undisturbed one would have drawn, without knowing what happened before.
+Everything depends only on the seed, the epoch and the position. A run that is resumed in the middle of an epoch
+therefore draws the same rows as a run without an interruption, without knowing what happened before.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -16,7 +16,7 @@ __all__ = ["Draw", "EpochOrder", "RetrySampler", "Table", "fetch"]
 
 
 class Table(Protocol):
-    """Rows by number."""
+    """A dataset with a length, whose rows are read by number."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Draw:
-    """The ``position``-th row of an epoch is the dataset's row ``index``, or a substitute drawn with ``seed``."""
+    """The row at ``position`` of an epoch: the dataset's row ``index``, or a substitute drawn with ``seed``."""
 
     position: int
     index: int
@@ -41,7 +41,7 @@ class EpochOrder:
         self._seed = seed
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
-        """The draws of an epoch from position ``start`` on."""
+        """Yield the draws of an epoch from position ``start`` on."""
         order: Sequence[int] | np.ndarray = range(self._length)
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(self._length)
@@ -50,10 +50,10 @@ class EpochOrder:
 
 
 def fetch(table: Table, draw: Draw, max_retries: int) -> Any:
-    """The row of a draw.
+    """Return the row of a draw.
 
-    A source that fails to read (OSError) is asked again; a row of which nothing is left (None, an empty dict) is
-    replaced by another, chosen at random but always the same for this draw.
+    A read that fails with OSError is retried. An empty row (None or an empty dict, when preprocessing left nothing of
+    it) is replaced by another row, which is chosen at random but is always the same for this draw.
     """
     row = _read(table, draw.index, max_retries)
     if not _is_empty(row):
@@ -63,8 +63,8 @@ def fetch(table: Table, draw: Draw, max_retries: int) -> Any:
         if not _is_empty(row):
             return row
     raise DataError(
-        f"Max retries exceeded: row {draw.index} and {max_retries} rows in its place are empty; is there any row that "
-        "the preprocessor and the template leave something of?"
+        f"Max retries exceeded: row {draw.index} and {max_retries} substitutes for it are empty; check that the "
+        "preprocessor and the template do not leave all rows empty"
     )
 
 
@@ -76,18 +76,18 @@ def _read(table: Table, index: int, max_retries: int) -> Any:
     for attempt in range(max_retries + 1):
         try:
             return table[index]
-        except OSError as error:  # files and networks fail for a moment; anything else would fail again
+        except OSError as error:  # may be temporary (files, networks); other errors would recur
             if attempt == max_retries:
                 raise DataError(f"Max retries exceeded: row {index} cannot be read: {error}") from error
     raise AssertionError("the last attempt returns or raises")
 
 
 class RetrySampler:
-    """Row numbers of which each can be read, exactly ``len(dataset) - skip_samples`` of them.
+    """Yields exactly ``len(dataset) - skip_samples`` row numbers, each of a row that can be read and is not empty.
 
-    A number whose row is empty is replaced as :func:`fetch` does it; when ``original_sampler`` ends early, numbers in
-    an order shuffled with ``seed`` follow. For samplers of one's own: :class:`DataLoader` replaces rows where they are
-    read, in its workers, and reads each only once.
+    The number of an empty row is replaced as in :func:`fetch`. If ``original_sampler`` ends early, numbers shuffled
+    with ``seed`` follow. This class is for your own samplers: :class:`DataLoader` does not use it, because it replaces
+    rows in its workers, where they are read, and reads each row only once.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RetrySampler:
         seed: int = 42,
     ) -> None:
         if not 0 <= skip_samples <= len(dataset):
-            raise InvalidInputError("skip_samples", skip_samples, f"0 to {len(dataset)}, the rows there are")
+            raise InvalidInputError("skip_samples", skip_samples, f"0 to {len(dataset)}, the number of rows")
         self._original = original_sampler
         self._dataset = dataset
         self._max_retries = max_retries
@@ -124,7 +124,7 @@ class RetrySampler:
 
 
 class _Numbers:
-    """The numbers of a table's rows, None for those that are empty."""
+    """A table that returns the number of each row, or None for an empty row."""
 
     def __init__(self, table: Table) -> None:
         self._table = table

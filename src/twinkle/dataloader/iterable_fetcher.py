@@ -1,4 +1,4 @@
-"""Global batches of a stream, one a call, each cut to this process's part."""
+"""A fetcher that returns one global batch of a stream for each call, reduced to this process's slice."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,11 +10,12 @@ __all__ = ["DeviceMeshIterableFetcher"]
 
 
 class DeviceMeshIterableFetcher:
-    """What torch's loader asks for batches of a stream; ``fetch`` raises StopIteration at its end.
+    """Fetches batches of a stream for torch's loader. ``fetch`` raises StopIteration at the end of the stream.
 
-    A row that is empty or cannot be read (OSError) is left out, up to ``max_retries`` in a row. A batch shorter than
-    ``min_batch_size`` (by default one row for each process) ends the stream. Without ``auto_collation`` a call brings
-    one row. For loaders of one's own: :class:`DataLoader` makes its batches in its workers.
+    A row that is empty or cannot be read (OSError) is skipped, at most ``max_retries`` rows in succession. A batch
+    shorter than ``min_batch_size`` (by default one row for each process) ends the stream. Without ``auto_collation``,
+    each call returns one row. This class is for your own loaders: :class:`DataLoader` does not use it, because it makes
+    its batches in its workers.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class DeviceMeshIterableFetcher:
         self._max_retries = max_retries
 
     def fetch(self, possibly_batched_index: object = None) -> Any:
-        """The next batch. A stream has no numbers: the argument is torch's and says nothing."""
+        """Return the next batch. torch passes an index, which a stream ignores."""
         if not self._auto_collation:
             return self._collate(self._next_row())
         batch: list[Any] = []

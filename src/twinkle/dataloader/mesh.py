@@ -1,4 +1,4 @@
-"""How a batch is divided among processes, as far as a data loader needs to know it."""
+"""The part of a device mesh that a data loader uses: how a batch is divided among processes."""
 
 import sys
 from typing import Protocol
@@ -9,7 +9,7 @@ __all__ = ["WHOLE", "DataMesh", "is_stream"]
 
 
 class DataMesh(Protocol):
-    """``data_world_size`` processes each get a part of every batch; this one is ``data_rank``."""
+    """How ``data_world_size`` processes share every batch. This process is number ``data_rank``."""
 
     @property
     def data_world_size(self) -> int: ...
@@ -18,12 +18,12 @@ class DataMesh(Protocol):
     def data_rank(self) -> int: ...
 
     def get_slice(self, total_length: int) -> slice:
-        """This process's part of ``total_length`` items: contiguous, the first ranks get one more if need be."""
+        """Return this process's slice of ``total_length`` items. The first ranks get one more if it does not divide."""
         ...
 
 
 class _Whole:
-    """One process that gets everything."""
+    """The mesh of a single process, which gets every batch whole."""
 
     data_world_size = 1
     data_rank = 0
@@ -36,9 +36,12 @@ WHOLE: DataMesh = _Whole()
 
 
 def is_stream(dataset: object) -> bool:
-    """Ours, those of the ``datasets`` library, and torch's; everything else has rows by number."""
+    """Return whether a dataset is a stream: ours, one of the ``datasets`` library, or one of torch.
+
+    Everything else is a table, whose rows are read by number.
+    """
     if isinstance(dataset, IterableDataset | IterablePackingDataset):
         return True
-    # Such an object cannot exist unless its library is loaded: asking must not load it.
+    # Such an object exists only if its library is already imported, so do not import it just to check.
     libraries = [sys.modules.get(name) for name in ("datasets", "torch.utils.data")]
     return any(isinstance(dataset, library.IterableDataset) for library in libraries if library is not None)

@@ -1,4 +1,4 @@
-"""Our batches in torch's loader, which runs the worker processes and keeps their batches in order."""
+"""torch's loader set up with our batches. It runs the worker processes and keeps their batches in order."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,9 +18,9 @@ Collate = Callable[[list[Any]], Any]
 def table_loader(
     table: Table, collate: Collate, plan: BatchPlan, max_retries: int, options: dict[str, Any]
 ) -> "DataLoader[Any]":
-    """Batches of a table, as ``plan`` says."""
+    """Return a loader for the batches of a table, as planned by ``plan``."""
     return DataLoader(
-        _Drawn(table, max_retries),  # type: ignore[arg-type]  # torch asks for nothing but __getitem__
+        _Drawn(table, max_retries),  # type: ignore[arg-type]  # torch only uses __getitem__
         batch_sampler=plan,
         collate_fn=collate,
         generator=torch.Generator(),
@@ -37,14 +37,14 @@ def stream_loader(
     drop_last: bool,
     options: dict[str, Any],
 ) -> "DataLoader[Any]":
-    """Pairs of a batch's size over all processes and this process's part of it."""
+    """Return a loader for a stream. It yields pairs: a batch's size over all processes, and this process's slice."""
     smallest = batch_size if drop_last else min_batch_size
     batches = _StreamBatches(rows, collate, batch_size, mesh, smallest)
     return DataLoader(batches, batch_size=None, generator=torch.Generator(), **options)
 
 
 class _Drawn:
-    """A table that is asked by draws; empty rows are replaced here, in the worker that reads them."""
+    """A table indexed by draws. Empty rows are replaced here, in the worker that reads them."""
 
     def __init__(self, table: Table, max_retries: int) -> None:
         self._table = table
@@ -55,7 +55,7 @@ class _Drawn:
 
 
 class _StreamBatches(IterableDataset[tuple[int, Any]]):
-    """A stream in global batches, each cut to this process's part. Empty rows are left out."""
+    """The global batches of a stream, each reduced to this process's slice. Empty rows are skipped."""
 
     def __init__(
         self, rows: Iterable[Any], collate: Collate, batch_size: int, mesh: DataMesh, min_batch_size: int

@@ -1,4 +1,4 @@
-"""Datasets: rows from hubs, files or memory, on the ``datasets`` library, which is imported when it is first needed."""
+"""Datasets: rows from hubs, files or memory. Built on the ``datasets`` library, which is imported on first use."""
 
 from twinkle.dataset.dataset import Dataset
 from twinkle.dataset.iterable_dataset import IterableDataset

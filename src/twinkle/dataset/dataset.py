@@ -1,4 +1,4 @@
-"""Rows in an Arrow table: load, map, filter, mix, encode, save. The ``datasets`` library does the work."""
+"""A dataset in an Arrow table: load, map, filter, mix, encode, save. The ``datasets`` library does the work."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ __all__ = ["ROW_NUMBER", "Columns", "Dataset", "EncodeColumns", "Row", "column_l
 
 Row = dict[str, Any]
 
-# A dataset is on one worker of its group; what goes wrong there shows in the call.
+# A dataset lives on one worker of its group. Calls wait for it, so that errors are raised in the call.
 on_worker = remote_function(dispatch="all", lazy_collect=False)
 
 
@@ -54,12 +54,12 @@ class Dataset:
 
     @property
     def datasets(self) -> dict[str, Rows]:
-        """The loaded datasets by :meth:`DatasetMeta.get_id`."""
+        """Return the loaded datasets by :meth:`DatasetMeta.get_id`."""
         return self._sources.by_id
 
     @property
     def dataset(self) -> "Rows | None":
-        """The mixture, else the first loaded dataset."""
+        """Return the mixture or, before mixing, the first loaded dataset."""
         return self._sources.current
 
     @property
@@ -68,7 +68,7 @@ class Dataset:
 
     @on_worker
     def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
-        """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
+        """Load another dataset. Until :meth:`mix_dataset` is called, only the first one is served."""
         if not isinstance(dataset_meta, DatasetMeta):
             raise InvalidInputError("dataset_meta", dataset_meta, "a DatasetMeta")
         options = check_load_options(load_options)
@@ -76,12 +76,12 @@ class Dataset:
 
     @on_worker
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Make one dataset of all: in turn until the first is used up, or one after another."""
+        """Mix all loaded datasets into one: interleaved until the shortest is used up, or one after another."""
         self._sources.mix(interleave)
 
     @on_worker
     def set_template(self, template_func: "Template | type[Template] | str", **init_args: Any) -> None:
-        """The template that encodes: an instance, a class, a name in ``twinkle.template`` or a plugin id."""
+        """Set the template for encoding: an instance, a class, a name in ``twinkle.template`` or a plugin id."""
         from twinkle.template import Template
 
         self.template = construct_instance(template_func, Template, "twinkle.template", init_args)
@@ -94,9 +94,9 @@ class Dataset:
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
-        """Replace columns by what a function makes of them: it gets a dict of columns and returns one.
+        """Apply a function that takes a dict of columns and returns a dict of new or changed columns.
 
-        Columns that it does not return stay, unless ``remove_columns`` names them.
+        Columns that it does not return stay, unless they are in ``remove_columns``.
         """
         function = self._preprocessor(preprocess_func, init_args)
         options = {**self._progress("Map"), **check_map_options(map_options, streaming=self.streaming)}
@@ -117,9 +117,9 @@ class Dataset:
 
     @on_worker
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
-        """Tokenise every row with the template; rows it leaves nothing of are dropped.
+        """Tokenise every row with the template. Rows that the template leaves empty are dropped.
 
-        With ``load_from_cache_file=True`` one process of a machine does the work and the others read its result.
+        With ``load_from_cache_file=True``, one process of a machine does the work and the others read its result.
         """
         template = self._require_template("encode")
         if "fn_kwargs" in map_options:
@@ -138,7 +138,7 @@ class Dataset:
 
     @on_worker
     def cast_column(self, column: str, decode: bool = True) -> None:
-        """Read a column as images, of all loaded datasets; ``decode=False`` leaves them as bytes and paths."""
+        """Read a column as images, in all loaded datasets. ``decode=False`` keeps them as bytes and paths."""
         from datasets import Image
 
         self._sources.change_all(lambda rows: rows.cast_column(column, Image(decode=decode)))
@@ -147,7 +147,7 @@ class Dataset:
     def save_as(
         self, output_path: str | Path, format: str | None = None, batch_size: int = 1000, mode: str = "immediate"
     ) -> None:
-        """Write the rows as JSON lines, CSV or Parquet, by ``format`` or by the file's extension.
+        """Write the rows as JSON lines, CSV or Parquet, depending on ``format`` or on the file's extension.
 
         ``mode="training"`` writes each row when it is served, until :meth:`flush_save` (JSON lines and CSV only).
         """
@@ -166,7 +166,7 @@ class Dataset:
 
     @on_worker
     def flush_save(self) -> None:
-        """End what ``save_as(mode="training")`` began."""
+        """Stop writing served rows, which ``save_as(mode="training")`` started."""
         self._row_file = None
 
     @on_worker
@@ -190,7 +190,7 @@ class Dataset:
         write_rows(self._sources.require_current(), path, kind, batch_size)
 
     def _progress(self, title: str) -> dict[str, Any]:
-        """The title of the progress bar, which a stream does not have."""
+        """Return the option that titles the progress bar. A stream has none."""
         return {} if self.streaming else {"desc": title}
 
     def _require_template(self, purpose: str) -> "Template":
@@ -212,20 +212,20 @@ class Dataset:
 
 
 class _PlainColumns:
-    """Hands a function the plain dict it expects, not the lazy batch of the ``datasets`` library."""
+    """Wraps a function so that it gets a plain dict instead of the lazy batch of the ``datasets`` library."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, batch: Mapping[str, list[Any]], **fn_kwargs: Any) -> Mapping[str, Any]:
         made = self._function({name: batch[name] for name in batch}, **fn_kwargs)
-        if not isinstance(made, Mapping):  # the library would take None for "nothing changes"
+        if not isinstance(made, Mapping):  # the library would take None for "no change"
             raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from it", "a dict of columns")
         return made
 
 
 class _Checked:
-    """Whether the template can encode a row."""
+    """A filter that keeps the rows that the template can encode."""
 
     def __init__(self, template: "Template") -> None:
         self._template = template
@@ -236,12 +236,12 @@ class _Checked:
 
 Columns = dict[str, list[Any]]
 
-# A column that travels through the template, so that we know which rows are left: a template may drop or split some.
+# A column that passes through the template. It tells which rows are left, because a template may drop or split rows.
 ROW_NUMBER = "_row_number"
 
 
 class EncodeColumns:
-    """Encodes the rows of a batch and drops those without tokens; columns the template does not return are kept."""
+    """Encodes the rows of a batch and drops rows without tokens. Columns that the template does not return are kept."""
 
     def __init__(self, template: "Template", add_generation_prompt: bool, removed: list[str]) -> None:
         self._template = template
@@ -267,5 +267,5 @@ def column_length(columns: Mapping[str, list[Any]]) -> int:
 
 
 def _has_tokens(encoded: Columns, place: int) -> bool:
-    """Rows of nested trajectories (positive, negative) have no ``input_ids`` of their own and stay."""
+    """Return whether a row has tokens. A row of nested trajectories (positive, negative) has no ``input_ids``: True."""
     return "input_ids" not in encoded or len(encoded["input_ids"][place]) > 0

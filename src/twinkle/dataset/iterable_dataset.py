@@ -1,4 +1,4 @@
-"""Rows that are read once, one after another, and never all in memory."""
+"""A streamed dataset: rows are read one after another and are never all in memory."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ __all__ = ["IterableDataset"]
 
 @remote_class(execute="first")
 class IterableDataset(Dataset):
-    """A stream of rows: map, filter and encode happen as it is read. Each iteration reads it from the start."""
+    """A stream of rows. map, filter and encode are applied while it is read. Each iteration reads it from the start."""
 
     streaming: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""A stream whose rows are packs, encoded and packed while it is read."""
+"""A stream that is encoded and packed while it is read. A pack is one row made of several short encoded rows."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +20,11 @@ __all__ = ["IterablePackingDataset"]
 
 @remote_class(execute="first")
 class IterablePackingDataset(Dataset):
-    """Set a template, :meth:`pack_dataset`, iterate. Rows are encoded here: do not call :meth:`encode`.
+    """A stream of packs. Set a template, call :meth:`pack_dataset`, iterate; :meth:`encode` is not called.
 
-    ``packing_interval`` rows are packed together, and ``packing_num_proc`` threads encode the next ones meanwhile (the
-    tokenizer does not hold the interpreter's lock, so threads are enough). What fills its bin worst waits for the next
-    rows. ``cyclic=True`` starts over at the end, for ever.
+    ``packing_interval`` rows are packed together, while ``packing_num_proc`` threads encode the next rows. Threads are
+    enough, because the tokenizer releases the interpreter's lock. The emptiest pack is held back and packed again with
+    the next rows. ``cyclic=True`` starts over at the end of the stream, endlessly.
     """
 
     streaming: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class IterablePackingDataset(Dataset):
         self._ready = False
         super().__init__(dataset_meta, **load_options)
 
-    # Clients name the argument differently here than for the other datasets.
+    # The argument has another name here than in the other datasets, because clients use this name.
     def set_template(  # type: ignore[override]
         self, template_cls: "Template | type[Template] | str", **init_args: Any
     ) -> None:
@@ -59,7 +59,7 @@ class IterablePackingDataset(Dataset):
 
     @on_worker
     def pack_dataset(self) -> None:
-        """Allow iteration; the work begins with it and ends with it."""
+        """Allow iteration. Rows are encoded and packed during the iteration, not here."""
         self._require_template("pack_dataset")
         self._sources.require_current()
         self._ready = True
@@ -92,7 +92,7 @@ class IterablePackingDataset(Dataset):
             yield join_rows(waiting)
 
     def _encoded(self) -> Iterator[list[Row]]:
-        """Encoded intervals in order. The threads end with the generator, whether it is read to its end or dropped."""
+        """Yield encoded intervals in order. The threads end with the generator, even if it is not read to its end."""
         template = self._require_template("pack_dataset")
         intervals = self._intervals()
         with ThreadPoolExecutor(self.packing_num_proc, thread_name_prefix="twinkle-encode") as pool:

@@ -1,4 +1,4 @@
-"""Rows that are mapped and encoded when they are asked for: for images, and for what would not fit on disk encoded."""
+"""A dataset whose rows are mapped and encoded when they are read: for images, or rows too large to store encoded."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,11 +23,11 @@ __all__ = ["LazyDataset", "RowMap", "RowPreprocessor"]
 
 @remote_class(execute="first")
 class LazyDataset(Dataset):
-    """Remembers maps, mixing and encoding, and applies them to one row at a time.
+    """A dataset that records maps, mixing and encoding, and applies them to one row when it is read.
 
-    A filter is applied at once, to the raw rows. A row of which a preprocessor or the template leaves nothing is an
-    empty dict. Methods take the options that those of :class:`Dataset` take; how a table would be worked through
-    (processes, batches, files) has no effect on one row.
+    A filter is applied immediately, to the raw rows. If a preprocessor or the template leaves nothing of a row, the row
+    is an empty dict. Methods accept the same options as those of :class:`Dataset`; options about processing a table
+    (processes, batches, files) have no effect.
     """
 
     streaming: ClassVar[bool] = False
@@ -64,9 +64,9 @@ class LazyDataset(Dataset):
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
-        """Remember a function for the rows of ``dataset_meta``, of all datasets without one, or of the mixture.
+        """Record a function for the rows of ``dataset_meta``; without one, of all datasets or of the mixture.
 
-        A preprocessor that has ``preprocess(row)`` gets the row; others get columns of one.
+        A preprocessor with a method ``preprocess(row)`` gets the row; any other gets columns that hold one row.
         """
         options = _checked(map_options)
         function = RowMap(
@@ -155,7 +155,7 @@ class LazyDataset(Dataset):
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a table, but for the types of its columns, which a row does not have."""
+    """Check the options of ``map``. Column types are refused, because a single row has none."""
     if options.get("features") is not None:
         raise InvalidInputError("features", options["features"], "none: lazy rows have no column types; use Dataset")
     return check_map_options(options, streaming=False)
@@ -163,24 +163,25 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @runtime_checkable
 class RowPreprocessor(Protocol):
-    """A preprocessor that can look at one row. None, or nothing in it: the row is dropped."""
+    """A preprocessor of single rows. It returns None or an empty mapping to drop the row."""
 
     def preprocess(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """``function`` gets columns of one row, or the row itself if it has ``preprocess``; ``fn_kwargs`` go along.
+    """A recorded ``map``: applies ``function`` to one row, with ``fn_kwargs``.
 
-    Columns that it does not return stay, unless they are among ``removed``.
+    The function gets columns that hold one row, or the row itself if it has a method ``preprocess``. Columns that it
+    does not return stay, unless they are among ``removed``.
     """
 
-    function: Any  # callable with columns, or a RowPreprocessor: classes of users', which are often both
+    function: Any  # a callable for columns, or a RowPreprocessor; users' classes are often both
     removed: frozenset[str] = frozenset()
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, row: Row) -> Row:
-        """Of a row that is dropped nothing is left: an empty dict."""
+        """Return the new row, or an empty dict if the row is dropped."""
         by_row = isinstance(self.function, RowPreprocessor)
         new = self._one_row(self.function.preprocess, row) if by_row else self._columns(row)
         kept = {name: value for name, value in row.items() if name not in self.removed}

@@ -1,4 +1,4 @@
-"""From a :class:`DatasetMeta` to a dataset of the ``datasets`` library."""
+"""Loading of the rows that a :class:`DatasetMeta` describes, as a dataset of the ``datasets`` library."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,10 +16,10 @@ __all__ = ["Rows", "load_rows"]
 
 Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
-# File name extension to the builder that reads it, with the builder's arguments.
+# By file name extension: the builder that reads such a file, and the builder's arguments.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arrow": ("arrow", {}),
-    "csv": ("csv", {"na_filter": False}),  # a cell that says NA is text, not nothing
+    "csv": ("csv", {"na_filter": False}),  # a cell "NA" is text, not a missing value
     "json": ("json", {}),
     "jsonl": ("json", {}),
     "parquet": ("parquet", {}),
@@ -30,14 +30,14 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_rows(meta: DatasetMeta, streaming: bool, options: dict[str, Any]) -> Rows:
-    """The rows that ``meta`` names, as a table or as a stream."""
+    """Load the rows that ``meta`` describes, as a table or as a stream."""
     if find_spec("datasets") is None:
         raise MissingDependencyError("datasets", "transformers", "twinkle.dataset")
     path = meta.local_path()
     if meta.data is not None:
         rows = _from_memory(meta, streaming, options)
     elif path is not None:
-        if path.is_dir() and meta.split != "train":  # the files of all splits in it would be read
+        if path.is_dir() and meta.split != "train":  # all its files are read, whatever their split
             raise InvalidInputError(
                 "split", meta.split, "'train': all files of a directory are one; name the file you want"
             )
@@ -79,7 +79,7 @@ def _from_generator(generator: Any, streaming: bool, options: dict[str, Any]) ->
 
 
 def _only(source: str, options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """``options``, all of which must be among ``names``: the others mean nothing to this source."""
+    """Return ``options``. Raise UnknownNameError for an option that this source does not support."""
     for name in options:
         if name not in names:
             raise UnknownNameError(f"load option for {source}", name, names)
@@ -124,7 +124,7 @@ def _slice(rows: Rows, meta: DatasetMeta, streaming: bool) -> Rows:
 
 
 def _slice_of_stream(rows: Rows, numbers: Sequence[int]) -> Rows:
-    """A stream can be read from one row to another; it has no length, so numbers beyond its end select nothing."""
+    """Select consecutive rows of a stream. A stream has no known length, so numbers beyond its end select nothing."""
     start = numbers[0] if len(numbers) else 0
     if list(numbers) != list(range(start, start + len(numbers))) or start < 0:
         raise UnsupportedError(f"data_slice: a stream takes consecutive rows such as range(100, 200), got {numbers!r}")

@@ -1,4 +1,4 @@
-"""Which rows a dataset is made of."""
+"""The description of a dataset: where its rows come from, and which of them are used."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ class DatasetMeta:
     """A dataset of a hub (``hf://…``, ``ms://…``), a local file or directory, or data in memory.
 
     ``data`` is a list of rows, a dict of columns, a generator function, or a dataset of the ``datasets`` library.
-    ``data_slice`` selects rows by number; numbers beyond the end start over.
+    ``data_slice`` selects rows by number; a number beyond the end wraps around (of a stream it selects nothing).
     """
 
     dataset_id: str = ""
@@ -41,7 +41,7 @@ class DatasetMeta:
             raise InvalidInputError("data_slice", self.data_slice, "row numbers, integers")
 
     def get_id(self) -> str:
-        """A name for these rows: the same for the same source, whatever the slice."""
+        """Return a name for the source of these rows. It does not depend on ``data_slice``."""
         name = self.dataset_id or f"__memory_{self._data_hash}__"
         for separator in ("/", "\\", "."):
             name = name.replace(separator, "_")
@@ -49,11 +49,11 @@ class DatasetMeta:
 
     @cached_property
     def _data_hash(self) -> str:
-        """Eight hex digits of the data: a meta that went over the wire names the same rows as the one it came from."""
+        """Return eight hex digits of a hash of the data, so that a copy sent to another process has the same id."""
         return hashlib.sha256(_fingerprint(self.data).encode()).hexdigest()[:8]
 
     def local_path(self) -> Path | None:
-        """The file or directory that the id names, if there is one."""
+        """Return the local file or directory that the id names, or None if there is none."""
         if not self.dataset_id or "://" in self.dataset_id:
             return None
         path = Path(self.dataset_id).expanduser()
@@ -67,7 +67,7 @@ def _fingerprint(data: Any) -> str:
     from datasets.fingerprint import Hasher
 
     if isinstance(data, Dataset):
-        return str(data._fingerprint)  # the library's own; hashing the object would read the whole table
+        return str(data._fingerprint)  # computed by the library; hashing the object would read the whole table
     if isinstance(data, DatasetDict):
         return "".join(_fingerprint(split) for split in data.values())
     if isinstance(data, list | tuple | dict):

@@ -1,6 +1,6 @@
-"""Arguments that go on to the ``datasets`` library, by name: what may be given, checked before anything runs.
+"""The options that are passed on to the ``datasets`` library. They are checked before anything runs.
 
-Each type lists what both kinds of dataset take and what only tables (not streams) take.
+Each type lists the options of tables; ``_STREAMED`` names those that streams accept as well.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ __all__ += ["check_map_options"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """Of ``datasets.load_dataset`` and ``from_list``, ``from_dict``, ``from_generator``."""
+    """Options of ``datasets.load_dataset`` and of ``from_list``, ``from_dict``, ``from_generator``."""
 
     cache_dir: str
     data_dir: str
@@ -27,7 +27,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class MapOptions(TypedDict, total=False):
-    """Of ``datasets.Dataset.map``. ``batched`` may be given and is always True."""
+    """Options of ``datasets.Dataset.map``. ``batched`` is always True; only that value is accepted."""
 
     batch_size: int
     batched: bool
@@ -44,7 +44,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class FilterOptions(TypedDict, total=False):
-    """Of ``datasets.Dataset.filter``. ``batched`` may be given and is always False."""
+    """Options of ``datasets.Dataset.filter``. ``batched`` is always False; only that value is accepted."""
 
     batched: bool
     cache_file_name: str
@@ -65,7 +65,7 @@ def check_load_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_map_options(options: Mapping[str, Any], *, streaming: bool) -> dict[str, Any]:
-    """The arguments of ``map``; what was computed before is not reused unless ``load_from_cache_file`` says so."""
+    """Return the arguments of ``map``. Cached results are not reused unless ``load_from_cache_file`` is True."""
     names = set(MapOptions.__annotations__)
     checked = _known("map option", options, names & _STREAMED if streaming else names)
     if checked.get("batched", True) is not True:

@@ -1,4 +1,4 @@
-"""Several short sequences in one row: which go together, and how their fields are joined."""
+"""Packing of several short sequences into one row: which sequences go together, and how their fields are joined."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from twinkle.errors import DataError
 
 __all__ = ["DEFAULT_CAPACITY", "join_rows", "pack"]
 
-# What a bin holds when the template has no max_length.
+# The capacity of a bin, in tokens, when the template has no max_length.
 DEFAULT_CAPACITY = 2048
 
 # Fields whose last axis is the sequence; other fields of numbers have it first.
@@ -15,9 +15,9 @@ _SEQUENCE_LAST = frozenset({"mm_token_type_ids", "position_ids"})
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First fit, longest first: the places of ``lengths`` in bins that hold at most ``capacity`` each.
+    """Distribute ``lengths`` over bins of at most ``capacity``, first fit, longest first. Return the indices per bin.
 
-    What is longer than a bin gets one of its own. In a bin, places are in their order of arrival.
+    An item longer than a bin gets a bin of its own. Indices in a bin are in ascending order.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -35,7 +35,10 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def join_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Encoded rows as one: sequences end to end (positions start over at 0), lengths summed, the rest in lists."""
+    """Join encoded rows into one. Sequences are concatenated, lengths are summed, other fields become lists.
+
+    Positions start at 0 again for each sequence.
+    """
     names = rows[0].keys()
     for row in rows:
         if row.keys() != names:
@@ -55,7 +58,7 @@ def _join(name: str, values: list[Any]) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    """A list or array of numbers, at any depth. Looks at the first element: columns have one type."""
+    """Return whether the value is a (nested) list or an array of numbers. Only the first element is checked."""
     import numpy as np
 
     if isinstance(value, np.ndarray):

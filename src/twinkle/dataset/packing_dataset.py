@@ -13,14 +13,14 @@ from twinkle.infra import remote_class
 
 __all__ = ["PackingDataset"]
 
-# Rows are packed with neighbours, not with all others: packing a window costs its square, and windows are packed in
-# parallel.
+# Rows are packed within windows of neighbours, because the cost grows with the square of the window, and windows can be
+# packed in parallel.
 _WINDOW = 1000
 
 
 @remote_class(execute="first")
 class PackingDataset(Dataset):
-    """Encode, then :meth:`pack_dataset`: rows joined up to the template's ``max_length``."""
+    """A table of packs, each up to the template's ``max_length`` long. Encode first, then call :meth:`pack_dataset`."""
 
     streaming: ClassVar[bool] = False
 
@@ -40,7 +40,7 @@ class PackingDataset(Dataset):
 
     @on_worker
     def pack_dataset(self) -> None:
-        """Decide which rows go together; they are joined when they are asked for."""
+        """Decide which rows go together. They are joined when a pack is read."""
         template = self._require_template("pack_dataset")
         rows = self._sources.require_current()
         if "length" not in rows.column_names:
@@ -78,13 +78,16 @@ class PackingDataset(Dataset):
         return len(self._packs())
 
     def _packs(self) -> list[list[int]]:
-        if self.packed_idx is None or self._packed_rows is not self.dataset:  # or changed since
+        if self.packed_idx is None or self._packed_rows is not self.dataset:  # not packed, or changed since
             raise InvalidInputError("dataset", "not packed", "packed rows (Call `pack_dataset()` first)")
         return self.packed_idx
 
 
 class _PackWindow:
-    """Packs a window of rows: their lengths, and the number of the first, to row numbers and lengths of packs."""
+    """Packs a window of rows, given their lengths and the number of the first row.
+
+    Returns the row numbers and the length of each pack.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,4 +1,4 @@
-"""Rows to files: JSON lines, CSV, Parquet."""
+"""Writing rows to files: JSON lines, CSV, Parquet."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ _FORMATS = {"csv": "csv", "json": "jsonl", "jsonl": "jsonl", "parquet": "parquet
 
 
 def file_format(path: Path, name: str | None) -> str:
-    """``csv``, ``jsonl`` or ``parquet``: what ``name`` says, else the path's extension, else JSON lines."""
+    """Return ``csv``, ``jsonl`` or ``parquet``: by ``name``, else by the path's extension, else JSON lines."""
     if name is None:
         return _BY_EXTENSION.get(path.suffix.lower(), "jsonl")
     if name not in _FORMATS:
@@ -26,10 +26,10 @@ def file_format(path: Path, name: str | None) -> str:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path, kind: str, batch_size: int) -> None:
-    """All rows to one file, a batch at a time."""
+    """Write all rows to one file, a batch at a time."""
     from datasets import Dataset
 
-    if isinstance(rows, Dataset):  # columns go to the file as they are, without becoming Python objects
+    if isinstance(rows, Dataset):  # written from columns, without making Python objects
         if kind == "jsonl":
             rows.to_json(path, batch_size=batch_size, lines=True, force_ascii=False)
         elif kind == "csv":
@@ -43,7 +43,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: Path, kind: str, batch_s
 
 
 class RowFile:
-    """A text file that grows by a row at a time, from all processes that serve rows of one dataset."""
+    """A text file to which all processes that serve rows of one dataset append, one row at a time."""
 
     def __init__(self, path: Path, kind: str) -> None:
         if kind == "parquet":
@@ -107,7 +107,7 @@ def _cell(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numpy numbers as lists and numbers."""
+    """Convert arrays and numpy numbers to plain lists and numbers."""
     import numpy as np
 
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""The datasets that were loaded, and their mixture once they are mixed."""
+"""The loaded datasets and, once they are mixed, their mixture."""
 
 from collections.abc import Callable
 from typing import cast
@@ -11,9 +11,9 @@ __all__ = ["Sources"]
 
 
 class Sources:
-    """Loaded datasets by id, in the order they were added.
+    """Loaded datasets by id, in the order in which they were added.
 
-    Before mixing a change is made to one of them, afterwards to the mixture, which replaces them.
+    Before mixing, a change applies to one dataset; afterwards it applies to the mixture, which is then served.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Sources:
 
     @property
     def current(self) -> "Rows | None":
-        """The mixture, else the first dataset; None when nothing was loaded."""
+        """Return the mixture or, before mixing, the first dataset; None if nothing was loaded."""
         return self.mixture if self.mixture is not None else next(iter(self.by_id.values()), None)
 
     def require_current(self) -> Rows:
@@ -38,7 +38,7 @@ class Sources:
         self.by_id[meta.get_id()] = rows
 
     def id_of(self, meta: DatasetMeta | None) -> str:
-        """The dataset that ``meta`` names, or the only one."""
+        """Return the id of the dataset that ``meta`` describes; without a meta, that of the only dataset."""
         self.require_current()
         if meta is None:
             if len(self.by_id) > 1:
@@ -49,7 +49,7 @@ class Sources:
         return meta.get_id()
 
     def change(self, meta: DatasetMeta | None, function: Callable[[Rows], Rows]) -> None:
-        """Replace the mixture, or the dataset that ``meta`` names, by what ``function`` makes of it."""
+        """Apply ``function`` to the mixture or, before mixing, to the dataset that ``meta`` describes."""
         if self.mixture is not None:
             if meta is not None:
                 raise InvalidInputError("dataset_meta", meta.get_id(), "None: the datasets are mixed already")
@@ -59,13 +59,16 @@ class Sources:
             self.by_id[name] = function(self.by_id[name])
 
     def change_all(self, function: Callable[[Rows], Rows]) -> None:
-        """Change whatever is there: the mixture, or every dataset."""
+        """Apply ``function`` to every dataset, and to the mixture if there is one."""
         if self.mixture is not None:
             self.mixture = function(self.mixture)
         self.by_id = {name: function(rows) for name, rows in self.by_id.items()}
 
     def mix(self, interleave: bool) -> None:
-        """One from each in turn until the first is used up, or one after another. A single dataset stays as it is."""
+        """Mix the datasets: interleaved until the shortest is used up, or one after another.
+
+        A single dataset stays as it is.
+        """
         if len(self.by_id) < 2:
             return
         from datasets import concatenate_datasets, interleave_datasets
@@ -77,7 +80,7 @@ class Sources:
 
 
 def _like(first: Rows, rows: Rows) -> Rows:
-    """``rows`` with the column types of ``first``, if they have the same columns."""
+    """Return ``rows`` with the column types of ``first``, if both have the same columns."""
     if first.features is None or rows.features is None or first.features == rows.features:
         return rows
     return rows.cast(first.features) if set(first.features) == set(rows.features) else rows

@@ -1,7 +1,7 @@
-"""Brings values of any of the shapes callers have them in to the shape of a batch.
+"""Conversion of per-token values, in any shape that callers use, to the shape of a batch.
 
-Shapes: B sequences, T positions. Old and reference log-probabilities and advantages come from samplers, other models
-and JSON: as tensors, or as lists with one number or one row a sequence.
+Shapes: B sequences, T positions. Old log-probabilities, reference log-probabilities and advantages come from samplers,
+other models and JSON: as tensors, or as lists with one number or one row for each sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,35 @@ TokenValues = Tensor | NDArray[Any] | Sequence[Row]
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
-    """Losses are computed in float32, or in float64 if they are given that."""
+    """Return the dtype in which a loss is computed: float64 if its values are float64, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def align_to_mask(field: str, values: TokenValues, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` as (B, T) on the mask's device, without gradient, and 0 wherever the mask is False.
+    """Return ``values`` as (B, T) on the mask's device, without gradient, and 0 wherever the mask is False.
 
-    A (B, T) tensor is taken as it is. Otherwise each sequence has one number, which all its tokens get, or a row: with
-    one value for each True position, or with one value for each position from the first up to the last True one at
-    least (what comes after the row's padding starts is not read).
+    A (B, T) tensor is taken as it is. Otherwise each sequence has either one number, which all its tokens get, or a
+    row. A row has one value for each True position of the mask, or one value for each position from 0 on, up to the
+    last True position at least; values after that position are not read.
     """
     with torch.no_grad():
         rows = _rows(field, values, mask_BT)
         if isinstance(rows, Tensor):
             aligned_BT = rows.to(device=mask_BT.device, dtype=dtype)
         else:
-            masks = mask_BT.cpu()  # one wait for the device instead of several a row
+            masks = mask_BT.cpu()  # synchronise with the device once instead of several times for each row
             aligned = [_aligned_row(field, i, row, masks[i], dtype) for i, row in enumerate(rows)]
             aligned_BT = torch.stack(aligned).to(mask_BT.device)
         return torch.where(mask_BT, aligned_BT, 0.0)
 
 
 def align_logps_to_mask(ragged: TokenValues, mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """:func:`align_to_mask` under the name that callers of the library know."""
+    """Call :func:`align_to_mask`; this is the public name."""
     return align_to_mask("logps", ragged, mask, dtype)
 
 
 def labels_of(inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Tensor:
-    """ "labels" as (B, T): of a padded batch, or of features one by one, padded here."""
+    """Return the labels as (B, T). A list of features is padded here; a mapping is a batch that is padded already."""
     if isinstance(inputs, Mapping):
         labels = torch.as_tensor(inputs["labels"])
         return labels.unsqueeze(0) if labels.dim() == 1 else labels
@@ -57,7 +57,7 @@ def labels_of(inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Tensor
 
 
 def _rows(field: str, values: TokenValues, mask_BT: Tensor) -> Tensor | list[Row]:
-    """The whole as one (B, T) tensor if it is one already, else one entry a sequence."""
+    """Return ``values`` as one (B, T) tensor if it has that shape, else as a list with one entry for each sequence."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
     if isinstance(values, Tensor) and values.shape == mask_BT.shape:
@@ -76,7 +76,7 @@ def _rows(field: str, values: TokenValues, mask_BT: Tensor) -> Tensor | list[Row
 def _aligned_row(field: str, index: int, row: Row, mask_T: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         values = torch.as_tensor(row, dtype=dtype, device=mask_T.device)
-    except (TypeError, ValueError, RuntimeError):  # what torch raises for None, text and rows of rows
+    except (TypeError, ValueError, RuntimeError):  # raised by torch for None, text and nested rows
         raise InvalidInputError(f"{field}[{index}]", row, "a number, or a row of numbers") from None
     if values.dim() == 0:
         return values.expand(len(mask_T))

@@ -1,7 +1,7 @@
-"""InfoNCE: an anchor's embedding is to be nearer to its positive than to any negative.
+"""InfoNCE: trains an anchor's embedding to be nearer to its positive than to any negative.
 
-Shapes: N texts, D width, Q anchors, P documents (positives and negatives). A batch is a list of groups, each an anchor,
-its positive, and any number of negatives; labels (N,) are 1 at each anchor and 0 elsewhere.
+Shapes: N texts, D width, Q anchors, P documents (positives and negatives). A batch is a list of groups. Each group is
+an anchor, its positive, and any number of negatives; labels (N,) are 1 at each anchor and 0 elsewhere.
 """
 
 import math
@@ -23,9 +23,10 @@ __all__ = ["InfonceLoss"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of a batch: the anchors (Q,), all documents (P,), and among the documents each anchor's positive (Q,).
+    """Row numbers of the anchors (Q,) and of all documents (P,) in a batch.
 
-    ``own`` (Q, P) is True where a document is of the anchor's group.
+    ``positive`` (Q,) is the index of each anchor's positive among the documents. ``own`` (Q, P) is True where a
+    document belongs to the anchor's group.
     """
 
     anchors: Tensor
@@ -35,7 +36,7 @@ class Groups:
 
 
 def groups_of(labels: Tensor, hard_negatives: int | None = None) -> Groups:
-    """Reads the groups from ``labels``; of each group's negatives at most the first ``hard_negatives`` stay."""
+    """Read the groups from ``labels``. At most the first ``hard_negatives`` negatives of each group are used."""
     flags = labels.reshape(-1).tolist()
     anchors = [row for row, flag in enumerate(flags) if flag == 1]
     if flags and (not anchors or anchors[0] != 0):
@@ -63,7 +64,7 @@ def groups_of(labels: Tensor, hard_negatives: int | None = None) -> Groups:
 
 
 def embeddings_of(outputs: Outputs) -> Tensor:
-    """outputs["embeddings"] (N, D), else outputs["logits"], of which a third dimension is texts' tokens: the first."""
+    """Return outputs["embeddings"] (N, D) or, if missing, outputs["logits"]; of (N, T, D) the first token's row."""
     embeddings = outputs.get("embeddings")
     if embeddings is None:
         embeddings = outputs.get("logits")
@@ -76,14 +77,16 @@ def embeddings_of(outputs: Outputs) -> Tensor:
 class InfonceLoss(Loss):
     """Cross entropy of an anchor's similarities (dot products) / temperature, with its positive as the target.
 
-    Candidates are the documents of the anchor's group; with ``use_batch`` the documents of all groups, of all processes
-    of ``process_group`` if there is one. Optional, with ``use_batch``: ``include_qq`` adds the other anchors as
-    negatives, ``include_dd`` the similarities of the positive with all other documents. ``mask_fake_negative`` drops
-    negatives that are more similar than the positive by over ``fake_neg_margin``: they are likely to be right.
-    ``hard_negatives`` limits how many negatives of each group are used. Without any anchor the loss is 0.
+    Candidates are the documents of the anchor's group; with ``use_batch``, the documents of all groups, including those
+    of the other processes of ``process_group`` if it is given. With ``use_batch``, ``include_qq`` adds the other
+    anchors as negatives, and ``include_dd`` adds the similarities of the positive to all other documents.
+    ``mask_fake_negative`` drops negatives that are more similar than the positive by more than ``fake_neg_margin``,
+    because they are probably correct answers. ``hard_negatives`` limits how many negatives of each group are used.
+    Without any anchor the loss is 0.
 
-    With a process group, every process returns the mean over all anchors. Each has the gradient in its own embeddings
-    alone, multiplied by the number of processes, because models average gradients over processes.
+    With a process group, every process returns the mean over the anchors of all processes. The gradient of a process
+    reaches only its own embeddings, and is multiplied by the number of processes, because models average gradients over
+    processes.
     """
 
     require_logps = False
@@ -123,7 +126,7 @@ class InfonceLoss(Loss):
             raise InvalidInputError(
                 "labels", f"{len(labels_N)} texts", f"one for each of {len(embeddings_ND)} embeddings"
             )
-        groups_of(labels_N)  # a mistake is found before others are made to wait
+        groups_of(labels_N)  # raise for wrong labels before the other processes wait for this one
         processes = 1
         if self.use_batch and self.process_group is not None:
             processes = torch.distributed.get_world_size(self.process_group)
@@ -161,7 +164,7 @@ def _no_groups(device: torch.device) -> Groups:
 def _gathered(
     embeddings_ND: Tensor, labels_N: Tensor, process_group: torch.distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings and labels of all processes in the order of ranks; only this process's embeddings have a gradient."""
+    """Return embeddings and labels of all processes, by rank. Only this process's own embeddings have a gradient."""
     size, rank = torch.distributed.get_world_size(process_group), torch.distributed.get_rank(process_group)
     length = torch.tensor([len(labels_N)], device=embeddings_ND.device)
     lengths = [torch.zeros_like(length) for _ in range(size)]

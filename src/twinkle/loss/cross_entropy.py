@@ -27,7 +27,7 @@ __all__ = ["ChunkedCrossEntropyLoss", "CrossEntropyLoss", "LigerFusedLinearCross
 
 
 class CrossEntropyLoss(Loss):
-    """Reads outputs["logps"], or outputs["logits"] if there are no log-probabilities."""
+    """Cross entropy from outputs["logps"], or from outputs["logits"] if there are no log-probabilities."""
 
     def __init__(self, ignore_index: int = IGNORE_INDEX, reduction: str = "mean", dft: bool = False) -> None:
         self.ignore_index = ignore_index
@@ -44,7 +44,7 @@ class CrossEntropyLoss(Loss):
 
 
 class ChunkedCrossEntropyLoss(Loss):
-    """The same value from logits, in chunks of ``chunk_size`` rows: no float32 copy of all logits is ever made."""
+    """Cross entropy from logits in chunks of ``chunk_size`` rows, which avoids a float32 copy of all logits."""
 
     require_logits = True
     require_logps = False
@@ -74,8 +74,8 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
     """Cross entropy fused with the output layer by Liger's kernel: logits are never materialised.
 
     With the task "fused_lm_ce" the model puts hidden states (B, T, H) into outputs["logits"] and its output layer, a
-    module with ``weight`` and ``bias``, into outputs["lm_head"]. Of any other task the log-probabilities are taken;
-    label smoothing and softcap need the fused kernel.
+    module with ``weight`` and ``bias``, into outputs["lm_head"]. For any other task the loss is computed from
+    log-probabilities; label smoothing and softcap need the fused kernel.
     """
 
     require_logits = True
@@ -101,7 +101,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, **_: Any) -> LossOutput:
-        head: Any = outputs.get("lm_head")  # the one output that is a module
+        head: Any = outputs.get("lm_head")  # the only output that is a module, not a tensor
         if head is None:
             return self._from_logps(inputs, outputs)
         hidden_BTH = required(outputs, "logits")

@@ -1,11 +1,11 @@
-"""Generalised knowledge distillation: the student's distribution of each token against the teacher's.
+"""Generalised knowledge distillation: compares the student's distribution of each token with the teacher's.
 
 Shapes: B sequences, T positions, N valid tokens, C of them in one chunk, V vocabulary entries, K of them in a top-k.
 
     S, T = softmax(logits / temperature) of student and teacher; M = β·T + (1 − β)·S
     β = 0: KL(T‖S);  β = 1: KL(S‖T);  else: β·KL(T‖M) + (1 − β)·KL(S‖M)
 
-With a top-k of the teacher, both are distributions over those K entries alone. The loss is a mean over valid tokens.
+With a top-k of the teacher, S and T are distributions over those K entries only. The loss is a mean over valid tokens.
 """
 
 import math
@@ -28,12 +28,14 @@ NEVER = -1e4
 
 
 class GKDLoss(Loss):
-    """See the module. The teacher comes as ``teacher_logits`` (B, T, V), of which only the ``topk`` largest count if
-    that is given, or as ``teacher_topk_logprobs`` and ``teacher_topk_indices`` (B, T, K).
+    """The distillation loss; see the module for the formula.
 
-    A teacher's further positions are cut off. Of two vocabularies the shorter one is taken to give the entries it lacks
-    probability 0. ``chunk_size`` tokens are worked on at a time, and once more in the backward pass, so that only the
-    logits themselves are held for all tokens.
+    The teacher is given as ``teacher_logits`` (B, T, V), of which only the ``topk`` largest are used if ``topk`` is
+    set, or as ``teacher_topk_logprobs`` and ``teacher_topk_indices`` (B, T, K).
+
+    Positions of the teacher beyond those of the batch are ignored. If the vocabularies differ in size, the smaller one
+    gives probability 0 to the entries that it lacks. Tokens are computed in chunks of ``chunk_size``, and once more in
+    the backward pass, so that only the logits themselves are in memory for all tokens.
     """
 
     require_logits = True
@@ -90,7 +92,7 @@ class GKDLoss(Loss):
         return {"loss": total / max(len(student_NV), 1), "num_tokens": 0}
 
     def _chunk_loss(self, student_CV: Tensor, teacher_CV: Tensor, indices_CK: Tensor | None) -> Tensor:
-        """Sum over the chunk's tokens. With indices, ``teacher_CV`` has the teacher's K entries."""
+        """Return the sum over the chunk's tokens. With indices, ``teacher_CV`` has the teacher's K entries."""
         dtype = compute_dtype(student_CV)
         student_CV, teacher_CV = student_CV.to(dtype), teacher_CV.to(dtype)
         if indices_CK is not None:
@@ -104,7 +106,7 @@ class GKDLoss(Loss):
 
 
 def _divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
-    """Of rows of log-probabilities."""
+    """Return the divergence of each row of log-probabilities."""
     if beta == 0:
         return _kl(teacher, student)
     if beta == 1:
@@ -120,7 +122,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _teacher(
     logits: Tensor | None, topk: int | None, topk_logprobs: Tensor | None, topk_indices: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over the vocabulary and None, or over a top-k and its indices."""
+    """Return the teacher's logits and None or, for a top-k, its logits and their indices."""
     if topk_logprobs is not None or topk_indices is not None:
         if topk_logprobs is None or topk_indices is None or topk_logprobs.shape != topk_indices.shape:
             raise InvalidInputError("teacher_topk_indices", _shape(topk_indices), "the shape of teacher_topk_logprobs")
@@ -137,7 +139,7 @@ def _teacher(
 
 
 def _valid_rows(field: str, values: Tensor, mask_BT: Tensor, device: torch.device) -> Tensor:
-    """The rows of the mask, after cutting positions that the batch does not have."""
+    """Return the rows at which the mask is True, without positions that the batch does not have."""
     if values.dim() != 3 or values.shape[0] != mask_BT.shape[0] or values.shape[1] < mask_BT.shape[1]:
         batch, length = mask_BT.shape
         raise InvalidInputError(field, f"shape {tuple(values.shape)}", f"({batch}, {length} or more, entries)")
@@ -149,7 +151,7 @@ def _never_padded(logits: Tensor, width: int) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor | None:
-    """Teachers behind a service send nested lists."""
+    """Convert to a tensor. A teacher behind a service sends nested lists."""
     return None if values is None else torch.as_tensor(values)
 
 

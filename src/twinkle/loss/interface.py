@@ -1,20 +1,20 @@
-"""What a loss of the library is: a function of a padded batch and of what the model made of it.
+"""The interface of the library's losses: functions of a padded batch and of the model's outputs for it.
 
 Shapes: B sequences, T positions, V vocabulary entries, N pooled texts, D their width.
 
     inputs:  "labels" (B, T) int, already shifted: labels[b, t] is the target of position t, −100 = no target;
              for embeddings (N,) or (N, 1), 1 at each anchor
-    outputs: "logps" (B, T), and where the loss asks for them "entropies" (B, T), "logits" (B, T, V),
+    outputs: "logps" (B, T), and, if the loss asks for them, "entropies" (B, T), "logits" (B, T, V),
              "embeddings" (N, D)
 
-A loss returns {"loss": scalar, "num_tokens": n}. n above 0: the loss is a sum over so many tokens, and gradients of
-several batches are divided by the total. n = 0: it is a mean, and each batch counts once.
+A loss returns {"loss": scalar, "num_tokens": n}. If n > 0, the loss is a sum over n tokens, and the gradients of
+several batches are divided by their total number of tokens. If n = 0, the loss is a mean, and each batch counts once.
 
-The model hands over outputs that require gradients and takes d loss / d outputs from there, so a loss is differentiable
-in what it reads of ``outputs`` alone. What else a loss reads (advantages, reference log-probabilities …) are keyword
-arguments of its call. The model gives the same keywords to the loss and to the metrics, which is why every call also
-takes ``**_``; ``call_arguments`` names those that mean something, so that the model can refuse the rest
-(:func:`check_call_arguments`).
+The model passes outputs that require gradients and continues its backward pass from d loss / d outputs, so a loss is
+differentiable only in ``outputs``. Everything else that a loss reads (advantages, reference log-probabilities …) are
+keyword arguments of its call. The model gives the same keywords to the loss and to the metrics, which is why every call
+also takes ``**_``; ``call_arguments`` names the keywords that a loss uses, so that the model can refuse keywords that
+no loss or metric uses (:func:`check_call_arguments`).
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ Outputs = Mapping[str, "Tensor"]
 
 
 class Loss(ABC):
-    """Base of the losses. The flags say which outputs the model must keep or compute."""
+    """The base class of losses. The flags say which outputs the model must keep or compute."""
 
     require_logits: bool = False
     require_entropy: bool = False
@@ -50,7 +50,7 @@ class Loss(ABC):
 
 
 class TakesCallArguments(Protocol):
-    """A loss or a metric."""
+    """A loss or a metric, with the keywords that it uses."""
 
     @property
     def call_arguments(self) -> tuple[str, ...]: ...
@@ -59,9 +59,9 @@ class TakesCallArguments(Protocol):
 def check_call_arguments(
     given: Iterable[str], takers: Iterable[TakesCallArguments], reserved: Iterable[str] = ()
 ) -> None:
-    """Refuses a keyword that none of ``takers`` knows: it would be lost without a word.
+    """Raise UnknownNameError for a keyword that none of ``takers`` uses, instead of ignoring it silently.
 
-    ``reserved`` are keywords that the takers get from somebody else.
+    reserved: keywords that the model itself passes to the takers, and that a caller may therefore not give.
     """
     known = {name for taker in takers for name in taker.call_arguments} - set(reserved)
     for name in given:

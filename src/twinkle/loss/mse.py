@@ -22,7 +22,7 @@ class MSELoss(Loss):
         predicted, labels = required(outputs, "logits"), inputs["labels"]
         if predicted.shape == (*labels.shape, 1):
             predicted = predicted.squeeze(-1)
-        if predicted.shape != labels.shape:  # torch would broadcast, and mean something else
+        if predicted.shape != labels.shape:  # torch would broadcast, which is not what was meant
             raise InvalidInputError(
                 "labels", f"shape {tuple(labels.shape)}", f"that of logits, {tuple(predicted.shape)}"
             )

@@ -6,9 +6,9 @@ Shapes: B sequences, T positions. m = (labels ≠ ignore_index), (B, T). In the 
     k = exp(ref_logps − lp) − (ref_logps − lp) − 1; H = outputs["entropies"]
     every loss adds β·k − entropy_coef·H to its own term
 
-A token outside m adds exactly 0 to loss and gradient, whatever stands there. Without ``old_logps`` the tokens were
-sampled by the policy as it is now: r = 1, and it still has its gradient. Without ``advantages`` there is nothing to
-learn from: the loss is 0 (with a warning in training), which lets a model evaluate.
+A token outside m adds exactly 0 to loss and gradient, whatever values it has. Without ``old_logps``, the tokens are
+taken as samples of the present policy: r = 1, but r still has a gradient. Without ``advantages`` the loss is 0 (with a
+warning in training), so that a model can be evaluated without them.
 """
 
 import math
@@ -31,7 +31,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """One batch, all (B, T) and 0 outside the mask. ``log_ratio`` is (B, T), or (B, 1) if it is the sequence's."""
+    """The tokens of one batch: tensors (B, T), 0 outside the mask. ``log_ratio`` is (B, 1) if it is per sequence."""
 
     mask: Tensor
     logps: Tensor
@@ -46,7 +46,7 @@ class PolicyTokens:
 class GRPOLoss(Loss):
     """−min(r·A, clip(r, 1 − ε, 1 + ε_high)·A); mean over each sequence's tokens, then over sequences.
 
-    The relatives below change one of: the term, the log ratio it sees, how terms are averaged.
+    Each subclass below changes one of three things: the term, the log ratio in it, or how terms are averaged.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("advantages", "old_logps", "ref_logps")
@@ -85,17 +85,17 @@ class GRPOLoss(Loss):
         return {"loss": self.aggregate(per_token, label_mask(inputs, self.ignore_index)), "num_tokens": 0}
 
     def policy_term(self, tokens: PolicyTokens) -> Tensor:
-        """The loss's own term for each token, (B, T)."""
+        """Return the loss's own term for each token, (B, T)."""
         ratio, advantages_BT = tokens.ratio, tokens.advantages
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
         return -torch.minimum(ratio * advantages_BT, clipped * advantages_BT)
 
     def sequence_log_ratio(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """The log ratio that the policy term sees."""
+        """Return the log ratio that the policy term uses."""
         return log_ratio_BT
 
     def aggregate(self, per_token_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Mean over each sequence's tokens, then over sequences."""
+        """Average over each sequence's tokens, then over sequences."""
         return (per_token_BT.sum(-1) / mask_BT.sum(-1).clamp(min=1)).mean()
 
     def _per_token(
@@ -106,7 +106,7 @@ class GRPOLoss(Loss):
         ref_logps: TokenValues | None,
         advantages: TokenValues | None,
     ) -> Tensor | None:
-        """The whole term of each token, (B, T) and 0 outside the mask; None without advantages."""
+        """Return the complete term of each token, (B, T) and 0 outside the mask; None without advantages."""
         if advantages is None:
             return None
         mask_BT = label_mask(inputs, self.ignore_index)
@@ -129,21 +129,21 @@ class GRPOLoss(Loss):
 
 
 class GSPOLoss(GRPOLoss):
-    """GRPO with the ratio of the sequence: exp of the mean of lp − old over its tokens."""
+    """GRPO with one ratio for each sequence: exp of the mean of lp − old_logps over its tokens."""
 
     def sequence_log_ratio(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
 
 
 class BNPOLoss(GRPOLoss):
-    """GRPO's terms; mean over all tokens of the batch."""
+    """GRPO's terms, averaged over all tokens of the batch."""
 
     def aggregate(self, per_token_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return per_token_BT.sum() / mask_BT.sum().clamp(min=1)
 
 
 class DRGRPOLoss(GRPOLoss):
-    """GRPO's terms; their sum divided by B · max_completion_length, so that long answers are not diluted."""
+    """GRPO's terms; their sum is divided by B · max_completion_length, so that tokens of long answers count in full."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class SAPOLoss(GRPOLoss):
         ignore_index: int = IGNORE_INDEX,
     ) -> None:
         super().__init__(beta=beta, entropy_coef=entropy_coef, ignore_index=ignore_index)
-        if epsilon != 0.2:  # part of the family's signature
+        if epsilon != 0.2:  # accepted only because all losses of this family have it
             raise InvalidInputError("epsilon", epsilon, "0.2; SAPO does not clip, tau_pos and tau_neg set its softness")
         for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
             if not (math.isfinite(tau) and tau > 0):
@@ -192,7 +192,7 @@ class SAPOLoss(GRPOLoss):
 class CISPOLoss(GRPOLoss):
     """−c·A·lp with c = min(r, 1 + ε_high) as a weight without gradient; the sum divided by the number of tokens.
 
-    ``num_items_in_batch`` counts tokens of all micro-batches that make one step; without it, this batch's are counted.
+    num_items_in_batch: the tokens of all micro-batches of one optimizer step; by default, the tokens of this batch.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = (*GRPOLoss.call_arguments, "num_items_in_batch")

@@ -1,4 +1,4 @@
-"""Preference losses: a chosen answer against a rejected one.
+"""Preference losses: compare a chosen answer with a rejected one.
 
 Shapes: B sequences, chosen and rejected in turn: [chosen, rejected, chosen, …]; P = B/2 pairs; T positions.
 m = (labels ≠ ignore_index), (B, T). In the formulas, for each pair:
@@ -32,7 +32,7 @@ LOSS_TYPES = ("hinge", "ipo", "kto_pair", "sigmoid")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sums of log-probabilities, and numbers of tokens, of the chosen and the rejected sequences; all (P,)."""
+    """Sums of log-probabilities and numbers of tokens, for chosen and for rejected sequences; all (P,)."""
 
     chosen: Tensor
     rejected: Tensor
@@ -49,13 +49,13 @@ class Pairs:
 
     @property
     def chosen_nll(self) -> Tensor:
-        """Scalar: mean over all chosen tokens."""
+        """Return the negative log-likelihood as a scalar: the mean over all chosen tokens."""
         return -self.chosen.sum() / self.chosen_count.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
 class ReferenceArguments:
-    """The three ways to hand over the reference's log-probabilities; see :class:`DPOLoss`."""
+    """The three ways to pass the reference model's log-probabilities; see :class:`DPOLoss`."""
 
     ref_outputs: Mapping[str, Any] | None
     ref_logps: TokenValues | None
@@ -63,7 +63,7 @@ class ReferenceArguments:
     ref_rejected_logps: Any
 
     def sums(self, mask_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Of the chosen and the rejected sequences, (P,) each; None if none were given."""
+        """Return the reference's sums for chosen and for rejected sequences, (P,) each; None if none were given."""
         logps = self.ref_logps
         if logps is None and self.ref_outputs is not None:
             logps = self.ref_outputs.get("logps")
@@ -82,7 +82,7 @@ class ReferenceArguments:
 
 
 def pairs_of(logps_BT: Tensor, mask_BT: Tensor) -> Pairs:
-    """``logps_BT`` is 0 outside the mask."""
+    """Sum the log-probabilities of each sequence and split them into pairs. ``logps_BT`` is 0 outside the mask."""
     if len(mask_BT) % 2 != 0:
         raise InvalidInputError("inputs", f"{len(mask_BT)} sequences", "an even number: chosen and rejected in turn")
     sums_B, counts_B = logps_BT.sum(-1), mask_BT.sum(-1)
@@ -90,12 +90,19 @@ def pairs_of(logps_BT: Tensor, mask_BT: Tensor) -> Pairs:
 
 
 class DPOLoss(Loss):
-    """With h = β·(Δc − Δr): "sigmoid" −log σ(h), smoothed to −(1 − s)·log σ(h) − s·log σ(−h); "hinge" max(0, 1 − h);
-    "ipo" (Δc − Δr − 1/(2β))²; "kto_pair" 1 − σ(β·Δc) + σ(β·Δr). All plus sft_weight · NLL.
+    """Direct preference optimization. With h = β·(Δc − Δr) and s = label_smoothing, the ``loss_type`` is one of
 
-    The reference comes as ``ref_logps`` (rows like logps), as ``ref_outputs`` that hold them (what forward_only
-    returned), or as ``ref_chosen_logps`` and ``ref_rejected_logps`` (P,), which are sums. With ``reference_free`` it is
-    a reference to which all answers are equally likely. Without any the loss is 0, which lets a model evaluate.
+        "sigmoid":  −(1 − s)·log σ(h) − s·log σ(−h)
+        "hinge":    max(0, 1 − h)
+        "ipo":      (Δc − Δr − 1/(2β))²
+        "kto_pair": 1 − σ(β·Δc) + σ(β·Δr)
+
+    and sft_weight · NLL is added to each.
+
+    The reference's log-probabilities are given as ``ref_logps`` (rows like logps), as ``ref_outputs`` that hold them
+    (the result of forward_only), or as ``ref_chosen_logps`` and ``ref_rejected_logps`` (P,), which are sums. With
+    ``reference_free``, the reference gives all answers the same probability. Without a reference the loss is 0, so that
+    a model can be evaluated without one.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_logps", "ref_outputs", "ref_rejected_logps")
@@ -150,7 +157,7 @@ class DPOLoss(Loss):
         return {"loss": loss, "num_tokens": 0}
 
     def _per_pair_loss(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """Of Δc and Δr, (P,)."""
+        """Return the loss of each pair from Δc and Δr, (P,)."""
         margin_P = chosen_P - rejected_P
         if self.loss_type == "ipo":
             return (margin_P - 1 / (2 * self.beta)) ** 2
@@ -209,9 +216,9 @@ def _read_pairs(inputs: Inputs, outputs: Outputs, ignore_index: int) -> Pairs:
 
 
 def _log_odds(x: Tensor) -> Tensor:
-    """x − log(1 − eˣ) for x ≤ 0. At 0, a certain answer, it would be infinite: x stops just below."""
+    """Return x − log(1 − eˣ) for x ≤ 0. It is infinite at 0 (a certain answer), so x is clamped to just below 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    small = x > -math.log(2)  # each form loses digits on the other's side; where() keeps both finite there
+    small = x > -math.log(2)  # each form is inaccurate on the other's side; where() keeps both finite there
     near_zero = torch.log(-torch.expm1(torch.where(small, x, -1.0)))
     far_below = torch.log1p(-torch.exp(torch.where(small, -1.0, x)))
     return x - torch.where(small, near_zero, far_below)

@@ -34,7 +34,7 @@ torch_loss_mapping: Mapping[str, type[Loss]] = {
 
 
 def loss_by_name(name: str) -> type[Loss]:
-    """The class of a loss, by its key in ``torch_loss_mapping`` or by its own name."""
+    """Return the class of a loss, by its key in ``torch_loss_mapping`` or by the name of the class."""
     known = {**torch_loss_mapping, **{loss.__name__: loss for loss in torch_loss_mapping.values()}}
     if name not in known:
         raise UnknownNameError("loss", name, known)

@@ -20,7 +20,7 @@ def label_mask(inputs: Inputs, ignore_index: int) -> Tensor:
 
 
 def masked_logps(outputs: Outputs, mask_BT: Tensor) -> Tensor:
-    """outputs["logps"] in the dtype of the computation; 0, with gradient 0, where the mask is False."""
+    """Return outputs["logps"] in the dtype of the computation; 0, with gradient 0, where the mask is False."""
     return masked(required(outputs, "logps"), mask_BT)
 
 
@@ -31,7 +31,7 @@ def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def zero_of(values: Tensor) -> Tensor:
-    """0 whose gradient in ``values`` is 0, also where they are not finite."""
+    """Return a 0 that depends on ``values`` with gradient 0, even where they are not finite."""
     return torch.where(torch.zeros_like(values, dtype=torch.bool), values.to(compute_dtype(values)), 0.0).sum()
 
 
@@ -43,7 +43,7 @@ def required(outputs: Outputs, name: str) -> Tensor:
 
 
 def logps_from_logits(logits_BTV: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """log p(label), and 0 where the mask is False: rows outside it are not even read."""
+    """Return log p(label), and 0 where the mask is False. Rows outside the mask are not read."""
     rows_NV = logits_BTV[mask_BT].to(compute_dtype(logits_BTV))
     picked_N = rows_NV.gather(-1, labels_BT[mask_BT].unsqueeze(-1)).squeeze(-1)
     logps_BT = torch.zeros(mask_BT.shape, dtype=rows_NV.dtype, device=rows_NV.device)
@@ -51,7 +51,10 @@ def logps_from_logits(logits_BTV: Tensor, labels_BT: Tensor, mask_BT: Tensor) ->
 
 
 def chunked_logps_from_logits(logits: Tensor, labels: Tensor, mask: Tensor, chunk_size: int) -> Tensor:
-    """log p(label), of entry 0 outside the mask, with ``chunk_size`` rows in the dtype of the computation at a time."""
+    """Return log p(label), converting ``chunk_size`` rows at a time to the dtype of the computation.
+
+    Outside the mask the result is the log-probability of vocabulary entry 0.
+    """
     rows_NV = logits.reshape(-1, logits.shape[-1])
     target_N = torch.where(mask, labels, 0).reshape(-1)
     logps_N: Tensor = _ChunkedLogps.apply(rows_NV, target_N, chunk_size)
@@ -59,9 +62,10 @@ def chunked_logps_from_logits(logits: Tensor, labels: Tensor, mask: Tensor, chun
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """Saves the logits alone; backward makes their gradient chunk by chunk in a tensor of its own.
+    """Log-probabilities in chunks. Only the logits are saved; backward computes their gradient chunk by chunk.
 
-    The logits are not overwritten to save that tensor: callers may have asked for them, and metrics read them later.
+    The gradient gets a tensor of its own and does not overwrite the logits, because callers may have asked for them and
+    metrics read them later.
     """
 
     @staticmethod
@@ -86,7 +90,5 @@ class _ChunkedLogps(torch.autograd.Function):
             grad_C1 = grad_N[part].unsqueeze(-1)
             grad_CV = -torch.softmax(rows_NV[part].to(grad_N.dtype), dim=-1) * grad_C1
             grad_CV.scatter_add_(-1, target_N[part].unsqueeze(-1), grad_C1)
-            grad_NV[part] = torch.where(
-                grad_C1 != 0, grad_CV, 0.0
-            )  # also where a row that does not count is not finite
+            grad_NV[part] = torch.where(grad_C1 != 0, grad_CV, 0.0)  # rows without a gradient get 0, even if not finite
         return grad_NV, None, None

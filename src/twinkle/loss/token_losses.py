@@ -29,17 +29,17 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """One loss: what a datum must bring for it, what can be configured, and how it is computed.
+    """One loss: the inputs that a datum must have for it, its configuration, and its computation.
 
     ``terms`` and ``diagnostics`` take lp and a mapping that holds every name in ``inputs`` and every key of ``config``
-    as a tensor that broadcasts to lp's shape. A config value that differs between tokens (several tenants in one call,
-    or a datum that brings it as one of its ``optional_inputs``) is a tensor like any other. A loss that is not
+    as a tensor that broadcasts to lp's shape. A config value may differ between tokens, if one call has several tenants
+    or if a datum gives it as one of its ``optional_inputs``. A loss that is not
     ``pointwise`` also gets ``"sequence"``, int64 (n,): the index, counted from 0, of the sequence a token belongs to.
     """
 
     name: str
-    inputs: tuple[str, ...]  # what each datum must bring besides its targets
-    optional_inputs: tuple[str, ...]  # what it may bring: "weights" (absent: 1), or config values token by token
+    inputs: tuple[str, ...]  # inputs that each datum must have besides its targets
+    optional_inputs: tuple[str, ...]  # inputs that it may have: "weights" (absent: 1), or config values by token
     config: Mapping[str, float]  # the allowed keys and their defaults
     pointwise: bool  # dL/dlp of a token depends on that token's lp alone
     allows_topk: bool  # lp may be (n, K)
@@ -56,7 +56,7 @@ def get_loss(name: str) -> TokenLoss:
 
 
 def resolve_config(loss: TokenLoss, config: Mapping[str, object]) -> dict[str, float]:
-    """The defaults of ``loss``, overridden by the checked values of ``config``."""
+    """Return the defaults of ``loss``, overridden by the checked values of ``config``."""
     resolved = dict(loss.config)
     for key, value in config.items():
         if key not in loss.config:
@@ -71,7 +71,7 @@ def resolve_config(loss: TokenLoss, config: Mapping[str, object]) -> dict[str, f
 
 
 def coefficients(loss: TokenLoss, lp: Tensor, inputs: Inputs) -> Tensor:
-    """dL/dlp, float32 and of lp's shape; works under ``torch.no_grad`` and leaves lp's own graph alone."""
+    """Return dL/dlp, float32 and of lp's shape. Works under ``torch.no_grad`` and does not touch lp's own graph."""
     with torch.enable_grad():
         lp = lp.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss.terms(lp, inputs).sum(), lp)
@@ -123,13 +123,13 @@ def _dro(lp: Tensor, inputs: Inputs) -> Tensor:
 
 def _gspo(lp: Tensor, inputs: Inputs) -> Tensor:
     """−min(s·A, clamp(s, lo, hi)·A) with s = exp(ℓ + lp − stopgrad(lp)) and ℓ of the token's sequence."""
-    # in these brackets the difference is exactly 0; ℓ + lp would round ℓ to the precision of lp
+    # lp − lp.detach() in its own brackets is exactly 0; ℓ + lp would round ℓ to the precision of lp
     log_ratio = _sequence_log_ratio(lp.detach(), inputs) + (lp - lp.detach())
     return _clipped_objective(torch.exp(torch.where(inputs["advantages"] != 0, log_ratio, 0.0)), inputs)
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:
-    """lp − q, and 0 where A = 0. The mask comes before exp, whose derivative would be infinite behind it."""
+    """Return lp − q, and 0 where A = 0. The mask is applied before exp, whose derivative could overflow otherwise."""
     return torch.where(inputs["advantages"] != 0, lp - inputs["logprobs"], 0.0)
 
 
@@ -143,10 +143,10 @@ def _clipped_objective(ratio: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _sequence_log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:
-    """ℓ for each token, (n,): the mean of lp − q over its sequence's tokens with ``sequence_ratio_mask`` ≠ 0.
+    """Return ℓ for each token, (n,): the mean of lp − q over its sequence's tokens with ``sequence_ratio_mask`` ≠ 0.
 
-    A sequence whose mask is 0 everywhere has ℓ = 0, that is ratio 1. Each sequence is summed by itself in the order of
-    its tokens: nobody else's tokens, NaN among them, can touch its value, and the value is the same every time.
+    A sequence whose mask is 0 everywhere has ℓ = 0, that is ratio 1. Each sequence is summed separately, in the order
+    of its tokens, so that tokens of other sequences (and their NaN) cannot affect it, and results are reproducible.
     """
     sequence = inputs["sequence"]
     counted = (inputs["sequence_ratio_mask"] != 0).expand_as(lp)
@@ -171,7 +171,7 @@ def _no_diagnostics(lp: Tensor, inputs: Inputs) -> dict[str, float]:
 
 
 def _ratio_diagnostics(name: str, lp: Tensor, inputs: Inputs) -> dict[str, float]:
-    """Over the tokens with A ≠ 0: the k1 estimate of KL(sampling policy ‖ current policy), and r."""
+    """Return, over the tokens with A ≠ 0, the k1 estimate of KL(sampling policy ‖ current policy), and r."""
     log_ratio = _log_ratio(lp.detach(), inputs)[_active(lp, inputs)]
     ratio = _capped_exp(log_ratio)
     return {
@@ -194,7 +194,10 @@ def _cispo_diagnostics(lp: Tensor, inputs: Inputs) -> dict[str, float]:
 
 
 def _gspo_diagnostics(lp: Tensor, inputs: Inputs) -> dict[str, float]:
-    """Ratio and clipped fraction count sequences that have a token with A ≠ 0; one clipped token makes one clipped."""
+    """Return diagnostics. Ratio and clipped fraction are over sequences that have a token with A ≠ 0.
+
+    A sequence counts as clipped if one of its tokens is.
+    """
     lp = lp.detach()
     active = _active(lp, inputs)
     ratio = _capped_exp(_sequence_log_ratio(lp, inputs))
@@ -216,7 +219,7 @@ def _active(lp: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _clipping_binds(ratio: Tensor, inputs: Inputs) -> Tensor:
-    """Where min(r·A, clamp(r, lo, hi)·A) takes the clamped side, so that the token has no gradient."""
+    """Return True where min(r·A, clamp(r, lo, hi)·A) takes the clamped side, so that the token has no gradient."""
     advantages = inputs["advantages"]
     too_high = (advantages > 0) & (ratio > inputs["clip_high_threshold"])
     too_low = (advantages < 0) & (ratio < inputs["clip_low_threshold"])
@@ -302,7 +305,7 @@ TOKEN_LOSSES: Mapping[str, TokenLoss] = {
     ),
 }
 
-# Names of the protocol that we know and do not offer.
+# Names of the protocol that are known but not implemented, and why.
 _NOT_IMPLEMENTED: Mapping[str, str] = {
     "stable_reinforce": "its objective is not published; importance_sampling, ppo and cispo are the nearest",
     "custom": "it names no loss by itself; a server knows the one whose loss_id create_custom_loss returned",

@@ -1,4 +1,4 @@
-"""Metrics of training. What a name needs (torch, above all) is imported when the name is first used."""
+"""Metrics of training. The module behind a name, and with it torch, is imported when the name is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a round of sampling brought: rewards, lengths, and how long it took."""
+"""Metrics of a round of sampling: rewards, lengths of completions, and times."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ __all__ = ["CompletionRewardMetric"]
 class CompletionRewardMetric(Metric):
     """Mean and standard deviation of each reward, mean length of completions, mean times of a round.
 
-    ``calculate`` does not reset: a round may be reported as it grows. What was not given has a mean of −1.
+    ``calculate`` does not reset, so that a round can be reported while it grows. A value that was never given is −1.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("completion_lengths", "generate_time", "rewards", "weight_sync_time")

@@ -1,4 +1,7 @@
-"""How similar anchors are to their positives and to everything else. Groups as in :mod:`twinkle.loss.contrastive`."""
+"""The similarity of anchors to their positives and to all other documents.
+
+Groups are those of :mod:`twinkle.loss.contrastive`.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,8 +28,12 @@ class _Seen:
 
 
 class EmbeddingMetric(Metric):
-    """Similarities of an anchor and its positive: "pos_sim", "pos_sim_min", "pos_sim_max"; of an anchor and any other
-    document of its batch: "neg_sim"; the mean "loss" over calls and the last "grad_norm"."""
+    """Similarities, loss and gradient norm of embedding training.
+
+    "pos_sim", "pos_sim_min" and "pos_sim_max" are the mean, lowest and highest similarity of an anchor to its positive;
+    "neg_sim" is the mean similarity of an anchor to the other documents of its batch; "loss" is the mean over calls;
+    "grad_norm" is the last one.
+    """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("grad_norm",)
 

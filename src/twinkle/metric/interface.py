@@ -1,9 +1,9 @@
-"""What a metric is: it accumulates over steps, and tells what it saw when asked.
+"""The interface of metrics: a metric accumulates over steps and reports when it is asked.
 
 The model gives each metric the inputs and outputs of a step (see :mod:`twinkle.loss.interface`; outputs also hold
-"loss" and "num_tokens") and by keyword: ``lr`` (a list, one of each parameter group), ``step`` (backward calls so far,
-minus one), ``gradient_accumulation_steps``, ``grad_norm``, ``loss_reduction`` ("sum" or "mean"), and everything that
-the caller of forward_backward gave for the loss. ``call_arguments`` names those that a metric reads.
+"loss" and "num_tokens"), and as keywords: ``lr`` (a list, one for each parameter group), ``step`` (backward calls so
+far, minus one), ``gradient_accumulation_steps``, ``grad_norm``, ``loss_reduction`` ("sum" or "mean"), and all keywords
+that the caller of forward_backward gave for the loss. ``call_arguments`` names the keywords that a metric reads.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ Outputs = Mapping[str, Any]
 
 Part = TypeVar("Part")
 
-# What the model itself gives; nobody can give it to forward_backward.
+# Keywords that the model itself passes; a caller of forward_backward may not give them.
 MODEL_ARGUMENTS = ("grad_norm", "gradient_accumulation_steps", "loss_reduction", "lr", "step")
 
 
 class Metric(ABC):
-    """Base of the metrics. With a device mesh and a process group, results are those of all its processes together."""
+    """The base class of metrics. With a device mesh and a process group, results cover all processes of the group."""
 
     call_arguments: ClassVar[tuple[str, ...]] = ()
 
@@ -35,18 +35,18 @@ class Metric(ABC):
 
     @abstractmethod
     def accumulate(self, inputs: Inputs, outputs: Outputs, **_: Any) -> None:
-        """Takes one step into account."""
+        """Add the inputs and outputs of one step."""
 
     @abstractmethod
     def calculate(self) -> dict[str, Any]:
-        """What was seen since the last reset; then resets."""
+        """Return the results since the last reset, then reset."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget all accumulated values."""
 
     def gather_results(self, local: Sequence[Part]) -> list[Part]:
-        """``local`` of every process, in the order of ranks. Every process must call it."""
+        """Return the ``local`` items of all processes, by rank. Every process must call it."""
         if self.device_mesh is None or self.process_group is None:
             return list(local)
         size = torch.distributed.get_world_size(self.process_group)

@@ -1,4 +1,4 @@
-"""Metrics of reinforcement learning: how far the policy is from the one that sampled, and where clipping bites.
+"""Metrics of reinforcement learning: how far the policy is from the sampling policy, and how often ratios are clipped.
 
 Shapes: B sequences, T positions. For each token with a label:
 
@@ -26,23 +26,23 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, order=True)
 class HighKLRecord:
-    """One token on which the two policies differ much."""
+    """One token on which the two policies differ strongly."""
 
     kl: float
     token_id: int
     new_logp: float
     old_logp: float
-    sequence: int  # in its batch
+    sequence: int  # index in its batch
     position: int
 
 
 @dataclass
 class PolicySums:
-    """Sums over what was accumulated; those of several processes add up."""
+    """Sums and maxima over all accumulated tokens. Those of several processes are combined by ``+``."""
 
     n_tokens: int = 0
     sum_new: float = 0.0
-    n_old: int = 0  # tokens that came with an old log-probability
+    n_old: int = 0  # tokens with an old log-probability
     sum_old: float = 0.0
     sum_diff: float = 0.0
     sum_kl: float = 0.0
@@ -50,7 +50,7 @@ class PolicySums:
     max_ratio: float = 0.0
     n_entropy: int = 0
     sum_entropy: float = 0.0
-    n_clip: int = 0  # tokens, or sequences for GSPO, that came with an advantage
+    n_clip: int = 0  # tokens (for GSPO: sequences) with an advantage
     n_clip_low: int = 0
     n_clip_high: int = 0
 
@@ -64,7 +64,7 @@ class PolicySums:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """Labels, mask, and d, all (B, T)."""
+    """Labels, mask, new and old log-probabilities of a batch, all (B, T)."""
 
     labels: Tensor
     mask: Tensor
@@ -77,12 +77,15 @@ class PolicyBatch:
 
 
 class GRPOMetric(Metric):
-    """Under "train/": policy_confidence (exp of the mean lp), mean_new_logp; with ``old_logps`` mean_old_logp,
-    logp_diff_mean, approx_kl, token_kl_max, token_ratio_max; entropy if the outputs have "entropies" or "logits" (which
-    are divided by ``temperature``); with ``advantages`` clip_ratio_low, clip_ratio_high and clip_ratio: the shares of
-    tokens that get no gradient because r < 1 − ε and A < 0, because r > 1 + ε_high and A > 0, and both together.
+    """Metrics of GRPO. All names begin with "train/".
 
-    With ``top_k_kl`` above 0, ``high_kl_records`` holds that many tokens of the largest k, largest first.
+    - Always: policy_confidence (exp of the mean lp), mean_new_logp.
+    - With ``old_logps``: mean_old_logp, logp_diff_mean, approx_kl, token_kl_max, token_ratio_max.
+    - If the outputs have "entropies", or "logits" (which are divided by ``temperature``): entropy.
+    - With ``old_logps`` and ``advantages``: clip_ratio_low and clip_ratio_high, the shares of tokens without a gradient
+      because r < 1 − ε and A < 0, or because r > 1 + ε_high and A > 0; clip_ratio is the sum of the two.
+
+    With ``top_k_kl`` above 0, ``high_kl_records`` holds that many tokens with the largest k, largest first.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("advantages", "old_logps")
@@ -159,7 +162,7 @@ class GRPOMetric(Metric):
         return {f"train/{name}": value for name, value in result.items()}
 
     def clipped(self, batch: PolicyBatch, advantages_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What counts, and of that what is clipped below and above; three masks of one shape."""
+        """Return three masks of one shape: the items that count, those clipped below, and those clipped above."""
         ratio = torch.exp(batch.log_ratio)
         low = (ratio < 1 - self.epsilon) & (advantages_BT < 0)
         high = (ratio > 1 + self.epsilon_high) & (advantages_BT > 0)
@@ -212,7 +215,7 @@ class GRPOMetric(Metric):
 
 
 class GSPOMetric(GRPOMetric):
-    """The same; clipping counts sequences, by the ratio of the sequence: exp of the mean of d over its tokens."""
+    """GRPO's metrics, but clipping counts sequences. A sequence's ratio is exp of the mean of d over its tokens."""
 
     def clipped(self, batch: PolicyBatch, advantages_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens_B = batch.mask.sum(-1)
@@ -224,7 +227,7 @@ class GSPOMetric(GRPOMetric):
 
 
 class CISPOMetric(GRPOMetric):
-    """The same; a ratio outside the bounds counts whatever the sign of the advantage."""
+    """GRPO's metrics, but a ratio outside the bounds counts as clipped whatever the sign of the advantage."""
 
     def clipped(self, batch: PolicyBatch, advantages_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratio = torch.exp(batch.log_ratio)

@@ -1,4 +1,4 @@
-"""What DPO makes of pairs: log-probabilities, implicit rewards, and how often the chosen answer has the higher one."""
+"""Metrics of DPO: log-probabilities, implicit rewards, and how often the chosen answer has the higher reward."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ __all__ = ["DPOMetric"]
 
 
 class DPOMetric(Metric):
-    """Means over pairs. With a reference, in any form :class:`~twinkle.loss.DPOLoss` takes, also rewards β·Δ."""
+    """Means over pairs. With a reference, in any form that :class:`~twinkle.loss.DPOLoss` accepts, also rewards β·Δ."""
 
     call_arguments: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_logps", "ref_outputs", "ref_rejected_logps")
 
@@ -32,7 +32,8 @@ class DPOMetric(Metric):
 
     def reset(self) -> None:
         self._pairs: list[tuple[float, float]] = []  # chosen and rejected
-        self._with_reference: list[tuple[float, float, float, float]] = []  # the same, then the reference's
+        # chosen and rejected, then the reference's chosen and rejected
+        self._with_reference: list[tuple[float, float, float, float]] = []
 
     def accumulate(
         self,

@@ -25,10 +25,10 @@ class _LossSums:
 
 
 class LossMetric(Metric):
-    """ "loss", and "grad_norm" where it is above 0.
+    """Reports "loss", and "grad_norm" if it is above 0.
 
-    ``loss_reduction`` "sum": Σ losses / Σ tokens, counted by outputs["num_tokens"] or else by the labels; otherwise the
-    mean over calls. The norm is the last one seen.
+    With ``loss_reduction`` "sum", the loss is Σ losses / Σ tokens, where tokens are counted by outputs["num_tokens"]
+    or, without that, by the labels. Otherwise it is the mean over calls. The norm is the last one given.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("grad_norm", "loss_reduction")
@@ -68,11 +68,11 @@ def loss_texts(total: float, count: float, grad_norm: float) -> dict[str, str]:
 
 
 class Accuracy(Metric):
-    """How many labels have the highest logit: "accuracy", "correct_tokens" and "total_tokens".
+    """Counts labels that have the highest logit: "accuracy", "correct_tokens" and "total_tokens".
 
     Reads outputs["predictions"], the index of the highest logit at each position, or else outputs["logits"]. Without
-    either, and without tokens, there is nothing to report. ``completion_mask`` in the inputs says which tokens count;
-    without one those with a label do.
+    either, or without tokens, nothing is reported. Tokens with a label count; if the inputs have a ``completion_mask``,
+    only those of them that are in the mask.
     """
 
     def reset(self) -> None:
@@ -105,8 +105,11 @@ class Accuracy(Metric):
 
 
 class TrainMetric(Metric):
-    """ "learning rate", "iters" (optimizer steps before this one), "total time elapse" since the metric was made, and
-    "speed" since the last report. With parameter groups of different rates, each has its own key."""
+    """Reports "learning rate", "iters", "total time elapse" and "speed".
+
+    "iters" is the number of optimizer steps before this one. The time counts from the creation of the metric, the speed
+    from the last report. If parameter groups have different learning rates, each has its own key.
+    """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("gradient_accumulation_steps", "lr", "step")
 
@@ -126,7 +129,7 @@ class TrainMetric(Metric):
         super().__init__(device_mesh, process_group)
 
     def reset(self) -> None:
-        """Starts the measurement of speed anew; time and steps go on."""
+        """Restart the measurement of speed. Total time and steps continue."""
         self._reported_at = self._clock()
         self._reported_step = self._iters
 
@@ -142,7 +145,7 @@ class TrainMetric(Metric):
     ) -> None:
         self._rates = tuple(float(rate) for rate in (lr if isinstance(lr, Sequence) else (lr,)))
         self._iters = step // gradient_accumulation_steps
-        if not self._seen:  # training that was resumed does not start at step 0
+        if not self._seen:  # a resumed run does not start at step 0
             self._reported_step = max(self._iters - 1, 0)
             self._seen = True
 

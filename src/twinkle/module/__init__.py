@@ -1,1 +1,1 @@
-"""Parts of training that torch has no equivalent of."""
+"""Parts of training for which torch has no equivalent."""

@@ -1,6 +1,6 @@
 """Learning-rate schedules with a linear warm-up.
 
-With W warm-up steps and N steps in all, step s has the rate lr · f(s):
+With W warm-up steps and N steps in total, step s has the learning rate lr · f(s):
 
     f(s) = s / W for s < W; after that, with p = (s − W) / (N − W) and 0 once p passes 1,
     cosine: max(0, ½·(1 + cos(2π · num_cycles · p)));  linear: 1 − p
@@ -20,7 +20,7 @@ __all__ = ["CosineWarmupScheduler", "LinearWarmupScheduler", "scheduler_by_name"
 
 
 class CosineWarmupScheduler(LambdaLR):
-    """Falls from lr to 0 along half a cosine; with more ``num_cycles`` it rises again in between."""
+    """A rate that falls from lr to 0 along half a cosine. With more ``num_cycles`` it rises again in between."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CosineWarmupScheduler(LambdaLR):
 
 
 class LinearWarmupScheduler(LambdaLR):
-    """Falls from lr to 0 in a straight line."""
+    """A rate that falls from lr to 0 in a straight line."""
 
     def __init__(
         self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
@@ -46,7 +46,7 @@ class LinearWarmupScheduler(LambdaLR):
 
 
 def scheduler_by_name(name: str) -> type[LRScheduler]:
-    """One of the two above, or a scheduler of ``torch.optim.lr_scheduler``."""
+    """Return the class of a scheduler: one of the two above, or one of ``torch.optim.lr_scheduler``."""
     known: dict[str, type[LRScheduler]] = {
         key: value
         for key, value in vars(torch.optim.lr_scheduler).items()

@@ -1,4 +1,4 @@
-"""Messages to people: that a program failed, above all."""
+"""Messages to people, above all when a program fails."""
 
 from twinkle.notifier.ding import DingNotifier
 from twinkle.notifier.exceptions import notify_exception, report_uncaught

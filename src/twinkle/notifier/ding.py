@@ -18,7 +18,10 @@ _LONGEST_TITLE = 64
 
 
 class DingNotifier(Notifier):
-    """``ding_url`` is the robot's webhook, ``secret`` the one it signs with, if it does."""
+    """Sends messages to a DingTalk robot.
+
+    ``ding_url`` is the robot's webhook. ``secret`` is needed if the robot requires signed messages.
+    """
 
     def __init__(self, ding_url: str, secret: str | None = None, timeout: float = 5.0) -> None:
         if urlsplit(ding_url).scheme not in ("http", "https"):
@@ -28,8 +31,8 @@ class DingNotifier(Notifier):
         self._timeout = timeout
 
     def __call__(self, message: str) -> dict[str, Any]:
-        """Send it; returns the answer. An answer that says no is a RuntimeError."""
-        from urllib.request import Request, urlopen  # slow to import, and hardly ever needed
+        """Send the message and return DingTalk's answer. Raise RuntimeError if DingTalk refuses the message."""
+        from urllib.request import Request, urlopen  # slow to import, and rarely needed
 
         content = {"msgtype": "markdown", "markdown": {"title": _title(message), "text": message}}
         request = Request(self._signed_url(), json.dumps(content).encode(), {"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""Telling people of an exception, once."""
+"""Notification of people about an exception, once for each failure."""
 
 import hashlib
 import platform
@@ -13,7 +13,9 @@ from twinkle.utils.logger import get_logger
 
 __all__ = ["notify_exception", "report_uncaught"]
 
-_SECONDS_KEPT = 86400.0  # of the notes that a failure was told; runs are told apart by their session's name
+# How long a marker file is kept, which records that a failure was reported. Its key includes the run's session_id, so
+# that another run reports the same failure again.
+_SECONDS_KEPT = 86400.0
 
 _previous_hook = sys.excepthook
 _notifier: Notifier | None = None
@@ -21,10 +23,10 @@ _program: str | None = None
 
 
 def notify_exception(notifier: Notifier | None, context: str, exc: BaseException, name: str | None = None) -> None:
-    """Send what happened, where and with which traceback. None: nobody is told.
+    """Send a message with the exception, its context and its traceback. With ``notifier=None`` nothing is sent.
 
-    One message for all processes of a run that fail in the same place the same way. A message that cannot be sent is
-    logged: it must not hide the exception.
+    If several processes of a run fail in the same place in the same way, only one message is sent. A message that
+    cannot be sent is logged instead of raised, so that it does not hide the exception.
     """
     if notifier is None or not _is_first(exc, context, name):
         return
@@ -35,7 +37,7 @@ def notify_exception(notifier: Notifier | None, context: str, exc: BaseException
 
 
 def report_uncaught(notifier: Notifier | None, name: str | None) -> None:
-    """From now on tell ``notifier`` of an exception that ends this program; None: nobody."""
+    """Notify ``notifier`` of an exception that ends this program, from now on. None switches this off."""
     global _notifier, _previous_hook, _program
     _notifier, _program = notifier, name
     if sys.excepthook is not _hook:
@@ -45,12 +47,12 @@ def report_uncaught(notifier: Notifier | None, name: str | None) -> None:
 
 def _hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
     _previous_hook(kind, exc, trace)
-    if isinstance(exc, Exception):  # not an interrupt or an exit
+    if isinstance(exc, Exception):  # not KeyboardInterrupt or SystemExit
         notify_exception(_notifier, "uncaught exception", exc, _program)
 
 
 def _is_first(exc: BaseException, context: str, name: str | None) -> bool:
-    """Whoever makes the file first tells it."""
+    """Return whether this process is the first to report this failure: the one that created its marker file."""
     environment = read_environment()
     frames = traceback.extract_tb(exc.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,4 +1,4 @@
-"""What a notifier is."""
+"""The interface of notifiers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,19 +12,22 @@ _CLASSES: dict[str, type["Notifier"]] = {}
 
 
 class Notifier(ABC):
-    """Sends a text (Markdown) to people. Subclasses are known by their class's name, so that one can be written down
-    with :meth:`to_dict` and made again with :meth:`from_dict`."""
+    """Sends a text (Markdown) to people.
+
+    Subclasses are registered by the name of their class, so that a notifier can be converted with :meth:`to_dict` and
+    restored with :meth:`from_dict`.
+    """
 
     def __init_subclass__(cls) -> None:
         _CLASSES[cls.__name__] = cls
 
     @abstractmethod
     def __call__(self, message: str) -> Any:
-        """Send ``message``; failing to is an exception."""
+        """Send ``message``. Raise an exception if that fails."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """``class``, the class's name, and what :meth:`_from_dict_impl` needs. Secrets are in it."""
+        """Return the name of the class as ``class``, and all values for :meth:`_from_dict_impl`, including secrets."""
 
     @classmethod
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Preprocessors: from the rows of well-known datasets to trajectories. Filters: which rows to keep."""
+"""Preprocessors, which convert rows of well-known datasets to trajectories, and the interface of row filters."""
 
 from twinkle.preprocessor.dpo import EmojiDPOProcessor
 from twinkle.preprocessor.interface import DataFilter, Preprocessor

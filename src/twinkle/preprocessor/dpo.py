@@ -1,4 +1,4 @@
-"""Datasets of preferences: two answers to one question."""
+"""Preprocessors of preference datasets, which have two answers to one question."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["EmojiDPOProcessor"]
 
 
 class EmojiDPOProcessor(Preprocessor):
-    """The columns ``positive`` and ``negative``, a trajectory each, from the columns named here."""
+    """Makes the columns ``positive`` and ``negative``, one trajectory each, from the columns named by the arguments."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a preprocessor and a filter are, and what every one of ours needs."""
+"""The interfaces of preprocessors and filters, and functions that our preprocessors share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ __all__ = ["DataFilter", "Preprocessor", "by_row", "column", "notes", "text_mess
 class Preprocessor(ABC):
     """Turns a batch of columns into a batch of new columns.
 
-    Ours, which look at one row at a time, also have ``preprocess(row)`` for datasets that read row by row.
+    Our own preprocessors work on single rows and also have ``preprocess(row)``, for datasets that are read row by row.
     """
 
     map_col_to_row = staticmethod(columns_to_rows)
@@ -22,24 +22,24 @@ class Preprocessor(ABC):
 
     @abstractmethod
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> Columns:
-        """The new columns, all of one length."""
+        """Return the new columns, all of the same length."""
 
 
 class DataFilter(ABC):
-    """Decides of one row whether it stays."""
+    """Decides whether a row is kept."""
 
     @abstractmethod
     def __call__(self, row: Row) -> bool:
-        """True to keep the row."""
+        """Return True to keep the row."""
 
 
 def by_row(preprocess: Callable[[Row], Mapping[str, Any]], columns: Mapping[str, Sequence[Any]]) -> Columns:
-    """A batch by way of its rows."""
+    """Apply ``preprocess`` to each row of a batch of columns, and return the new columns."""
     return rows_to_columns([preprocess(row) for row in columns_to_rows(columns)])
 
 
 def column(row: Mapping[str, Any], *names: str) -> Any:
-    """The value in the first of these columns that the row has."""
+    """Return the value of the first of these columns that the row has."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -47,9 +47,9 @@ def column(row: Mapping[str, Any], *names: str) -> Any:
 
 
 def text_message(role: str, text: str) -> Message:
-    return {"role": role, "content": text}  # type: ignore[typeddict-item]  # a name out of four
+    return {"role": role, "content": text}  # type: ignore[typeddict-item]  # role is one of four names
 
 
 def notes(**values: object) -> list[tuple[str, str]]:
-    """``user_data``."""
+    """Return the values as ``user_data`` of a trajectory."""
     return [(key, pack_value(value)) for key, value in values.items()]

@@ -1,4 +1,4 @@
-"""Datasets of text: instruction following, self-cognition, mathematics."""
+"""Preprocessors of text datasets: instruction following, self-cognition, mathematics."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _COUNTDOWN_TASK = (
 
 
 class CompetitionMathProcessor(Preprocessor):
-    """Columns ``problem`` and ``solution``: a question and its answer."""
+    """Reads the columns ``problem`` (the question) and ``solution`` (the answer)."""
 
     def preprocess(self, row: Row) -> Trajectory:
         problem, solution = column(row, "problem"), column(row, "solution")
@@ -43,7 +43,10 @@ class CompetitionMathProcessor(Preprocessor):
 
 
 class CompetitionMathGRPOProcessor(Preprocessor):
-    """The same columns for reinforcement learning: the solution goes to ``user_data``, the answer stays empty."""
+    """Reads ``problem`` and ``solution`` for reinforcement learning.
+
+    The solution goes to ``user_data``; the assistant's message is empty.
+    """
 
     def preprocess(self, row: Row) -> Trajectory:
         messages = [
@@ -58,7 +61,7 @@ class CompetitionMathGRPOProcessor(Preprocessor):
 
 
 class SelfCognitionProcessor(Preprocessor):
-    """Columns ``query`` and ``response``, in which ``{{NAME}}`` and ``{{AUTHOR}}`` are filled in."""
+    """Reads the columns ``query`` and ``response``, and fills in ``{{NAME}}`` and ``{{AUTHOR}}`` in both."""
 
     def __init__(self, model_name: str | None = None, model_author: str | None = None) -> None:
         self.model_name = "twinkle robot" if model_name is None else model_name
@@ -80,7 +83,7 @@ class SelfCognitionProcessor(Preprocessor):
 
 
 class AlpacaProcessor(Preprocessor):
-    """Columns ``instruction``, ``input`` and ``output``; what is missing is empty."""
+    """Reads the columns ``instruction``, ``input`` and ``output``. A missing column counts as empty text."""
 
     def preprocess(self, row: Row) -> Trajectory:
         instruction, context, output = (row.get(name) or "" for name in ("instruction", "input", "output"))
@@ -92,7 +95,7 @@ class AlpacaProcessor(Preprocessor):
 
 
 class CountdownProcessor(Preprocessor):
-    """Columns ``nums`` and ``response`` or ``target``: reach the target with these numbers."""
+    """Reads the columns ``nums`` and ``response`` or ``target``. The task is to reach the target with these numbers."""
 
     def preprocess(self, row: Row) -> Trajectory:
         nums, target = list(column(row, "nums")), column(row, "response", "target")
@@ -107,14 +110,17 @@ class CountdownProcessor(Preprocessor):
 
 
 class GSM8KProcessor(Preprocessor):
-    """Columns ``question`` and ``answer``; the number after ``####`` goes to ``user_data`` as ``ground_truth``."""
+    """Reads the columns ``question`` and ``answer``.
+
+    The number after ``####`` in the answer goes to ``user_data`` as ``ground_truth``.
+    """
 
     def __init__(self, system: str | None = None, add_assistant: bool = False) -> None:
         self.system = _GSM8K_SYSTEM if system is None else system
         self.add_assistant = add_assistant
 
     def extract_ground_truth(self, answer: str) -> str:
-        """The last number after ``####``, without commas; empty if there is none."""
+        """Return the last number after ``####``, without commas; an empty text if there is none."""
         found = re.findall(r"####\s*(-?[\d,]+(?:\.\d+)?)", answer)
         return found[-1].replace(",", "") if found else ""
 

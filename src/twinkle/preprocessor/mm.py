@@ -1,4 +1,4 @@
-"""Datasets with images. The images are passed on as they come; a template loads them."""
+"""Preprocessors of datasets with images. Images are passed on unchanged; a template loads them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,10 @@ _OLYMPIAD_SYSTEM = {
 
 
 class CLEVRProcessor(Preprocessor):
-    """Columns ``image``, ``problem`` and ``solution``; the answer goes to ``user_data`` as ``ground_truth``."""
+    """Reads the columns ``image``, ``problem`` and ``solution``.
+
+    The answer goes to ``user_data`` as ``ground_truth``.
+    """
 
     def __init__(self, system: str | None = None) -> None:
         self.system = _CLEVR_SYSTEM if system is None else system
@@ -45,7 +48,10 @@ class CLEVRProcessor(Preprocessor):
 
 
 class OlympiadBenchProcessor(Preprocessor):
-    """Columns ``question``, ``context``, ``final_answer`` and ``image_1`` to ``image_9``; the answers are joined."""
+    """Reads the columns ``question``, ``context``, ``final_answer`` and ``image_1`` to ``image_9``.
+
+    The final answers are joined by commas and go to ``user_data`` as ``ground_truth``.
+    """
 
     def __init__(self, system: str | None = None, language: str = "zh") -> None:
         if language not in _OLYMPIAD_SYSTEM:
@@ -65,7 +71,7 @@ class OlympiadBenchProcessor(Preprocessor):
         listed = answers if isinstance(answers, list | tuple) else [] if answers is None else [answers]
         joined = ", ".join(str(answer) for answer in listed)
         known: dict[str, object] = {"ground_truth": joined}
-        if row.get("is_multiple_answer") is not None:  # whether the commas are between answers
+        if row.get("is_multiple_answer") is not None:  # tells whether commas separate answers
             known["is_multiple_answer"] = row["is_multiple_answer"]
         return {"messages": messages, "user_data": notes(**known)}
 
@@ -74,7 +80,7 @@ class OlympiadBenchProcessor(Preprocessor):
 
 
 def _block_message(role: str, *blocks: dict[str, Any]) -> Message:
-    return {"role": role, "content": list(blocks)}  # type: ignore[typeddict-item]  # a name out of four
+    return {"role": role, "content": list(blocks)}  # type: ignore[typeddict-item]  # role is one of four names
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Batches for models. torch is imported when a name is first used."""
+"""Processors, which make batches for models. torch is imported when a name is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

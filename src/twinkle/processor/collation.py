@@ -1,4 +1,4 @@
-"""Sequences of one batch in one tensor: side by side with padding, or end to end without.
+"""Collation of sequences into one batch: stacked as padded rows, or concatenated into one row without padding.
 
 Shapes: B sequences, T tokens, A rope axes, L layers, K experts of a token.
 """
@@ -19,9 +19,10 @@ Batch = dict[str, Any]
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """The positions in the text, [B, T]; None for rope axes of images only, which start over for reasons of their own.
+    """Return the positions in the text, [B, T], or None if there are only rope axes of images.
 
-    With four axes the first is the text's.
+    With four axes, the first one holds the positions in the text. Image axes cannot be used to find sequences, because
+    they return to 0 inside of a sequence.
     """
     if position_ids.ndim == 2:
         return position_ids
@@ -29,7 +30,7 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 
 
 def is_packed(row: Batch) -> bool:
-    """Whether a row, or a batch of one row, holds several sequences: position 0 occurs more than once."""
+    """Return whether a row, or a batch of one row, holds several sequences: position 0 occurs more than once."""
     if "position_ids" not in row:
         return False
     positions_BT = text_positions(row["position_ids"])
@@ -37,19 +38,22 @@ def is_packed(row: Batch) -> bool:
 
 
 def sequence_starts(positions_1T: Tensor) -> Tensor:
-    """Where sequences start, and the end of the last: [n + 1]."""
+    """Return the start of each sequence and the end of the last one, [n + 1]."""
     starts = (positions_1T[0] == 0).nonzero().flatten()
     end = torch.tensor([positions_1T.shape[-1]], device=positions_1T.device)
     return torch.cat([starts, end]).to(torch.int32)
 
 
 def padded(rows: Sequence[Batch], side: str) -> Batch:
-    """Rows [1, T] side by side, [B, longest]."""
+    """Pad rows [1, T] on ``side`` and stack them, [B, longest]."""
     return _collate(rows, lambda name, tensors: _pad_and_stack(name, tensors, side))
 
 
 def concatenated(rows: Sequence[Batch]) -> Batch:
-    """Rows [1, T] end to end, [1, sum of T]. Positions say where each begins, so there is no attention mask."""
+    """Concatenate rows [1, T] to [1, sum of T].
+
+    Positions tell where each sequence begins, so there is no attention mask.
+    """
     if len(rows) > 1 and not all("position_ids" in row for row in rows):
         raise InvalidInputError("inputs", "no position_ids", "positions: they alone say where each sequence begins")
     batch = _collate(rows, lambda name, tensors: torch.cat(tensors, dim=_sequence_axis(name, tensors[0])))
@@ -75,12 +79,12 @@ def _collate(rows: Sequence[Batch], join: Any) -> Batch:
 
 
 def _sequence_axis(name: str, tensor: Tensor) -> int:
-    """The axis of tokens: the last, except for [1, T, L, K]."""
+    """Return the axis of tokens: the last one, except for [1, T, L, K]."""
     return 1 if name == "routed_experts" else tensor.ndim - 1
 
 
 def _pad_and_stack(name: str, tensors: Sequence[Tensor], side: str) -> Tensor:
-    """[1, T] to [B, longest]; rope positions [A, 1, T] to [A, B, longest]."""
+    """Pad and stack [1, T] to [B, longest], and rope positions [A, 1, T] to [A, B, longest]."""
     axis = _sequence_axis(name, tensors[0])
     longest = max(tensor.shape[axis] for tensor in tensors)
     same = [_pad(tensor, axis, longest, PADDING[name], side) for tensor in tensors]

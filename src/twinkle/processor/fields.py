@@ -1,8 +1,8 @@
-"""The fields of an input: what padding they get, how they are joined, and which of them a model is given."""
+"""The fields of an input: their padding, how they are joined, and which of them a model gets."""
 
 __all__ = ["MODEL_FIELDS", "MULTIMODAL_FIELDS", "PADDING", "SEQUENCE_FIELDS"]
 
-# Fields with one entry a token, and what stands where a sequence has ended. Position −1 is no position.
+# Fields with one entry for each token, and the value that pads them. Position −1 marks padding.
 PADDING: dict[str, int] = {
     "input_ids": 0,
     "labels": -100,
@@ -15,7 +15,7 @@ PADDING: dict[str, int] = {
 }
 SEQUENCE_FIELDS = tuple(PADDING)
 
-# Of all images, videos and sounds of a batch, one after another; their rows belong to no sequence in particular.
+# Fields that hold all images, videos and sounds of a batch one after another. Their rows are not assigned to sequences.
 MULTIMODAL_FIELDS = (
     "pixel_values",
     "image_grid_thw",
@@ -27,7 +27,7 @@ MULTIMODAL_FIELDS = (
     "grid_thws",
 )
 
-# What a model's forward is given; everything else (messages, user_data, length …) stays behind.
+# Fields that are passed to a model's forward. All others (messages, user_data, length …) are not.
 MODEL_FIELDS = frozenset(
     {
         "input_ids",

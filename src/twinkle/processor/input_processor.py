@@ -1,4 +1,4 @@
-"""From encoded rows to the tensors of a model's forward.
+"""The input processor: makes the tensors of a model's forward from encoded rows.
 
 Shapes: B sequences, T tokens, A rope axes, L layers, K experts of a token.
 """
@@ -19,15 +19,15 @@ from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, un
 __all__ = ["InputProcessor"]
 
 _SIDES = ("left", "right")
-_TOKEN_FIELDS = frozenset(SEQUENCE_FIELDS) - {"input_ids", "routed_experts"}  # the last tokens were never routed
+_TOKEN_FIELDS = frozenset(SEQUENCE_FIELDS) - {"input_ids", "routed_experts"}  # experts may lack the last tokens
 
 
 class InputProcessor:
-    """Makes one batch of a list of encoded rows.
+    """Makes one batch from a list of encoded rows.
 
-    Rows stand side by side, padded on ``padding_side``. With ``padding_free``, or when a row is packed already (its
-    positions start over), they stand end to end in one row, and ``cu_seq_lens_q``/``_k`` say where each begins.
-    Tensors are made on the CPU; the model moves them.
+    Rows are stacked, padded on ``padding_side``. With ``padding_free``, or if a row is already packed (its positions
+    return to 0), they are concatenated into one row, and ``cu_seq_lens_q``/``_k`` tell where each sequence begins.
+    Tensors are made on the CPU; the model moves them to its device.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class InputProcessor:
         padding_side: str = "right",
     ) -> None:
         if framework == "megatron":
-            raise UnsupportedError("framework: 'megatron' is not there yet, allowed: 'transformers'")
+            raise UnsupportedError("framework: 'megatron' is not supported yet, allowed: 'transformers'")
         if framework != "transformers":
             raise UnknownNameError("framework", framework, ["transformers"])
         if device_mesh is not None:
@@ -50,14 +50,14 @@ class InputProcessor:
         self.padding_side = padding_side
 
     def __call__(self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Batch:
-        """The batch of one or several rows."""
+        """Return the batch of one or several rows."""
         rows = [inputs] if isinstance(inputs, Mapping) else inputs
         (batch,) = self.collate_fn([self.align_routed_experts(row) for row in self.prepare_inputs(rows)])
         batch = {name: value for name, value in batch.items() if name in MODEL_FIELDS}
         return self._add_sequence_bounds(batch)
 
     def prepare_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        """Lists and arrays as tensors; sequences [T] as [1, T]."""
+        """Convert lists and arrays to tensors, and sequences [T] to [1, T]. Check their lengths."""
         if not inputs or not all(isinstance(row, Mapping) for row in inputs):
             raise InvalidInputError("inputs", inputs, "a list of at least one encoded row")
         rows = [{name: _tensor(name, value) for name, value in row.items() if value is not None} for row in inputs]
@@ -66,7 +66,7 @@ class InputProcessor:
         return rows
 
     def align_routed_experts(self, row: Batch) -> Batch:
-        """Experts [T', L, K] as [1, T, L, K]: the last tokens were never routed."""
+        """Pad experts [T', L, K] to [1, T, L, K]. T' may be less than T, because the last tokens were never routed."""
         if "routed_experts" not in row:
             return row
         experts = row["routed_experts"]
@@ -76,9 +76,9 @@ class InputProcessor:
     def collate_fn(
         self, inputs: Sequence[Batch], micro_batch_size: int | None = None, variable_seq_lengths: bool = False
     ) -> list[Batch]:
-        """Prepared rows as one batch, or as several of ``micro_batch_size`` rows.
+        """Collate prepared rows into one batch, or into several batches of ``micro_batch_size`` rows.
 
-        Micro-batches have one common length, unless lengths may vary or rows are packed.
+        All micro-batches have the same length, unless ``variable_seq_lengths`` is set or rows are packed.
         """
         inputs = list(inputs)
         packed = self.padding_free or any(map(is_packed, inputs))
@@ -90,14 +90,14 @@ class InputProcessor:
         if packed or variable_seq_lengths:
             return [self._join(inputs[start : start + micro_batch_size], packed) for start in starts]
         if any(name in row for row in inputs for name in MULTIMODAL_FIELDS):
-            raise UnsupportedError("micro_batch_size: images belong to no row; use variable_seq_lengths=True")
+            raise UnsupportedError("micro_batch_size: images cannot be assigned to rows; use variable_seq_lengths=True")
         whole = padded(inputs, self.padding_side)
         return [_rows_of(whole, slice(start, start + micro_batch_size)) for start in starts]
 
     def unpack_packed_sequences(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, task: str = "causal_lm"
     ) -> tuple[Batch, Batch]:
-        """See :func:`twinkle.processor.unpacking.unpack_packed_sequences`."""
+        """Call :func:`twinkle.processor.unpacking.unpack_packed_sequences`."""
         return unpack_packed_sequences(inputs, outputs, task)
 
     def unpack_inputs(self, inputs: Sequence[Mapping[str, Any]], task: str = "causal_lm") -> list[Batch]:
@@ -106,9 +106,9 @@ class InputProcessor:
     def postprocess_tensor_sp(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], sp_strategy: None = None, task: str = "causal_lm"
     ) -> Batch:
-        """For ``task="embedding"``: ``features`` [B, T, H] become ``embeddings``, one of length 1 for each sequence."""
+        """For ``task="embedding"``, replace ``features`` [B, T, H] by ``embeddings``, a unit vector per sequence."""
         if sp_strategy is not None:
-            raise UnsupportedError("sp_strategy: sequence parallelism is not there yet, allowed: None")
+            raise UnsupportedError("sp_strategy: sequence parallelism is not supported yet, allowed: None")
         if task != "embedding":
             return dict(outputs)
         kept = {name: value for name, value in outputs.items() if name != "features"}
@@ -118,7 +118,7 @@ class InputProcessor:
         return concatenated(rows) if packed else padded(rows, self.padding_side)
 
     def _add_sequence_bounds(self, batch: Batch) -> Batch:
-        """Where sequences begin, in the names of Transformers' attention functions."""
+        """Add the bounds of sequences, under the names that Transformers' attention functions use."""
         if not (self.padding_free or is_packed(batch)) or "position_ids" not in batch:
             return batch
         positions_1T = text_positions(batch["position_ids"])
@@ -146,7 +146,10 @@ def _tensor(name: str, value: Any) -> Any:
 
 
 def _check_lengths(row: Batch) -> None:
-    """Padding would hide a field that is shorter than its sequence. A text's one label is no field of tokens."""
+    """Check that token fields are as long as their sequence, because padding would hide a shorter one.
+
+    A single label is allowed: it belongs to the whole text.
+    """
     sequence = row.get("input_ids", row.get("inputs_embeds"))
     if not isinstance(sequence, Tensor):
         raise InvalidInputError("inputs", sorted(row), "encoded rows: each has 'input_ids'")
@@ -158,7 +161,7 @@ def _check_lengths(row: Batch) -> None:
 
 
 def _media(value: Any) -> Tensor:
-    """One tensor, or the several of a row one after another."""
+    """Return the media of a row as one tensor; several tensors are concatenated."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -167,7 +170,7 @@ def _media(value: Any) -> Tensor:
 
 
 def _rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some sequences of a padded batch; rope positions have them on the second axis."""
+    """Return some sequences of a padded batch. Rope positions have sequences on the second axis."""
     return {
         name: value[:, rows] if name == "position_ids" and value.ndim == 3 else value[rows]
         for name, value in batch.items()

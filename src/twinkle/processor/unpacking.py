@@ -1,4 +1,4 @@
-"""A packed row taken apart again: [1, sum of T] to one row for each sequence.
+"""Unpacking of a packed row: from [1, sum of T] to one row for each sequence.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ from twinkle.processor.collation import Batch, sequence_starts, text_positions
 
 __all__ = ["last_token_embeddings", "unpack_inputs", "unpack_packed_sequences"]
 
-# What is taken apart, and what stands where a sequence has ended.
+# The fields that are unpacked, and the values that pad them.
 _INPUT_PADDING = {"labels": -100, "completion_mask": 0}
 _OUTPUT_PADDING = {"logps": 0.0, "entropies": 0.0, "logits": 0.0}
 
@@ -23,9 +23,10 @@ _OUTPUT_PADDING = {"logps": 0.0, "entropies": 0.0, "logits": 0.0}
 def unpack_packed_sequences(
     inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, task: str = "causal_lm"
 ) -> tuple[Batch, Batch]:
-    """Labels and what belongs to them (logps, entropies, logits) as [sequences, longest]; a padded batch as it is.
+    """Unpack labels, completion mask, logps, entropies and logits to [sequences, longest].
 
-    Embeddings (``task="embedding"``) have a row for each sequence already.
+    A padded batch is returned unchanged, and so are embeddings (``task="embedding"``), which already have one row for
+    each sequence.
     """
     taken_in, taken_out = dict(inputs), dict(outputs or {})
     lengths = _packed_lengths(inputs)
@@ -40,12 +41,12 @@ def unpack_packed_sequences(
 
 
 def unpack_inputs(inputs: Sequence[Mapping[str, Any]], task: str = "causal_lm") -> list[Batch]:
-    """:func:`unpack_packed_sequences` of each of several batches."""
+    """Call :func:`unpack_packed_sequences` for the inputs of several batches."""
     return [unpack_packed_sequences(batch, None, task)[0] for batch in inputs]
 
 
 def last_token_embeddings(inputs: Mapping[str, Any], features_BTH: Tensor) -> Tensor:
-    """The hidden state of each sequence's last token, of length 1: [sequences, H]."""
+    """Return the hidden state of each sequence's last token, normalised to length 1: [sequences, H]."""
     lengths = _packed_lengths(inputs)
     if lengths is not None:
         last = torch.tensor(lengths, device=features_BTH.device).cumsum(0) - 1
@@ -53,7 +54,7 @@ def last_token_embeddings(inputs: Mapping[str, Any], features_BTH: Tensor) -> Te
     elif inputs.get("attention_mask") is not None:
         mask_BT = inputs["attention_mask"]
         places = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-        last = (mask_BT * places).argmax(dim=1)  # the last token that is not padding, whichever side that is on
+        last = (mask_BT * places).argmax(dim=1)  # the last token that is not padding, for padding on either side
         picked = features_BTH[torch.arange(len(mask_BT), device=mask_BT.device), last]
     else:
         picked = features_BTH[:, -1]
@@ -61,7 +62,7 @@ def last_token_embeddings(inputs: Mapping[str, Any], features_BTH: Tensor) -> Te
 
 
 def _packed_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
-    """How long the sequences of a packed row are; None for a batch that is not packed."""
+    """Return the lengths of the sequences of a packed row, or None for a batch that is not packed."""
     positions = inputs.get("position_ids")
     if positions is None:
         return None

@@ -1,4 +1,4 @@
-"""Rewards of completions. They read text alone; torch is not needed."""
+"""Rewards of completions. They only read text and do not need torch."""
 
 from twinkle.reward.competition_math import MathReward
 from twinkle.reward.gsm8k import GSM8KAccuracyReward, GSM8KFormatReward

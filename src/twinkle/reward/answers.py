@@ -1,4 +1,4 @@
-r"""Finds final answers in text, and tells whether two are the same: \boxed{…}, numbers, LaTeX."""
+r"""Functions that find final answers in text and compare them: \boxed{…}, numbers, LaTeX."""
 
 import math
 import re
@@ -12,19 +12,19 @@ __all__ = ["Boxed", "answers_equal", "boxed_answers", "cleaned_latex", "number_o
 
 @dataclass(frozen=True)
 class Boxed:
-    r"""One \boxed{…}: what is in the braces, and where it ends in the text."""
+    r"""One \boxed{…}: the content of its braces, and the position in the text where it ends."""
 
     content: str
     end: int
 
 
 def boxed_answers(text: str) -> list[Boxed]:
-    r"""The complete boxes in order. Of boxes in boxes the outermost counts, with what the innermost holds."""
+    r"""Return the complete boxes in order. Nested boxes count as one, with the content of the innermost."""
     found: list[Boxed] = []
     position = 0
     while match := _BOXED.search(text, position):
         end = _closing_brace(text, match.end())
-        if end is None:  # cut off by a length limit; a complete one may still stand inside
+        if end is None:  # cut off by a length limit; there may be a complete one inside
             position = match.end()
             continue
         content = text[match.end() : end].strip()
@@ -35,9 +35,10 @@ def boxed_answers(text: str) -> list[Boxed]:
 
 
 def number_of(text: str) -> float | None:
-    r"""The value of a plain number, or None: 1,234.5 · −3 · \$5 · 50\% · 3/4 · \frac{3}{4} · 1.2\times 10^{-3}.
+    r"""Return the value of a plain number, or None if the text is not one.
 
-    A percent sign and a unit in \text{…} are dropped. A comma must stand where thousands have one.
+    Examples: 1,234.5 · −3 · \$5 · 50\% · 3/4 · \frac{3}{4} · 1.2\times 10^{-3}. A percent sign and a unit in \text{…}
+    are dropped. Commas must separate thousands.
     """
     plain = cleaned_latex(text).replace("$", "").removesuffix("%")
     plain = _POWER_OF_TEN.sub(r"e\1", plain)
@@ -48,7 +49,7 @@ def number_of(text: str) -> float | None:
 
 
 def cleaned_latex(text: str) -> str:
-    r"""Without what does not change the meaning: spaces, \left and \right, $, degrees, units, a final period."""
+    r"""Remove parts that do not change the meaning: spaces, \left and \right, $, degrees, units, a final period."""
     plain = text.strip().replace("−", "-").replace("{,}", ",").replace("\\$", "").replace("$", "").replace("\\%", "%")
     plain = _SPACING.sub("", _UNIT.sub("", plain))
     plain = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", plain)
@@ -60,7 +61,7 @@ def cleaned_latex(text: str) -> str:
 
 
 def answers_equal(answer: str, truth: str) -> bool:
-    """The same cleaned text, the same number, or, with math_verify, expressions that are equal."""
+    """Return whether two answers are the same cleaned text, the same number or, with math_verify, equal expressions."""
     if not answer.strip() or not truth.strip():
         return False
     if cleaned_latex(answer) == cleaned_latex(truth):
@@ -72,12 +73,12 @@ def answers_equal(answer: str, truth: str) -> bool:
 
 
 def verified(text: str, truth: str) -> bool:
-    """Whether math_verify finds the answers in two texts equal; False if it is not installed."""
+    """Return whether math_verify finds the answers in two texts equal; False if it is not installed."""
     if not has_math_verify() or _expensive(text) or _expensive(truth):
         return False
     from math_verify import parse, verify
 
-    # Its time limit uses a signal, which only the main thread may set.
+    # math_verify's time limit uses a signal, which only the main thread may set.
     seconds = 5 if threading.current_thread() is threading.main_thread() else None
     parsed = [parse(part, parsing_timeout=seconds) for part in (truth, text)]
     return bool(verify(*parsed, timeout_seconds=seconds))
@@ -131,5 +132,5 @@ def _decimal(text: str) -> float | None:
 
 
 def _expensive(text: str) -> bool:
-    """Towers of powers, huge exponents and factorials could keep sympy busy for ever."""
+    """Return whether sympy might never finish: towers of powers, huge exponents, factorials."""
     return _EXPENSIVE.search(text) is not None

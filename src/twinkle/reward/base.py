@@ -1,4 +1,4 @@
-"""Compatibility path: scripts import ``Reward`` from ``twinkle.reward.base``. It lives in the module ``interface``."""
+"""Compatibility path: scripts import ``Reward`` from ``twinkle.reward.base``. It is defined in ``interface``."""
 
 from twinkle.reward.interface import Reward
 

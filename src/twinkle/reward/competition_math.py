@@ -1,4 +1,4 @@
-"""The reward of competition mathematics: LaTeX answers that may be written in many ways."""
+"""The reward for competition mathematics, whose LaTeX answers can be written in many ways."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,11 @@ _HEADER = "# Answer"
 
 
 class MathReward(Reward):
-    r"""1 if the completion's answer equals that of the solution.
+    r"""Gives 1 if the completion's answer equals the answer of the solution, else 0.
 
-    The solution is ``user_data``'s ``ground_truth_key``, or else the last message. An answer is, in both, what stands
-    in the last \boxed{…} after "# Answer", if there is such a header; without a box, all that stands there.
+    The solution is ``ground_truth_key`` in ``user_data``, or else the last message. In both texts, the answer is the
+    content of the last \boxed{…} or, without a box, the whole text. If there is a header "# Answer", only the text
+    after its last occurrence is read.
     """
 
     def __init__(self, ground_truth_key: str = "solution") -> None:

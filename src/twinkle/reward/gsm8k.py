@@ -1,4 +1,4 @@
-r"""Rewards of GSM8K: the final number, in \boxed{…} or after ####."""
+r"""Rewards for GSM8K, which read the final number in \boxed{…} or after ####."""
 
 import re
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from twinkle.reward.interface import Reward, Trajectory, completion_text, ground
 
 __all__ = ["GSM8KAccuracyReward", "GSM8KFormatReward"]
 
-_WINDOW = 500  # characters at the end, where a final answer stands
+_WINDOW = 500  # characters at the end of a completion in which the final answer is searched
 _HASHES = re.compile(r"####\s*((?:[-+−]\s*)?(?:\$\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 
 class GSM8KAccuracyReward(Reward):
-    """1 if the final answer is the ``ground_truth``: the same number within 1e-5, or else the same text."""
+    """Gives 1 if the final answer is the ``ground_truth`` (the same number within 1e-5, or the same text), else 0."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None = None
@@ -25,9 +25,10 @@ class GSM8KAccuracyReward(Reward):
 
     @staticmethod
     def extract_answer(completion: str) -> str:
-        r"""The last \boxed{…}, else the last number after ####, of the last 500 characters; "" if there is neither.
+        r"""Return the last \boxed{…} or else the last number after ####, in the last 500 characters; "" without either.
 
-        Numbers come without thousands' commas and currency."""
+        Numbers are returned without thousands separators and currency signs.
+        """
         tail = completion[-_WINDOW:]
         boxes = boxed_answers(tail)
         numbers = _HASHES.findall(tail)
@@ -36,7 +37,7 @@ class GSM8KAccuracyReward(Reward):
 
 
 class GSM8KFormatReward(Reward):
-    r"""1 if the completion has a \boxed{…} or a number after ####."""
+    r"""Gives 1 if the completion has a \boxed{…} or a number after ####, else 0."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None = None

@@ -1,4 +1,4 @@
-"""What a reward is: a number for each completion, from its text and what is known about the right answer."""
+"""The interface of rewards: a number for each completion, computed from its text and the correct answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,10 @@ Trajectory = Mapping[str, Any]
 
 
 class Reward(ABC):
-    """Base of the rewards. A completion is the last assistant message of its trajectory.
+    """The base class of rewards. A completion is the last assistant message of its trajectory.
 
-    The right answer is read from the ``ground_truths``, one trajectory for each; without them from the trajectories.
+    The correct answer is read from ``ground_truths``, one trajectory for each completion, or else from the trajectories
+    themselves.
     """
 
     @abstractmethod
@@ -27,7 +28,7 @@ class Reward(ABC):
 def paired(
     trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """Each trajectory with the one that knows its right answer."""
+    """Return each trajectory with the trajectory that holds its correct answer."""
     truths = trajectories if ground_truths is None else ground_truths
     if len(truths) != len(trajectories):
         raise InvalidInputError("ground_truths", f"{len(truths)} of them", f"one for each of {len(trajectories)}")
@@ -35,7 +36,7 @@ def paired(
 
 
 def completion_text(trajectory: Trajectory) -> str:
-    """The text of the last assistant message, "" if there is none."""
+    """Return the text of the last assistant message, or "" if there is none."""
     for message in reversed(_messages(trajectory)):
         if message.get("role") == "assistant":
             return content_text(message.get("content"))
@@ -48,7 +49,7 @@ def last_message_text(trajectory: Trajectory) -> str:
 
 
 def ground_truth(trajectory: Trajectory, *keys: str) -> Any:
-    """The value of the first of ``keys`` that ``user_data`` has. A truth that is not there is the caller's mistake."""
+    """Return the value of the first of ``keys`` in ``user_data``. Raise InvalidInputError if there is none."""
     for key in keys:
         value = user_data_get(trajectory.get("user_data"), key)
         if value is not None:
@@ -57,7 +58,7 @@ def ground_truth(trajectory: Trajectory, *keys: str) -> Any:
 
 
 def content_text(content: object) -> str:
-    """A message's content, of which blocks other than text are left out."""
+    """Return the text of a message's content. Blocks other than text are left out."""
     if content is None:
         return ""
     if isinstance(content, str):

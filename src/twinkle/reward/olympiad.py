@@ -1,4 +1,4 @@
-"""Rewards of OlympiadBench: answers that may be near, several at once, and how they are presented."""
+"""Rewards for OlympiadBench: accuracy of one or several answers, their format, and the quality of the reasoning."""
 
 import math
 import re
@@ -10,18 +10,20 @@ from twinkle.reward.interface import Reward, Trajectory, completion_text, ground
 
 __all__ = ["OlympiadBenchAccuracyReward", "OlympiadBenchFormatReward", "OlympiadBenchQualityReward"]
 
-# Words that reasoning is made of. The benchmark is in Chinese and English.
+# Words that are typical of reasoning. The benchmark is in Chinese and English.
 _MARKERS = ("because", "since", "therefore", "thus", "hence", "suppose", "let ", "first", "then", "finally", "step")
 _MARKERS_ZH = ("因为", "由于", "所以", "因此", "于是", "假设", "设", "首先", "然后", "最后", "步骤")
 _SENTENCE_END = re.compile(r"[.!?。！？;；\n]+")
 
 
 class OlympiadBenchAccuracyReward(Reward):
-    """1 for the ``ground_truth``, as text or as a number within 1 % or 1e-4; for another number 0.99 · e^(−5·relative
-    error); otherwise 0. If there are several truths, the share of them that was found.
+    """Compares the last boxed answer with the ``ground_truth``.
 
-    Several are a list, or text with commas outside brackets; ``is_multiple_answer`` in ``user_data``, if it is there,
-    says whether to look for them at all.
+    The reward is 1 for the same text or a number within 1 % or 1e-4, 0.99 · e^(−5 · relative error) for any other
+    number, and 0 otherwise. If there are several correct answers, it is the share of them that was found.
+
+    Several correct answers are a list, or a text with commas outside brackets. ``is_multiple_answer`` in ``user_data``,
+    if present, says whether there can be several.
     """
 
     def __call__(
@@ -44,8 +46,9 @@ class OlympiadBenchAccuracyReward(Reward):
 
 
 class OlympiadBenchFormatReward(Reward):
-    r"""0.4 for a \boxed{…}, 0.3 if the last is within 200 characters of the end, 0.3 if all boxes hold the same answer,
-    −0.3 if they hold more than two; from 0 to 1."""
+    r"""Gives 0.4 for a \boxed{…}, 0.3 if the last one is within 200 characters of the end, 0.3 if all boxes hold the
+    same answer, and −0.3 if they hold more than two different ones. The sum is clamped to 0 … 1; without a box it is 0.
+    """
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None = None
@@ -54,8 +57,10 @@ class OlympiadBenchFormatReward(Reward):
 
 
 class OlympiadBenchQualityReward(Reward):
-    """0.4 for words of reasoning (all of it for three different ones), 0.3 for a length of 300 to 1500 characters (less
-    in proportion outside), 0.3 for the share of sentences that are not repetitions."""
+    """Gives up to 0.4 for words that are typical of reasoning (in full for three different ones), up to 0.3 for a
+    length of 300 to 1500 characters (less outside, in proportion), and up to 0.3 for the share of sentences that are
+    not repetitions.
+    """
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None = None
@@ -82,7 +87,7 @@ def _equal(answer: str, truth: str) -> bool:
 
 
 def _found(answers: list[str], truths: list[str]) -> float:
-    """The share of ``truths`` that is among ``answers``, each of which can be used once."""
+    """Return the share of ``truths`` found among ``answers``. Each answer counts only once."""
     left = list(answers)
     found = 0
     for truth in truths:
@@ -94,7 +99,7 @@ def _found(answers: list[str], truths: list[str]) -> float:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside brackets; a comma between digits without a space belongs to a number."""
+    """Split a text at commas outside brackets. A comma that separates thousands of a number does not count."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)

@@ -13,7 +13,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class FormatReward(Reward):
-    """1 if the completion has both <think>…</think> and <answer>…</answer>."""
+    """Gives 1 if the completion has both <think>…</think> and <answer>…</answer>, else 0."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Trajectory] | None = None
@@ -23,10 +23,10 @@ class FormatReward(Reward):
 
 
 class MultiModalAccuracyReward(Reward):
-    """1 if the answer is right. It is what stands in the last <answer>…</answer>, or all of the text if there is none.
+    """Gives 1 if the answer is correct, else 0. The answer is the last <answer>…</answer>, or else the whole text.
 
-    It is right if it is the ``ground_truth``, as text in any case or as a number, or if math_verify finds the
-    completion's answer equal to that of the ``solution``.
+    It is correct if it equals the ``ground_truth`` as text (ignoring case) or as a number, or if math_verify finds it
+    equal to the answer in the ``solution``.
     """
 
     def __init__(self) -> None:

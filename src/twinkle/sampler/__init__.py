@@ -1,7 +1,7 @@
 """Sampling: generate with the base model and with published adapter versions.
 
-What :class:`TorchSampler`, :class:`LocalSampler` and :class:`vLLMSampler` need (torch and transformers, above all) is
-imported when they are first used; vLLM itself when a :class:`vLLMSampler` is made.
+The heavy dependencies of :class:`TorchSampler`, :class:`LocalSampler` and :class:`vLLMSampler` (above all torch and
+transformers) are imported when one of them is first used; vLLM itself when a :class:`vLLMSampler` is made.
 """
 
 from importlib import import_module

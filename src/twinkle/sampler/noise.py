@@ -1,8 +1,8 @@
-"""Random numbers without a generator: each is a function of what it is drawn for.
+"""Random numbers without a generator: each is a pure function of its seed, its sample and its position.
 
-A sample is the same whatever else is computed beside it, in whatever order, on whatever device. The function is three
-rounds of the 64-bit finalizer of SplitMix64, one for each part of the key; numpy's unsigned integers wrap around as it
-wants.
+A sample is therefore the same whatever else is computed in the same batch, in any order, on any device. The function
+applies the 64-bit finalizer of SplitMix64 in turn to each part of the key; it relies on numpy's unsigned integers
+wrapping around.
 """
 
 from random import SystemRandom
@@ -10,21 +10,21 @@ from random import SystemRandom
 import numpy as np
 from numpy.typing import NDArray
 
-_BITS = 48  # few enough that u · total stays below total in float64
+_BITS = 48  # so few that u · total stays below total in float64
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SAMPLES, _ALTERNATIVES = 1, 2  # what the noise is for: the two are kept apart
+_SAMPLES, _ALTERNATIVES = 1, 2  # the two purposes; their numbers are independent
 
 Words = NDArray[np.uint64]
 
 
 def uniforms(seeds: Words, samples: Words, positions: Words) -> NDArray[np.float64]:
-    """In (0, 1), for token number ``position`` of sample number ``sample`` of a request with this seed."""
+    """Return numbers in (0, 1) for generated tokens: by seed of the request, number of the sample and of the token."""
     return _numbers(_SAMPLES, seeds, samples, positions)
 
 
 def alternative_uniforms(seed: int, positions: Words, draws: Words) -> NDArray[np.float64]:
-    """In (0, 1), for alternative number ``draw`` to the prompt's token at ``position``."""
+    """Return numbers in (0, 1) for drawing alternatives to prompt tokens: by position and number of the alternative."""
     return _numbers(_ALTERNATIVES, words(seed), draws, positions)
 
 
@@ -33,7 +33,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 
 def words(*values: int) -> Words:
-    """As unsigned integers; a negative seed is the same as the one with the same bits."""
+    """Convert integers to 64-bit unsigned words. A negative seed equals the unsigned one with the same bits."""
     return np.array([value % 2**64 for value in values], np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""Weights of an adapter that were trained in another process, as tensors of this one."""
+"""Conversion of adapter weights that were trained in another process into tensors of this process."""
 
 from collections.abc import Mapping
 
@@ -11,5 +11,5 @@ __all__ = ["as_tensors"]
 
 
 def as_tensors(weights: Mapping[str, FloatArray]) -> dict[str, Tensor]:
-    """Copies: what came from another process may be memory that many read and nobody writes."""
+    """Copy arrays into tensors. Arrays from another process may be read-only memory that several processes share."""
     return {name: torch.tensor(array) for name, array in weights.items()}

@@ -1,4 +1,4 @@
-"""The nouns of sampling: what goes into a sampler and what comes out. Plain dataclasses over numpy, no torch."""
+"""The types of sampling: a sampler's requests and results, as plain dataclasses over numpy, without torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,8 +13,8 @@ StopReason = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are drawn.
 
-    ``max_tokens=None``: what is left of the context. ``temperature=0``: greedy. ``top_k=-1``: off. ``seed=None``: a
-    fresh one. Generation ends after the first token of ``stop_tokens``, after the token that completes one of
+    ``max_tokens=None``: as many as the context has left. ``temperature=0``: greedy. ``top_k=-1``: off. ``seed=None``: a
+    random one. Generation ends after the first token of ``stop_tokens``, after the token that completes one of
     ``stop_strings``, and, with ``stop_at_eos``, after the model's own end token; that token is part of the result.
     """
 
@@ -30,14 +30,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """``num_samples`` independent continuations of one prompt (T,). ``version_id=None`` is the base model.
+    """A request for ``num_samples`` independent continuations of one prompt (T,). ``version_id=None``: the base model.
 
-    Of the prompt's tokens after the first may be asked: the log-probability of each (``prompt_logprobs``), the k
-    likeliest at each position (``topk_prompt_logprobs``), the log-probabilities of named tokens
-    (``target_prompt_logprobs``, (T − 1, K), −1 where nothing is named), and k tokens drawn at each position, at the
-    request's temperature (``prompt_alt_tokens``). All log-probabilities are raw, as at temperature 1.
-    ``prompt_logprobs_last_n``: of the first two, only those of the last n tokens. ``stream``: tokens are handed over as
-    they come, see :class:`Progress`. Requests of different ``scope`` never share what was computed of a prompt.
+    A request may also ask for scores of the prompt's tokens after the first: the log-probability of each
+    (``prompt_logprobs``), the k likeliest tokens at each position (``topk_prompt_logprobs``), the log-probabilities of
+    given tokens (``target_prompt_logprobs``, (T − 1, K), −1 for an empty cell), and k tokens drawn at each position at
+    the request's temperature (``prompt_alt_tokens``). These log-probabilities are raw, that is, at temperature 1.
+    ``prompt_logprobs_last_n`` limits the first two to the last n tokens. ``stream``: tokens are also reported as they
+    are drawn, see :class:`Progress`. Requests with different ``scope`` never share cached prompts.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class SampleRequest:
 class TopLogprobs:
     """The k likeliest tokens of each position, likeliest first: token_ids and logprobs (T, k).
 
-    A cell that holds nothing (position 0 of a prompt, what is not scored) is token 0 with log-probability −∞.
+    An empty cell (position 0 of a prompt, a position that was not scored) is token 0 with log-probability −∞.
     """
 
     token_ids: IntArray
@@ -76,8 +76,11 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """tokens (N,), the log-probability of each under the tempered distribution over the whole vocabulary, and, where
-    asked for, the likeliest tokens of that distribution at each of the N positions."""
+    """One generated sample of N tokens.
+
+    ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary. ``topk_logprobs``, if asked for,
+    holds the likeliest tokens of that distribution at each of the N positions.
+    """
 
     tokens: IntArray
     logprobs: FloatArray
@@ -87,10 +90,11 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """``prompt_logprobs`` (T,) are NaN at position 0, where nothing predicts the token, and where nothing was scored.
+    """The samples of one request and the scores of its prompt.
 
-    ``target_prompt_logprobs`` (T − 1, K) are 0 where nothing was named or scored. ``cached_prompt_tokens``: how many of
-    the prompt's tokens were found in the cache, computed for an earlier request.
+    ``prompt_logprobs`` (T,) are NaN at position 0, whose token nothing predicts, and at positions that were not scored.
+    ``target_prompt_logprobs`` (T − 1, K) are 0 for empty cells and positions that were not scored.
+    ``cached_prompt_tokens``: how many of the prompt's tokens were found in the cache, computed for an earlier request.
     """
 
     sequences: list[SampledSequence]
@@ -103,14 +107,14 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """Why one request failed; no other request noticed."""
+    """The error of one request that failed. Other requests are not affected."""
 
     error: TwinkleError
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that is done, in whatever way. The result of a streamed one holds everything again."""
+    """The end of a request, with its result or its failure. The result of a streamed request holds all tokens again."""
 
     request_id: str
     outcome: SampleResult | SampleFailure
@@ -118,7 +122,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Progress:
-    """New tokens of sample number ``index`` of a streamed request, in order; ``stop_reason`` with its last ones."""
+    """New tokens of sample number ``index`` of a streamed request. ``stop_reason`` is set in the sample's last one."""
 
     request_id: str
     index: int
@@ -129,13 +133,13 @@ class Progress:
 
 
 class Sampler(Protocol):
-    """One engine that generates with many adapter versions. Used from one thread.
+    """An engine that generates with many adapter versions. All methods are called from one thread.
 
-    A version is an immutable copy of an adapter's weights; ``step`` gives the device to the sampler for a short turn.
+    A version is an immutable copy of an adapter's weights. ``step`` gives the device to the sampler for a short turn.
     """
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        """Freeze the adapter's weights as they are now under a new name."""
+        """Freeze the adapter's present weights as a new version."""
         ...
 
     def load_version(self, version_id: str, directory: str) -> None:
@@ -143,24 +147,24 @@ class Sampler(Protocol):
         ...
 
     def retire(self, version_id: str) -> None:
-        """Forget a version. Requests that use it are finished first; unknown names are ignored."""
+        """Drop a version once the requests that use it are finished. Unknown ids are ignored."""
         ...
 
     def version_ids(self) -> list[str]: ...
 
     def submit(self, request: SampleRequest) -> None:
-        """Take in a request; raises UserError for what can never be done."""
+        """Accept a request. Raise UserError if it can never be served."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request that nobody waits for; unknown ids are ignored."""
+        """Cancel a request whose result is no longer needed. Unknown ids are ignored."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """Return whether ``step`` has something to do."""
         ...
 
     def step(self) -> list[Finished | Progress]:
-        """Work for a short turn (about a tenth of a second at most) and hand over what is done or streamed."""
+        """Work for a short turn (about a tenth of a second at most). Return finished requests and streamed tokens."""
         ...

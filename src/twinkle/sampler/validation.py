@@ -1,4 +1,4 @@
-"""Checks a request before it joins a batch: every mistake names its field and what is allowed there."""
+"""Checks of a request before it joins a batch. Every error names the field and the values that are allowed there."""
 
 import sys
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import SampleRequest, SamplingParams
 
 MAX_SAMPLES = 1024
-MAX_WIDTH = 1024  # tokens named, drawn or listed at one position
-MAX_CELLS = 2**24  # positions times width: what one option may make a result grow by
+MAX_WIDTH = 1024  # target, drawn or likeliest tokens at one position
+MAX_CELLS = 2**24  # positions times width: the most cells that one option may add to a result
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the cache can do."""
+    """The limits that the model and the cache set for a request."""
 
     vocab_size: int
     context: int  # tokens of prompt and completion together
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request that is safe to compute, with nothing left open: ``max_tokens`` and ``seed`` are numbers."""
+    """A request that passed all checks. Defaults are filled in: ``max_tokens`` and ``seed`` are numbers."""
 
     request_id: str
     prompt: IntArray
@@ -89,7 +89,7 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
 def _prompt(values: IntArray, limits: Limits) -> IntArray:
     try:
         prompt = np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists, for one
+    except (TypeError, ValueError) as error:  # for example ragged lists
         raise InvalidInputError("prompt", values, "an array of token ids") from error
     if prompt.ndim != 1 or prompt.size == 0:
         raise InvalidInputError("prompt", f"shape {prompt.shape}", "(T,) with T ≥ 1")
@@ -100,7 +100,7 @@ def _prompt(values: IntArray, limits: Limits) -> IntArray:
         raise InvalidInputError("prompt", int(worst), f"token ids in [0, {limits.vocab_size})")
     if len(prompt) >= limits.tokens:
         raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"fewer than {limits.tokens} ({_reason(limits)})")
-    return prompt.astype(np.int64)  # a copy: the caller may change theirs
+    return prompt.astype(np.int64)  # a copy, because the caller may change the original
 
 
 def _targets(values: IntArray | None, prompt: int, limits: Limits) -> IntArray | None:
@@ -164,7 +164,7 @@ def _listed(field: str, values: Iterable[object]) -> list[object]:
 
 
 def _check_width(field: str, width: int, positions: int, widest: int) -> None:
-    """So many tokens at each of so many positions."""
+    """Check the number of tokens asked for at each position, and the total size that results from it."""
     _require_int(field, width, 0, widest)
     if width * positions > MAX_CELLS:
         raise InvalidInputError(field, width, f"at most {MAX_CELLS // positions} at each of {positions} tokens")
@@ -186,10 +186,10 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Finite; an int that no float holds is none."""
+    """Return whether the value is a finite number. An int too large for a float is refused."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """JSON can carry half a character (a lone surrogate), which has no bytes."""
+    """Return whether the value is a string that can be encoded: JSON may carry a lone surrogate, which cannot."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,6 +1,6 @@
-"""Templates: conversations to tokens and labels, tokens to text and tool calls.
+"""Templates: convert conversations to tokens and labels, and tokens to text and tool calls.
 
-What a name needs (numpy, Jinja, Transformers) is imported when the name is first used.
+The module behind a name, and with it numpy, Jinja and Transformers, is imported when the name is first used.
 """
 
 from importlib import import_module

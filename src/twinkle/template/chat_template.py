@@ -1,11 +1,13 @@
-"""A Hugging Face chat template: messages in, text out, and in it the parts that the assistant said.
+"""A Hugging Face chat template: renders messages to text, and tells which parts of the text the assistant wrote.
 
-What is learnt of an assistant's turn is what it would have to generate: everything that its message became (see
-:mod:`twinkle.template.turn_markers`) behind the header that a generation prompt provides; the end-of-turn token and
-what follows it in that message are included. The header is found once for a template, by rendering short conversations
-with it: the generation prompt itself where the turn starts with it, else what all generation prompts and turns of the
-template have in common (thinking may be switched off in the prompt and present in the turn), else what stands before
-the text of a turn. A template with ``{% generation %}`` blocks says itself what to learn, and nothing of this applies.
+A model learns from an assistant's turn exactly what it would have to generate: all text that its message was rendered
+to (see :mod:`twinkle.template.turn_markers`), except the header that a generation prompt provides. The end-of-turn
+token and any text of the message after it are included.
+
+The header is found once for each template, by rendering short conversations. It is the generation prompt itself if the
+turn starts with it; else the common beginning of all generation prompts and turns of the template (thinking may be
+switched off in the prompt and present in the turn); else the text before the answer in a turn. A template with
+``{% generation %}`` blocks marks itself what to learn, and needs no header.
 """
 
 import json
@@ -35,7 +37,7 @@ __all__ = ["ChatRenderer", "ChatTemplate", "Rendered", "Span"]
 
 RenderMessage = dict[str, Any]
 
-# What templates call the assistant's thinking; the first is the usual name.
+# Names that templates use for the assistant's thinking; the first is the usual one.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 _PROBE_TEXTS = ("ⓐ", "ⓑ")
@@ -43,7 +45,7 @@ _PROBE_TEXTS = ("ⓐ", "ⓑ")
 
 @dataclass(frozen=True)
 class Span:
-    """Characters ``start`` to ``end`` of a rendered text are to be learnt; message number ``message`` said them."""
+    """Characters ``start`` to ``end`` of a rendered text that are learnt. They belong to message number ``message``."""
 
     message: int
     start: int
@@ -57,11 +59,11 @@ class Rendered:
 
 
 class ChatRenderer(Protocol):
-    """Whatever turns messages into text and knows where in it the assistant speaks."""
+    """Renders messages to text and knows which parts of it the assistant wrote."""
 
     @property
     def reasoning_fields(self) -> frozenset[str]:
-        """The names under which it reads an assistant's thinking; empty if it only reads the text."""
+        """Return the message keys from which it reads an assistant's thinking; empty if it only reads the content."""
         ...
 
     def render(
@@ -71,7 +73,7 @@ class ChatRenderer(Protocol):
         variables: Mapping[str, Any],
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text."""
+        """Return the conversation as text."""
         ...
 
     def render_turns(
@@ -80,15 +82,15 @@ class ChatRenderer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> Rendered:
-        """The conversation as text, and where in it the assistant speaks."""
+        """Return the conversation as text, and the parts of it that the assistant wrote."""
         ...
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """``special_tokens`` are the tokenizer's, which templates know by name (``bos_token`` …).
+    """A Jinja chat template. ``special_tokens``: the tokenizer's, which templates use by name (``bos_token`` …).
 
-    Only texts are kept here, and what is compiled from them is cached elsewhere, so that it can be pickled.
+    The object holds only text, so that it can be pickled; compiled templates are cached elsewhere.
     """
 
     source: str
@@ -146,7 +148,7 @@ class ChatTemplate:
                     TRACKER: TurnTracker(conversation),
                 }
             )
-        except (TemplateError, TypeError) as error:  # raise_exception, a missing key, None where text belongs
+        except (TemplateError, TypeError) as error:  # raise_exception, a missing key, None instead of text
             raise InvalidInputError("messages", conversation, f"what the chat template accepts: {error}") from error
         return split_markers(marked, len(conversation))
 
@@ -160,7 +162,7 @@ class _Compiled:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> _Compiled:
-    """Compile with what the Hugging Face documentation promises to templates, and with the calls that mark turns."""
+    """Compile a template with the functions that Hugging Face documents, and with the calls that mark turns."""
     from jinja2 import TemplateSyntaxError, nodes
 
     environment = _environment()
@@ -183,7 +185,7 @@ def _environment() -> "jinja2.Environment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(ext.Extension):
-        """``{% generation %}…{% endgeneration %}``: prints its body between two markers."""
+        """The block ``{% generation %}…{% endgeneration %}``, which prints its body between two markers."""
 
         tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -213,12 +215,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter writes JSON for HTML pages: it escapes < and &."""
+    """Return the JSON text of a value. Jinja's own filter escapes < and & for HTML pages, which templates must not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _read_names(tree: "nodes.Template") -> set[str]:
-    """Every attribute and text constant in the template: ``message.x``, ``message['x']``, ``'x' in message``."""
+    """Return every attribute and text constant of the template: ``message.x``, ``message['x']``, ``'x' in message``."""
     from jinja2 import nodes
 
     attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
@@ -227,7 +229,7 @@ def _read_names(tree: "nodes.Template") -> set[str]:
 
 @lru_cache(maxsize=256)
 def _headers(template: ChatTemplate, variables_json: str) -> tuple[str, ...]:
-    """What may stand before an assistant's words and is given to it, in the order in which it is looked for."""
+    """Return the possible headers of an assistant's turn, in order of preference."""
     variables = json.loads(variables_json)
     opposite = {**variables, "enable_thinking": not variables.get("enable_thinking", True)}
     prompt = _generation_prompt(template, variables)
@@ -235,7 +237,8 @@ def _headers(template: ChatTemplate, variables_json: str) -> tuple[str, ...]:
     prompts = [text for text in (prompt, _generation_prompt(template, opposite)) if text.strip()]
     everywhere = _common_start(prompts + before_text)
     candidates = [prompt, everywhere, *sorted(before_text, key=len, reverse=True)]
-    # White space is no header: templates without one print a space before the answer, which begins its first token.
+    # White space alone is not a header: templates without one print a space before the answer, and this space belongs
+    # to the answer's first token.
     return tuple(dict.fromkeys(text for text in candidates if text.strip()))
 
 
@@ -255,7 +258,7 @@ def _common_start(texts: Sequence[str]) -> str:
 
 
 def _before_text(template: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
-    """What stands before the text of an assistant's turn, of an earlier turn and of the last one."""
+    """Return the text before an assistant's answer, in an earlier turn and in the last one."""
     probe: list[RenderMessage] = []
     for text in _PROBE_TEXTS:
         probe += [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "reasoning_content": ""}]
@@ -277,7 +280,7 @@ def _header_length(text: str, region: Region, headers: Iterable[str]) -> int:
     for header in headers:
         if text.startswith(header, region.start, region.end):
             return len(header)
-        if region.owner == 0:  # a preamble that the template prints with the first message, whoever sent that
+        if region.owner == 0:  # the template may print a preamble before the header of the first message
             found = text.find(header, region.start, region.end)
             if found >= 0:
                 return found + len(header) - region.start

@@ -14,7 +14,7 @@ __all__ = ["DeepseekV4Template"]
 
 
 class DeepseekV4Template(Template):
-    """Conversations and tool calls in DSML. Other formats of tool calls are still read."""
+    """A template that writes conversations and tool calls in DSML. Other formats of tool calls can still be parsed."""
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
         from twinkle.template.dsml import DsmlTokenizer

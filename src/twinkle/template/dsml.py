@@ -1,9 +1,10 @@
-"""The prompt format of DeepSeek V4: no Jinja template, but rules, and tool calls in tags of its own (DSML).
+"""The prompt format of DeepSeek V4: fixed rules instead of a Jinja template, and tool calls in its own tags (DSML).
 
-A conversation is BOS, system texts, then ``<｜User｜>`` turns, in which tool results stand between ``<tool_result>``
-tags, and the assistant's. Before an assistant's words stand ``<｜Assistant｜>`` and either ``<think>`` (it is to think,
-and ends its thought with ``</think>``) or ``</think>`` (it is not). Thoughts before the last user turn are dropped,
-unless there are tools. The wording of the tools' introduction is ours; tags and layout are the model's.
+A conversation is BOS, system texts, then turns of the user and the assistant. A user's turn begins with ``<｜User｜>``;
+tool results are part of it, between ``<tool_result>`` tags. An assistant's turn begins with ``<｜Assistant｜>`` and
+either ``<think>`` (the assistant thinks, and ends its thought with ``</think>``) or ``</think>`` (it does not think).
+Thoughts before the last user turn are dropped, unless there are tools. The wording of the tools' introduction is ours;
+tags and layout are the model's.
 """
 
 import json
@@ -58,7 +59,7 @@ _VARIABLES = ("drop_thinking", "enable_thinking", "reasoning_effort", "thinking"
 
 
 def parse_dsml(text: str) -> list[ToolCall]:
-    """The calls in a text; none at all if anything in them is malformed."""
+    """Return the tool calls in a text, or none at all if anything in them is malformed."""
     calls: list[ToolCall] = []
     for block in between(text, DSML_START, DSML_END):
         invokes = list(_invokes(block.body))
@@ -77,7 +78,7 @@ def parse_dsml(text: str) -> list[ToolCall]:
 
 
 def clean_dsml(text: str) -> str:
-    """The text without its calls, and without the white space before them."""
+    """Return the text without its tool calls, and without the white space before them."""
     kept, position = [], 0
     for block in between(text, DSML_START, DSML_END):
         kept.append(text[position : block.start].rstrip())
@@ -96,7 +97,7 @@ def _invokes(block: str) -> Iterator[Found]:
 
 
 def _parameters(body: str) -> Iterator[tuple[Found, bool]]:
-    """Yield each parameter and whether it is text. Its value holds no tags."""
+    """Yield each parameter, and whether its value is plain text (not JSON). A value contains no tags."""
     position = 0
     while (opening := _PARAMETER.search(body, position)) is not None:
         tag = _ANY_TAG.search(body, opening.end())
@@ -119,7 +120,7 @@ class _Mode:
 
 @dataclass
 class _Turn:
-    """A turn as the model knows it: tool results and questions in a row are one turn of the user's."""
+    """A turn in the model's format. Consecutive tool results and user messages form one turn of the user."""
 
     role: str
     parts: list[str] = field(default_factory=list)
@@ -134,7 +135,10 @@ class _Writer:
 
 
 class DsmlRenderer:
-    """Variables: ``enable_thinking`` or ``thinking``, ``reasoning_effort`` (None, 'high', 'max'), ``drop_thinking``."""
+    """Renders conversations in DSML.
+
+    Variables: ``enable_thinking`` or ``thinking``, ``reasoning_effort`` (None, 'high', 'max'), ``drop_thinking``.
+    """
 
     reasoning_fields = frozenset({"reasoning_content"})
 
@@ -215,7 +219,7 @@ def _turns(messages: Sequence[RenderMessage]) -> list[_Turn]:
 
 
 def _in_order_of_calls(messages: Sequence[RenderMessage]) -> list[RenderMessage]:
-    """Results that follow one another are sorted as their calls were."""
+    """Return the messages with consecutive tool results sorted in the order of their calls."""
     ordered: list[RenderMessage] = []
     position: dict[str, int] = {}
     results: list[RenderMessage] = []
@@ -250,7 +254,7 @@ def _invoke(call: Mapping[str, Any]) -> str:
 
 
 class DsmlTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # Transformers is not type checked
-    """As the class it comes from, but for its chat template, which is not Jinja."""
+    """A fast tokenizer whose chat template is DSML instead of Jinja."""
 
     def apply_chat_template(
         self,
@@ -262,7 +266,10 @@ class DsmlTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # Transform
         return_tensors: str | None = None,
         **variables: Any,
     ) -> Any:
-        """The text, its tokens, or both with a mask; ``variables`` are those of :class:`DsmlRenderer`."""
+        """Return the text, its token ids, or a dict of token ids and mask, as Transformers' method does.
+
+        variables: see :class:`DsmlRenderer`.
+        """
         renderer = DsmlRenderer()
         messages = checked_messages({"messages": list(conversation)})
         shown = [renderable(message, renderer.reasoning_fields) for message in messages]

@@ -1,6 +1,7 @@
-"""From the characters that are to be learnt to the tokens that are, and from tokens to targets.
+"""Conversion of spans of characters to labels of tokens, and of labels to targets.
 
-Labels are made unshifted (label t belongs to token t) and shifted last of all: position t is to predict token t + 1.
+Labels are first made unshifted (label t belongs to token t). The last step shifts them, because position t predicts
+token t + 1.
 """
 
 from typing import TYPE_CHECKING
@@ -21,9 +22,9 @@ IGNORE = -100
 
 
 def encode_texts(tokenizer: "Tokenizer", texts: list[str], add_special_tokens: bool) -> "list[Encoding]":
-    """By the core of a tokenizer: what Transformers wraps around it costs a sixth of the time."""
-    # Whoever used the tokenizer before may have left these on. Switching them off while others encode is not allowed,
-    # so it is done only where it is necessary.
+    """Encode texts with the core of a tokenizer. Transformers' wrapper would cost another sixth of the time."""
+    # An earlier use of the tokenizer may have left truncation or padding on. They may not be switched off while another
+    # thread encodes, so do it only if necessary.
     if tokenizer.truncation is not None:
         tokenizer.no_truncation()
     if tokenizer.padding is not None:
@@ -32,9 +33,9 @@ def encode_texts(tokenizer: "Tokenizer", texts: list[str], add_special_tokens: b
 
 
 def label_spans(encoding: "Encoding", ids: IntArray, rendered: Rendered) -> IntArray:
-    """Unshifted labels (T,): the ids of the tokens that begin inside a span, −100 elsewhere.
+    """Return unshifted labels (T,): the ids of tokens that begin inside a span, −100 for all others.
 
-    A token that begins before its span is not learnt: part of it is in the prompt, so no model is ever asked for it.
+    A token that begins before its span is not learnt: it is partly in the prompt, so a model never has to generate it.
     """
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     for span in rendered.spans:
@@ -46,7 +47,7 @@ def label_spans(encoding: "Encoding", ids: IntArray, rendered: Rendered) -> IntA
 
 
 def shift_labels(labels: IntArray) -> IntArray:
-    """Targets (T,) from unshifted labels; nothing is predicted at the last position."""
+    """Return targets (T,) from unshifted labels. The last position has no target."""
     shifted = np.empty_like(labels)
     shifted[:-1] = labels[1:]
     shifted[-1:] = IGNORE
@@ -54,7 +55,7 @@ def shift_labels(labels: IntArray) -> IntArray:
 
 
 def unshift_labels(labels: IntArray) -> IntArray:
-    """The reverse of :func:`shift_labels`; nothing predicts the first token."""
+    """Reverse :func:`shift_labels`. The first token has no label, because nothing predicts it."""
     unshifted = np.empty_like(labels)
     unshifted[1:] = labels[:-1]
     unshifted[:1] = IGNORE
@@ -62,9 +63,9 @@ def unshift_labels(labels: IntArray) -> IntArray:
 
 
 def _first_token(encoding: "Encoding", start: int, end: int) -> int | None:
-    """The first token that begins at character ``start`` or later, if a character before ``end`` leads to it.
+    """Return the first token that begins at ``start`` or later, found from the characters ``start`` to ``end``.
 
-    Characters can be without a token (white space that a tokenizer drops), so the search goes on to the next one.
+    Some characters have no token (white space that a tokenizer drops), so the search continues with the next character.
     """
     for character in range(start, end):
         token = encoding.char_to_token(character)

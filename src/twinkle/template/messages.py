@@ -1,4 +1,4 @@
-"""Messages as people write them, made into messages as chat templates read them. Nothing is changed in place."""
+"""Conversion of messages from the forms that users write to the form that chat templates read, always as copies."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 def conversation(trajectory: Mapping[str, Any]) -> list[Dict]:
-    """The messages of a trajectory, without the keys that hold nothing (a table gives every row every key)."""
+    """Return the messages of a trajectory without keys that are None, which a table adds to its rows."""
     messages = trajectory.get("messages")
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError("messages", messages, "a list of at least one message")
@@ -26,7 +26,7 @@ def conversation(trajectory: Mapping[str, Any]) -> list[Dict]:
 
 
 def with_system(trajectory: Dict, system: str) -> Dict:
-    """Put a system turn first, if the user's comes first now. Round numbers in ``user_data`` move along."""
+    """Put a system message first, if the first message is the user's. ``key_rounds`` in ``user_data`` move by one."""
     messages = trajectory["messages"]
     if messages[0]["role"] != "user":
         return trajectory
@@ -41,9 +41,9 @@ def with_system(trajectory: Dict, system: str) -> Dict:
 
 
 def split_reasoning(message: Dict, split: bool) -> Dict:
-    """An assistant's message with a ``reasoning_content`` of its own, taken out of the text where it stands there.
+    """Return an assistant's message with a ``reasoning_content``, taken from ``<think>`` tags in its text if needed.
 
-    ``split=False`` leaves the text alone, for templates that print nothing but the text.
+    ``split=False`` does not change the text, for templates that print only the text.
     """
     if message["role"] != "assistant" or isinstance(message.get("reasoning_content"), str):
         return message
@@ -51,14 +51,14 @@ def split_reasoning(message: Dict, split: bool) -> Dict:
     if split and isinstance(content, str) and "</think>" in content:
         thought, _, answer = content.partition("</think>")
         before, opened, inner = thought.partition("<think>")
-        if not opened or not before.strip():  # text before the thought has no other place than the text
+        if not opened or not before.strip():  # text before the thought must stay in the text
             reasoning = inner if opened else thought
             return {**message, "reasoning_content": reasoning.strip("\n"), "content": answer.lstrip("\n")}
     return {**message, "reasoning_content": ""}
 
 
 def plain_text(message: Dict) -> Dict:
-    """The message with its blocks of text joined into one; anything but text is refused."""
+    """Return the message with its blocks of text joined into one text. Media are refused."""
     media = [key for key in _MEDIA if message.get(key)]
     content = message.get("content", "")
     if isinstance(content, str) and not media:
@@ -77,7 +77,7 @@ def refuse_media(trajectory: Mapping[str, Any]) -> None:
 
 
 def renderable(message: Dict, reasoning_fields: Collection[str]) -> Dict:
-    """The message as a chat template gets it: tool calls as objects, thinking under the name the template reads."""
+    """Return the message for a chat template: tool calls as objects, thinking under the key that the template reads."""
     shown = dict(message)
     if "tool_calls" in shown:
         shown["tool_calls"] = [_tool_call(call) for call in _list_of("tool_calls", shown["tool_calls"])]
@@ -90,13 +90,13 @@ def renderable(message: Dict, reasoning_fields: Collection[str]) -> Dict:
 
 
 def tools_of(trajectory: Mapping[str, Any]) -> list[Dict] | None:
-    """The tools of a trajectory: a list, or its JSON text, in which tables can hold tools of different shapes."""
+    """Return the tools of a trajectory, given as a list or as JSON text, which lets a table hold tools of any shape."""
     tools = trajectory.get("tools")
     return _list_of("tools", tools) if tools else None
 
 
 def key_rounds(trajectory: Mapping[str, Any]) -> frozenset[int] | None:
-    """The only messages that are to be learnt, if ``user_data`` names some."""
+    """Return the numbers of the only messages to learn from, if ``user_data`` names some; else None."""
     rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
     if not rounds:
         return None

@@ -1,7 +1,7 @@
 """Templates of the Qwen family.
 
-Their chat templates are changed in two places, so that what a conversation became stays the beginning of what it
-becomes with more messages, as rollouts with tools need it. Any other chat template is used as it is.
+Their chat templates are changed in two places, so that the text of a conversation does not change when more messages
+are appended, as rollouts with tools require. All other chat templates are used unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,30 +19,30 @@ __all__ = ["Qwen3Template", "Qwen3_5Template"]
 Row = dict[str, Any]
 
 _REPLACED = {
-    # Qwen3 writes an empty thought into the last turn only: the turn would change once a tool has answered.
+    # Qwen3 writes an empty thought only into the last turn, so that turn would change once a tool has answered.
     "loop.last or (not loop.last and reasoning_content)": "true",
-    # Qwen3.5 refuses a conversation without a question by the user, such as the answer of a tool alone.
+    # Qwen3.5 refuses a conversation without a user's question, such as a tool's answer alone.
     "{{- raise_exception('No user query found in messages.') }}": "",
 }
 
 
 class Qwen3Template(Template):
-    """Qwen3: thinking, tool calls in ``<tool_call>``."""
+    """The template of Qwen3: with thinking, and tool calls in ``<tool_call>``."""
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
         return _with_steady_history(super()._load_tokenizer())
 
 
 class Qwen3_5Template(Template):  # noqa: N801 (the name that scripts use)
-    """Qwen3.5 and Qwen3-VL: as Qwen3, and positions in three dimensions where the model has them."""
+    """The template of Qwen3.5 and Qwen3-VL: like Qwen3, with multimodal positions for models that have them."""
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
         return _with_steady_history(super()._load_tokenizer())
 
     def set_mm_position_ids(self, feature: Row) -> Row:
-        """(T,), or (4, 1, T) for a model with multimodal rotary embeddings.
+        """Add ``position_ids``: (T,), or (4, 1, T) for a model with multimodal rotary embeddings.
 
-        The first axis is the position in the text, the others are time, height and width: all the same for text.
+        The four rows are the position in the text, time, height and width. For text they are all equal.
         """
         feature = super().set_mm_position_ids(feature)
         if not self._has_multimodal_positions():
@@ -51,7 +51,7 @@ class Qwen3_5Template(Template):  # noqa: N801 (the name that scripts use)
         return {**feature, "position_ids": np.broadcast_to(positions, (4, 1, len(positions))).copy()}
 
     def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
-        """Every run of placeholders of one image or video becomes a single one: vLLM makes the run itself."""
+        """Replace every run of placeholders of an image or video by a single one, which vLLM expands itself."""
         names = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>")
         vocabulary = self.tokenizer.get_added_vocab()
         start, *pads = (vocabulary.get(name) for name in names)

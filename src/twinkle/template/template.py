@@ -1,9 +1,12 @@
-"""From a conversation to what a model is trained on, and back from tokens to text.
+"""The template: converts conversations to model inputs, and tokens back to text.
 
-``encode`` runs in four steps: the pre-pipeline brings the messages into one form; the chat template renders them, once,
-to a text in which the assistant's parts are known (:mod:`twinkle.template.chat_template`); one call of the tokenizer
-turns the texts of a whole batch into tokens, and the characters of those parts into labels; the post-pipeline cuts to
-length, adds masks and positions and shifts the labels.
+``encode`` has four steps:
+
+1. The pre-pipeline brings the messages into a standard form.
+2. The chat template renders them, once, to a text in which the assistant's parts are known
+   (:mod:`twinkle.template.chat_template`).
+3. One call of the tokenizer turns the texts of a whole batch into tokens; the assistant's parts become labels.
+4. The post-pipeline truncates, adds masks and positions, and shifts the labels.
 """
 
 import copy
@@ -44,15 +47,15 @@ Columns = dict[str, list[Any]]
 
 _logger = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 2**20  # of a generated text that is looked through for tool calls
+_MOST_CHARACTERS = 2**20  # longer generated texts are not searched for tool calls
 
 
 class Template:
-    """Works with the chat template that a model's tokenizer brings along.
+    """A template that uses the chat template of a model's tokenizer.
 
     ``max_length=None`` never truncates. ``default_system`` is put before conversations that start with the user.
-    ``enable_thinking`` is handed to the chat template. ``use_chat_template=False``: a trajectory is one user message,
-    whose whole text is learnt.
+    ``enable_thinking`` is passed to the chat template. With ``use_chat_template=False``, a trajectory is one user
+    message, whose whole text is learnt.
     """
 
     image_placeholder = "<image>"
@@ -81,7 +84,7 @@ class Template:
         self.is_mm = any((self._folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor"))
         self.tokenizer: PreTrainedTokenizerBase = self._load_tokenizer()
         if not self.tokenizer.is_fast:
-            raise UnsupportedError(f"{model_id}: its tokenizer cannot say which characters a token stands for")
+            raise UnsupportedError(f"{model_id}: its tokenizer is not a fast one and cannot map tokens to characters")
 
     def with_options(
         self,
@@ -121,7 +124,7 @@ class Template:
 
     @cached_property
     def processor(self) -> "ProcessorMixin | PreTrainedTokenizerBase":
-        """What also reads images and the like, for models that do; else the tokenizer."""
+        """Return the processor, which also reads images and other media; for text models, the tokenizer."""
         if not self.is_mm:
             return self.tokenizer
         from transformers import AutoProcessor
@@ -144,16 +147,16 @@ class Template:
         tokenize: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Row:
-        """The trajectory with ``input_ids``, ``labels``, ``attention_mask``, ``position_ids`` and ``length`` added.
+        """Return the trajectory with ``input_ids``, ``labels``, ``attention_mask``, ``position_ids``, ``length`` added.
 
-        With a generation prompt nothing is learnt: all labels are −100. ``tokenize=False`` adds the text as ``prompt``
-        instead. ``chat_template_kwargs`` are further variables for the chat template.
+        With a generation prompt nothing is learnt: all labels are −100. ``tokenize=False`` adds only the rendered text,
+        as ``prompt``. ``chat_template_kwargs`` are further variables for the chat template.
         """
         self._require_one_for_one("encode")
         features = self._encode_rows([trajectory], add_generation_prompt, tokenize, chat_template_kwargs or {})[0]
         if not features:
             raise InvalidInputError(
-                "messages", "more tokens than that", f"{self.max_length} tokens (truncation_strategy 'delete')"
+                "messages", "more than max_length", f"{self.max_length} tokens (truncation_strategy 'delete')"
             )
         return features[0]
 
@@ -185,10 +188,10 @@ class Template:
         tokenize: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Columns | list[Row]:
-        """Encode many at once: rows to rows, columns to columns, as :meth:`encode` does it.
+        """Encode many trajectories at once, like :meth:`encode`. Rows give rows, columns give columns.
 
-        'delete' leaves rows out and 'split' makes more of them. Where a row holds trajectories under names of its own
-        (``positive``, ``negative``), each of these is encoded in its place.
+        The truncation strategy 'delete' omits rows, and 'split' makes several of one. If a row holds several
+        trajectories under other keys (``positive``, ``negative``), each of them is encoded in place.
         """
         rows: list[Row] = columns_to_rows(trajectories)  # type: ignore[arg-type]  # a Mapping row is read only
         nested = _nested_names(rows)
@@ -200,7 +203,7 @@ class Template:
             encoded = [feature for features in per_row for feature in features]
         if not isinstance(trajectories, Mapping):
             return encoded
-        # a batch of which nothing is left still has its columns
+        # a batch without rows still has its columns
         return rows_to_columns(encoded) if encoded else {name: [] for name in (*trajectories, *_FEATURE_KEYS)}
 
     def _encode_nested(
@@ -219,7 +222,7 @@ class Template:
         return [
             {**row, **{name: columns[name][index][0] for name in names}}
             for index, row in enumerate(rows)
-            if all(columns[name][index] for name in names)  # 'delete' drops the row with any of its parts
+            if all(columns[name][index] for name in names)  # with 'delete', one deleted part drops the row
         ]
 
     def _encode_rows(
@@ -229,7 +232,7 @@ class Template:
         tokenize: bool,
         variables: Mapping[str, Any],
     ) -> list[list[Row]]:
-        """For each trajectory the features that it becomes."""
+        """Return, for each trajectory, the list of features made from it."""
         for trajectory in trajectories:
             if not isinstance(trajectory, Mapping):
                 raise InvalidInputError("trajectory", trajectory, "a dict with 'messages'")
@@ -265,10 +268,10 @@ class Template:
         return rendered
 
     def _chat_template(self, with_tools: bool) -> ChatRenderer:
-        """The tokenizer's template; some have a second one for conversations with tools."""
+        """Return the tokenizer's chat template. Some tokenizers have a second one for conversations with tools."""
         source = self._template_source(with_tools)
         known = self._chat_templates.get(with_tools)
-        if known is None or known.source is not source:  # the tokenizer's may be replaced at any time
+        if known is None or known.source is not source:  # users may replace the tokenizer's template at any time
             special = self.tokenizer.special_tokens_map
             known = ChatTemplate(source, tuple((name, str(token)) for name, token in special.items()))
             self._chat_templates[with_tools] = known
@@ -288,7 +291,7 @@ class Template:
     def _tokenize(
         self, trajectories: Sequence[Row], rendered: Sequence[Rendered], add_generation_prompt: bool
     ) -> list[Row]:
-        """One call of the tokenizer for all texts. Labels are not shifted yet."""
+        """Encode all texts in one call of the tokenizer. The labels are not shifted yet."""
         if not rendered:
             return []
         # a chat template writes the special tokens itself
@@ -311,7 +314,7 @@ class Template:
         return self._run(self.pre_pipeline_names, trajectories)
 
     def _invoke_post_pipeline(self, features: list[Row]) -> list[Row]:
-        """Truncate, add masks and positions, shift the labels: of features whose labels are not shifted."""
+        """Truncate features, add masks and positions, shift the labels. The labels given must be unshifted."""
         return self._run(self.post_pipeline_names, features)
 
     def _run(self, names: Sequence[str], rows: list[Row]) -> list[Row]:
@@ -347,25 +350,25 @@ class Template:
         return [{**feature, "labels": shift_labels(feature["labels"])}]
 
     def set_mm_position_ids(self, feature: Row) -> Row:
-        """Positions of a sequence. Models that place images in two dimensions have a template that does it here."""
+        """Add ``position_ids``. Templates of models with two-dimensional image positions override this method."""
         return {**feature, "position_ids": np.arange(len(feature["input_ids"]), dtype=np.int64)}
 
     def _require_one_for_one(self, what: str) -> None:
         if self.truncation_strategy == "split":
-            raise InvalidInputError("truncation_strategy", "split", f"any other for {what}: one cannot become several")
+            raise InvalidInputError("truncation_strategy", "split", f"another one for {what}: one row must stay one")
 
     # --- around encoding --------------------------------------------------------------------------------------------
 
     def format_trajectory(self, trajectory: Mapping[str, Any], add_default_system: bool = False) -> Row:
-        """The trajectory as it is just before rendering; the default system turn only if asked for."""
+        """Return the trajectory as it is just before rendering, by default without the default system message."""
         names = [name for name in self.pre_pipeline_names if add_default_system or name != "_add_default_system"]
         prepared = {**trajectory, "messages": conversation(trajectory)}
         return self._run(names, [prepared])[0]
 
     def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
-        """The feature with tokens appended that a model has just generated; they are learnt, all of them.
+        """Return the feature with newly generated tokens appended. All of these tokens are learnt.
 
-        ``messages`` get the assistant's turn, with tool calls taken out of its text.
+        The assistant's message is appended to ``messages``, with tool calls extracted from its text.
         """
         self._require_one_for_one("concat_input_feature")
         if "input_ids" not in feature:
@@ -393,7 +396,7 @@ class Template:
         text, whole = self.decode(tokens, skip_special_tokens=True), self.decode(tokens)
         if len(whole) > _MOST_CHARACTERS:
             return {"role": "assistant", "content": text}
-        for written in dict.fromkeys((text, whole)):  # the tags around a call are special tokens in some vocabularies
+        for written in dict.fromkeys((text, whole)):  # in some vocabularies the tags of a call are special tokens
             calls = self.parse_tool_call(written)
             if calls:
                 content = self.clean_tool_call(written)
@@ -403,11 +406,11 @@ class Template:
         return {"role": "assistant", "content": text}
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The trajectory itself if something is left of it when it is encoded, else None; says why in the log."""
+        """Return the trajectory if it can be encoded to at least one token, else None. The log says why not."""
         try:
             features = self._encode_rows([trajectory], False, True, {})[0]
         except UserError as error:
-            _logger.warning("not usable: %s", error)
+            _logger.warning("trajectory cannot be encoded: %s", error)
             return None
         return trajectory if any(len(feature["input_ids"]) for feature in features) else None
 
@@ -421,21 +424,21 @@ class Template:
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in token_ids]
 
     def parse_tool_call(self, text: str) -> list[ToolCall]:
-        """The calls in an assistant's text, in the first format that is recognised."""
+        """Return the tool calls in an assistant's text, read in the first format that recognises it."""
         parser = ToolCallRegistry.detect_first(text)
         return parser.parse(text) if parser else []
 
     def clean_tool_call(self, text: str) -> str:
-        """The text without its tool calls."""
+        """Return the text without its tool calls."""
         parser = ToolCallRegistry.detect_first(text)
         return parser.clean(text) if parser else text.rstrip()
 
     def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
-        """The prompt as vLLM wants it; it expands images itself, text stays as it is."""
+        """Return the prompt for vLLM, which expands image placeholders itself. Text is unchanged."""
         return input_ids
 
     def pre_forward_hook(self, model: object, args: tuple[Any, ...], kwargs: Row) -> tuple[tuple[Any, ...], Row]:
-        """Called before a model's forward; text needs nothing."""
+        """Change the arguments of a model's forward before it runs. Nothing is to do for text."""
         return args, kwargs
 
     map_col_to_row = staticmethod(columns_to_rows)
@@ -446,7 +449,7 @@ _FEATURE_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "lengt
 
 
 def _nested_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns that hold trajectories, if these rows are not trajectories themselves."""
+    """Return the keys that hold trajectories, if the rows are not trajectories themselves."""
     if not rows or rows[0].get("messages") is not None:
         return []
     return [name for name, value in rows[0].items() if isinstance(value, Mapping) and value.get("messages")]

@@ -1,4 +1,4 @@
-"""What happens to a sequence that is longer than a template's ``max_length``."""
+"""Truncation of sequences that are longer than a template's ``max_length``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ __all__ = ["TRUNCATION_STRATEGIES", "truncate"]
 
 Feature = dict[str, Any]
 
-# Everything in a feature that has one entry for each token, before masks and positions are added.
+# The keys of a feature that have one entry for each token, before masks and positions are added.
 PER_TOKEN = ("input_ids", "labels", "completion_mask", "mm_token_type_ids")
 
 
 def truncate(feature: Feature, max_length: int, strategy: str) -> list[Feature]:
-    """The features that this one becomes: itself if it is short enough."""
+    """Return the features that replace this one. A feature that is short enough is returned unchanged."""
     if strategy not in TRUNCATION_STRATEGIES:
         raise UnknownNameError("truncation_strategy", strategy, TRUNCATION_STRATEGIES)
     if len(feature["input_ids"]) <= max_length:
@@ -24,7 +24,7 @@ def truncate(feature: Feature, max_length: int, strategy: str) -> list[Feature]:
 
 def _refuse(feature: Feature, max_length: int) -> list[Feature]:
     length = len(feature["input_ids"])
-    # the phrase that users of the original library look for in the message
+    # users of the original library search the message for this phrase
     raise InvalidInputError("messages", f"Input length {length} exceeds max_length {max_length}", "shorter ones")
 
 

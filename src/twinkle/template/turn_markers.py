@@ -1,13 +1,15 @@
-"""Finds out which part of a rendered conversation belongs to which message, in the one rendering itself.
+"""Markers that tell which part of a rendered conversation belongs to which message, in a single rendering.
 
-A chat template is a program that walks over ``messages`` and prints. Before it is compiled, a call is put at the start
-of the body of every ``for`` loop, and one behind the loop. At run time the first call prints an invisible marker with
-the message's number when the loop variable is a message of this conversation, and nothing when it is anything else (a
-tool, a block of content, a character); the second one returns to the message of the loop outside. A template that
-counts (``{% set message = messages[i] %}`` in a loop over numbers) gets the first call behind that assignment, and
-``{% generation %}`` blocks get a marker at both ends. Whatever the template does with a message (trims it, strips its
-thinking, writes its tool calls as text) happens between two markers, so the text between them, with the markers taken
-out again, is exactly what the message became. Nothing is rendered twice and nothing is searched for.
+A chat template is a program that loops over ``messages`` and prints. Before it is compiled, a call is inserted at the
+start of the body of every ``for`` loop, and another one after the loop. At run time, the first call prints a marker
+with the message's number if the loop variable is a message of this conversation, and nothing if it is anything else (a
+tool, a block of content, a character). The second call prints a marker that returns to the message of the outer loop. A
+template that uses indices (``{% set message = messages[i] %}`` in a loop over numbers) gets the first call after that
+assignment, and ``{% generation %}`` blocks get a marker at both ends.
+
+Whatever the template does with a message (trimming it, removing its thinking, writing its tool calls as text) happens
+between two markers. The text between them, after the markers are removed, is therefore exactly the rendering of that
+message. Nothing is rendered twice, and no text has to be searched for.
 """
 
 import re
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MARKING_FILTERS", "Region", "TurnTracker", "mark_loops", "marker_node", "split_markers"]
 
-# A compiled template knows the tracker by the first name and reaches it through filters of the other three: Jinja
-# calls a filter directly, but asks its sandbox about every call of a function, which costs more than the rest.
+# The first is the name of the tracker in a compiled template, the others are filters that call it. Filters, because
+# Jinja calls a filter directly but checks every function call with its sandbox, which costs more than the rest.
 TRACKER, TURN, TURN_END, GENERATION = "twinkle_tracker", "twinkle_turn", "twinkle_turn_end", "twinkle_generation"
 
-# A marker cannot be forged or met by accident: nobody who writes a message knows this number.
+# A marker cannot be forged or occur by accident, because the author of a message does not know this number.
 _SECRET = secrets.token_hex(8)
 _MARKER = re.compile(f"\x02{_SECRET}(.*?)\x03")
 _NOBODY = -1
@@ -33,7 +35,7 @@ _NOBODY = -1
 
 @dataclass(frozen=True)
 class Region:
-    """Characters ``start`` to ``end`` of a rendered text, which message number ``owner`` (−1: none) became."""
+    """Characters ``start`` to ``end`` of a rendered text. They belong to message number ``owner`` (−1: to none)."""
 
     owner: int
     start: int
@@ -43,15 +45,15 @@ class Region:
 
 @dataclass
 class TurnTracker:
-    """The state of one rendering: which message the template is at."""
+    """The state of one rendering: the message that the template is printing."""
 
     messages: list[dict[str, Any]]
     _numbers: dict[int, int] = field(init=False)
     _loops: list[tuple[int, int]] = field(init=False, default_factory=list)  # (loop, message) from the outside in
 
     def __post_init__(self) -> None:
-        # Templates hand the very objects around (slices and filters keep them), so identity tells them apart even
-        # where two messages are equal.
+        # Slices and filters in a template keep the same objects, so identity tells messages apart even if two of them
+        # are equal.
         self._numbers = {id(message): number for number, message in enumerate(self.messages)}
 
     def turn(self, loop: int, item: object) -> str:
@@ -81,7 +83,7 @@ MARKING_FILTERS: dict[str, Callable[..., str]] = {
 
 
 def mark_loops(tree: "nodes.Template") -> None:
-    """Put the calls into a parsed template, in place."""
+    """Insert the marking calls into a parsed template, in place."""
     from jinja2 import nodes
 
     for number, loop in enumerate(list(tree.find_all(nodes.For))):
@@ -102,14 +104,14 @@ def _turn_node(loop: int, variable: str, line: int) -> "nodes.Output":
 
 
 def _is_item(node: "nodes.Node", index: str) -> bool:
-    """``something[index]``: how templates that count their messages pick the current one."""
+    """Return whether the node is ``something[index]``, by which templates that use indices pick a message."""
     from jinja2 import nodes
 
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Name) and node.arg.name == index
 
 
 def marker_node(name: str, arguments: "list[nodes.Expr]", line: int) -> "nodes.Output":
-    """``{{ twinkle_tracker | name(arguments) }}``."""
+    """Return the node for ``{{ twinkle_tracker | name(arguments) }}``."""
     from jinja2 import nodes
 
     tracker = nodes.Name(TRACKER, "load", lineno=line)
@@ -117,7 +119,7 @@ def marker_node(name: str, arguments: "list[nodes.Expr]", line: int) -> "nodes.O
 
 
 def split_markers(marked: str, messages: int) -> tuple[str, list[Region]]:
-    """The text without markers, and its regions in order. What stands behind the last message belongs to it."""
+    """Return the text without markers, and its regions in order. Text after the last message belongs to it."""
     pieces = _MARKER.split(marked)
     regions: list[Region] = []
     owner, last, generated, position = _NOBODY, _NOBODY, False, len(pieces[0])
@@ -141,7 +143,7 @@ def split_markers(marked: str, messages: int) -> tuple[str, list[Region]]:
 
 
 def _joined(regions: list[Region]) -> list[Region]:
-    """Neighbours of one owner become one region."""
+    """Join neighbouring regions of the same owner."""
     joined: list[Region] = []
     for region in regions:
         if joined and (joined[-1].owner, joined[-1].generated) == (region.owner, region.generated):
@@ -152,7 +154,7 @@ def _joined(regions: list[Region]) -> list[Region]:
 
 
 def _insert_after(tree: "nodes.Node", child: "nodes.Node", new: "nodes.Node") -> None:
-    """Find the list of statements that holds ``child`` (by identity: equal nodes occur twice) and extend it."""
+    """Insert a node after ``child``, which is found by identity because equal nodes may occur twice."""
     for parent in _all_nodes(tree):
         for _, value in parent.iter_fields():
             if isinstance(value, list):

@@ -263,7 +263,7 @@ def test_empty_rows_are_replaced_the_same_way_after_a_restart():
 def test_nothing_but_empty_rows():
     dataset = LazyDataset(DatasetMeta(data=[{"x": 1}]))
     dataset.map(lambda columns: {"x": []})
-    with pytest.raises(DataError, match="Max retries exceeded: row 0 and 3 rows in its place are empty"):
+    with pytest.raises(DataError, match="Max retries exceeded: row 0 and 3 substitutes for it are empty"):
         list(DataLoader(dataset, batch_size=1, max_retries=3))
 
 

@@ -140,7 +140,7 @@ def test_embeddings_are_of_the_last_token(options):
 
 
 def test_what_is_refused():
-    with pytest.raises(UnsupportedError, match="'megatron' is not there yet"):
+    with pytest.raises(UnsupportedError, match="'megatron' is not supported yet"):
         InputProcessor(framework="megatron")
     with pytest.raises(UnknownNameError, match="framework 'jax'"):
         InputProcessor(framework="jax")

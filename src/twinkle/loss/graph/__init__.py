@@ -1,12 +1,12 @@
-"""A loss that somebody else wrote, as a graph of named operations: data that is interpreted, never run as code.
+"""Custom losses: a tenant's loss as a graph of named operations. It is data that is interpreted, never run as code.
 
-nodes         what a graph is made of
-catalog       the operations there are, by name
-bounds        how large the result of each may get, before it is computed
-operations    what each of them computes
-weights       how much longer than a sum each takes
-interpreter   one graph over the log-probabilities of one sequence
-estimate      what that will cost, by the shapes of its inputs
+nodes         the data types of a graph
+catalog       the operations that a graph may use, by name
+bounds        the maximum size of each operation's result, known before it is computed
+operations    the function behind each operation
+weights       the cost of each operation relative to a sum
+interpreter   evaluates a graph over the log-probabilities of one sequence
+estimate      the cost of an evaluation, from the shapes of its inputs
 
-nodes, catalog and weights work without torch, so that a server can check a graph where no tensors are.
+nodes, catalog and weights do not import torch, so that a process without torch can check a graph.
 """

@@ -1,8 +1,9 @@
-"""How many numbers an operation is about to make, and how much work that is: asked before it runs.
+"""Upper bounds on the numbers that an operation makes and on its work, computed before the operation runs.
 
-A bound may be generous, never short: an operation that would make more than is allowed must not begin. What an
-argument says about the cost must be a plain number, which is looked at here: torch also takes a tensor in its place,
-whose value nobody has seen. The way back counts too: the gradient of one element is as large as what it was taken from.
+A bound may be too high but never too low, because an operation that would exceed a limit must not begin. Arguments that
+decide the cost must be plain numbers, which are checked here: torch would also accept a tensor in their place, whose
+value we do not know. The backward pass counts, too: the gradient of a single picked element is as large as the tensor
+it was picked from.
 """
 
 import math
@@ -17,26 +18,29 @@ from twinkle.errors import UserError
 
 __all__ = ["BOUNDS", "Bound", "CannotComputeError", "Value", "shapes_of"]
 
-# What an operation is called with once references are resolved: tensors, numbers, tuples of them, slices, dtypes …
+# A resolved argument of an operation: a tensor, a number, a tuple of them, a slice, a dtype …
 Value = Any
 Arguments = Sequence[Value]
 Keywords = Mapping[str, Value]
 
 _MAX_PIECES = 256
-_MAX_PASSES = 8  # of an operation that goes over its whole input again and again
-_SORTING = 16  # sorting makes no more numbers, but takes so many times as long
-_SCANNING = 4  # likewise, most of it on the way back
-_DIVIDING = 64  # remainders are found bit by bit: with numbers that are far apart it takes microseconds
+_MAX_PASSES = 8  # for operations that go over their whole input several times
+_SORTING = 16  # work of sorting, relative to the numbers it makes
+_SCANNING = 4  # work of a scan such as cumsum, most of it in the backward pass
+_DIVIDING = 64  # remainders are computed bit by bit, which takes microseconds for numbers that are far apart
 _EINSUM_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ,->")
 
 
 class CannotComputeError(UserError):
-    """This operation does not take such values. Says why; the interpreter adds where."""
+    """The operation does not accept these values. The message says why; the interpreter adds where."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """At most so many numbers come out or are held at once on the way, and so many are computed, there and back."""
+    """The upper bounds of one operation.
+
+    ``made``: numbers in the result, or held at once on the way to it. ``work``: numbers computed, forward and backward.
+    """
 
     made: int
     work: int
@@ -47,7 +51,7 @@ BoundOf = Callable[[Operation, Arguments, Keywords], Bound]
 
 
 def shapes_of(values: Value) -> list[torch.Size]:
-    """Of all tensors in there."""
+    """Return the shapes of all tensors in a value."""
     if isinstance(values, Tensor):
         return [values.shape]
     if isinstance(values, tuple | list):
@@ -60,12 +64,12 @@ def _all_shapes(arguments: Arguments, keywords: Keywords) -> list[torch.Size]:
 
 
 def _named(names: str, arguments: Arguments, keywords: Keywords) -> dict[str, Value]:
-    """Arguments by their names, however they were given."""
+    """Return arguments by name, whether they were given by position or by keyword."""
     return {**dict(zip(names.split(), arguments, strict=False)), **keywords}
 
 
 def _numbers_in(shapes: Sequence[Sequence[int]]) -> int:
-    """In Python's integers, which do not wrap around."""
+    """Return how many numbers these shapes hold. Python's integers cannot overflow."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -90,13 +94,13 @@ def _divided(operation: Operation, arguments: Arguments, keywords: Keywords) -> 
 
 
 def _quotient(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """With a rounding mode it is found by way of the remainder."""
+    """Bound a division. With a rounding mode it computes the remainder, which is slow."""
     rounded = keywords.get("rounding_mode") is not None
     return (_divided if rounded else _broadcast)(operation, arguments, keywords)
 
 
 def _where(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """With a condition alone it returns the places where it holds: one number for each dimension."""
+    """Bound ``where``. With a condition alone it returns the indices where it holds: one number for each dimension."""
     bound = _broadcast(operation, arguments, keywords)
     if len(arguments) + len(keywords) > 1:
         return bound
@@ -127,13 +131,13 @@ def _in_passes(passes: Value, name: str, operation: Operation, arguments: Argume
 
 
 def _norm(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Of all elements, whatever their shape. The nuclear norm takes singular values: it is not offered."""
+    """Bound a norm over all elements. The nuclear norm needs singular values and is not offered."""
     _check_order("p", _named("input p", arguments, keywords).get("p"))
     return _same(operation, arguments, keywords)
 
 
 def _linalg_norm(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Those of a matrix that take singular values are not offered."""
+    """Bound ``linalg.norm``. Matrix norms that need singular values are not offered."""
     given = _named("A ord dim", arguments, keywords)
     order, dim = given.get("ord"), given.get("dim")
     _check_order("ord", order)
@@ -166,7 +170,7 @@ def _quantile(operation: Operation, arguments: Arguments, keywords: Keywords) ->
 
 
 def _sizes(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Of a tensor that is made anew: its shape as one tuple, or as one number after another."""
+    """Bound a new tensor, whose shape is given as one tuple or as separate numbers."""
     first: Value = arguments[0] if arguments else ()
     shape: Value = keywords["size"] if "size" in keywords else arguments if _is_integer(first) else first
     sizes = shape if isinstance(shape, tuple | list) else [shape]
@@ -177,7 +181,7 @@ def _sizes(_operation: Operation, arguments: Arguments, keywords: Keywords) -> B
 
 
 def _new_sizes(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """The same of a method: the tensor before it says only what the new one is like."""
+    """Bound a new tensor made by a method. The tensor it is called on decides only dtype and device."""
     return _sizes(operation, arguments[1:], keywords)
 
 
@@ -194,7 +198,7 @@ def _shown(value: Value) -> str:
 
 
 def _view(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """A shape; not the same bytes as numbers of another kind, of which not all bytes are."""
+    """Bound ``view``. Only a new shape is allowed: a view as another dtype could make invalid numbers of the bytes."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         raise CannotComputeError("a dtype, allowed: a shape (to change the dtype, use .to)")
     return _same(operation, arguments, keywords)
@@ -225,7 +229,7 @@ def _index(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bo
     values, index = arguments
     if not isinstance(values, Tensor):
         return Bound(1, 1)
-    # A tensor of one integer picks as the integer does; which one makes no difference here.
+    # A tensor with one integer picks like that integer; its value makes no difference to the size.
     picks = [0 if _is_one_integer(pick) else pick for pick in (index if isinstance(index, tuple) else (index,))]
     many = [pick for pick in picks if isinstance(pick, Tensor | list)]
     if any(isinstance(pick, Tensor) and pick.dtype is torch.bool for pick in many):
@@ -243,7 +247,10 @@ def _is_one_integer(value: Value) -> bool:
 
 
 def _rehearsed(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Run with tensors that have a shape and no numbers. What it takes from is what it gives a gradient to."""
+    """Run the operation on meta tensors, which have a shape but no data, to get the size of its result.
+
+    The work includes the inputs, because the backward pass makes a gradient of their size.
+    """
     result = operation(*_without_numbers(tuple(arguments)), **{k: _without_numbers(v) for k, v in keywords.items()})
     size = _numbers_in(shapes_of(result))
     return Bound(size, size + _numbers_in(_all_shapes(arguments, keywords)))
@@ -288,7 +295,7 @@ def _in_pieces(count: Value, operation: Operation, arguments: Arguments, keyword
 
 
 def _matmul(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """(…, m, k) by (…, k, n). Where both are stacks, either may be copied for every pair of the two."""
+    """Bound (…, m, k) by (…, k, n). If both are stacks of matrices, torch may copy either for every pair."""
     given = _named("input", arguments, keywords)
     shapes = shapes_of([given.pop("input", None), *arguments[1:], *given.values()])
     if len(shapes) != 2 or not all(shapes):
@@ -302,7 +309,7 @@ def _matmul(_operation: Operation, arguments: Arguments, keywords: Keywords) -> 
 
 
 def _einsum(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """The product of all sizes: no step on the way can be larger, and there is one for each tensor."""
+    """Bound by the product of all sizes: no intermediate step can be larger, and there is one step for each tensor."""
     equation, operands = arguments[0] if arguments else None, shapes_of(arguments[1:])
     if not isinstance(equation, str) or not set(equation) <= _EINSUM_CHARACTERS:
         raise CannotComputeError(f"equation {equation!r}, allowed: letters, commas and -> (no dots)")
@@ -318,7 +325,7 @@ def _einsum(_operation: Operation, arguments: Arguments, keywords: Keywords) -> 
 
 
 def _attribute(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """A number or two, or the tensor itself seen otherwise."""
+    """Bound an attribute: a few numbers, or the tensor itself, transposed."""
     return _same(operation, arguments, keywords) if arguments[1:] in (("T",), ("mT",)) else Bound(1, 1)
 
 
@@ -326,7 +333,7 @@ def _number(_operation: Operation, _arguments: Arguments, _keywords: Keywords) -
     return Bound(1, 1)
 
 
-# By the word that a rule of the catalog has for it.
+# By the name that a rule of the catalog gives as its ``bound``.
 BOUNDS: Mapping[str, BoundOf] = {
     "arange": _arange,
     "attribute": _attribute,

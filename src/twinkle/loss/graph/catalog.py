@@ -1,8 +1,8 @@
-"""The operations that a loss graph may name: which arguments each takes, and what bounds its result. Without torch.
+"""The operations that a loss graph may use: the arguments of each, and the rule that bounds its result. Without torch.
 
-Nothing is here that draws random numbers, shows memory nobody wrote, changes a value in place, reads or writes anything
-outside the graph, or turns a tensor's value into Python's control flow. A name that is missing is an error that lists
-the ones near it; what the names compute is in :mod:`twinkle.loss.graph.operations`.
+No operation here draws random numbers, exposes uninitialised memory, changes a value in place, reads or writes anything
+outside the graph, or turns a tensor's value into Python's control flow. An unknown name is an error that lists similar
+names. The functions behind the names are in :mod:`twinkle.loss.graph.operations`.
 """
 
 import difflib
@@ -16,9 +16,10 @@ __all__ = ["ATTRIBUTES", "CATALOG", "DTYPES", "INERT", "Rule", "rule_of"]
 
 @dataclass(frozen=True)
 class Rule:
-    """``bound``: how the size of the result is known beforehand; a key of the table in bounds.
+    """What one operation accepts, and how its result is bounded.
 
-    ``arguments``: how many may be given by position.
+    ``bound``: a key of ``bounds.BOUNDS``, the function that bounds the result beforehand. ``arguments``: how many
+    arguments may be given by position.
     """
 
     bound: str
@@ -29,7 +30,7 @@ class Rule:
 DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64")
 ATTRIBUTES = ("T", "device", "dtype", "indices", "mT", "ndim", "shape", "values")
 
-# Keywords that tracing writes down at their defaults, and that mean nothing here. The values they may have.
+# Keywords that tracing records with their default values and that have no effect here, with the values they may have.
 INERT: Mapping[str, tuple[object, ...]] = {
     "_stacklevel": (3,),
     "copy": (False, True),
@@ -65,7 +66,8 @@ _VIEWS = (
     "detach clone"
 )
 
-# In the classes below: names · arguments by position · keywords. Each name is a function of torch and a method.
+# In the tables below: bound, names, number of arguments by position, keywords. Each name in this first table is both a
+# function of torch and a method of tensors.
 _BOTH: tuple[tuple[str, str, int, str], ...] = (
     ("broadcast", _UNARY, 1, "input"),
     ("broadcast", _BINARY, 2, "input other exponent alpha"),
@@ -171,7 +173,7 @@ CATALOG: Mapping[str, Rule] = _catalog()
 
 
 def rule_of(target: str, where: str) -> Rule:
-    """Raises for a name that is not in the catalog."""
+    """Return the rule of an operation. Raise UserError for a name that is not in the catalog."""
     rule = CATALOG.get(target)
     if rule is None:
         near = _near(target, CATALOG)

@@ -1,8 +1,8 @@
-"""What a loss graph will cost, before any of it is computed: its calls run over tensors without numbers.
+"""The cost of a loss graph, estimated before anything is computed: its calls run over meta tensors, which have no data.
 
-It counts as the interpreter's meter does. Where a shape depends on numbers (a mask picks some), the largest that it can
-have counts; where a call cannot be followed, it counts as much as the largest tensor so far, and so do those that read
-its result.
+The estimate counts like the interpreter's meter. Where a shape depends on data (a mask picks some elements), the
+largest possible shape counts. A call that cannot run without data counts as much as the largest tensor so far, and so
+does every call that reads its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ from twinkle.loss.graph.weights import weight_of
 
 __all__ = ["Shape", "Sizes", "estimated_work"]
 
-Shape = tuple[tuple[int, ...], str]  # of one input, and the name of its dtype
-Sizes = tuple[Shape, ...]  # of all inputs of a graph for one sequence, in their order
+Shape = tuple[tuple[int, ...], str]  # the shape of one input and the name of its dtype
+Sizes = tuple[Shape, ...]  # the shapes of all inputs of a graph for one sequence, in the graph's order
 
-_MOST_REHEARSALS = 8  # for one request: sequences of about the same size count as the largest of them
+_MOST_REHEARSALS = 8  # per request: sequences of similar size count as much as the largest of them
 _CASTS = (".to", ".cpu", ".type")
 _META = torch.device("meta")
-# What our bounds and torch raise for arguments that do not fit, and for operations that need numbers.
+# Raised by our bounds and by torch for arguments that do not fit, and for operations that need data.
 _MISTAKES = (
     UserError,
     ArithmeticError,
@@ -43,13 +43,13 @@ _MISTAKES = (
 
 @dataclass(frozen=True)
 class _Unknown:
-    """The result of a call that could not be followed."""
+    """The result of a call that could not run without data."""
 
 
 def estimated_work(graph: LossGraph, sequences: Sequence[Sizes], known: dict[Sizes, int], limits: Limits) -> int:
-    """Return the work of all ``sequences``, at most a little more than the limit of a request: it is stopped there.
+    """Return the estimated work of all ``sequences``, capped at twice a request's limit, at which it is stopped anyway.
 
-    ``known``: work of one sequence by its sizes, which is looked up and added to.
+    known: a cache of the work of one sequence by its sizes; new entries are added to it.
     """
     representative = _representatives(sequences)
     for sizes in set(representative.values()) - known.keys():
@@ -58,7 +58,7 @@ def estimated_work(graph: LossGraph, sequences: Sequence[Sizes], known: dict[Siz
 
 
 def _representatives(sequences: Iterable[Sizes]) -> dict[Sizes, Sizes]:
-    """For each of the sizes, the largest of those that are about as large: there are few of these."""
+    """Map each size to the largest one of similar size, so that only a few have to be estimated."""
     ordered = sorted(set(sequences), key=_numbers)
     step = -(-len(ordered) // _MOST_REHEARSALS)
     return {sizes: ordered[min((place // step + 1) * step, len(ordered)) - 1] for place, sizes in enumerate(ordered)}
@@ -85,7 +85,7 @@ def _work_of_one(graph: LossGraph, sizes: Sizes, limits: Limits) -> int:
 
 
 def _rehearsed(call: Call, values: Mapping[str, Any], largest: int, limits: Limits) -> tuple[int, int, Any]:
-    """Numbers made, work, and the result without numbers."""
+    """Return the numbers made by a call, its work, and its result as a meta tensor."""
     operation = OPERATIONS[call.target]
     arguments = tuple(_placed(resolved(argument, values)) for argument in call.arguments)
     keywords = {name: _placed(resolved(argument, values)) for name, argument in call.keywords.items()}
@@ -106,11 +106,11 @@ def _rehearsed(call: Call, values: Mapping[str, Any], largest: int, limits: Limi
             keywords = {name: value for name, value in keywords.items() if value != _META}
         return made, cost, operation(*arguments, **keywords)
     except _MISTAKES:
-        return unknown  # the interpreter will say what is wrong with it, if anything is
+        return unknown  # if the call is wrong, the interpreter will report it
 
 
 def _picked(target: str, arguments: Sequence[Any]) -> Any:
-    """What a mask picks, all of it; None where no mask is used."""
+    """Return the largest possible result of picking with a mask, or None if the call uses no mask."""
     name = target.rpartition(".")[2]
     if name == "masked_select" and shapes_of(arguments):
         return torch.empty(torch.broadcast_shapes(*shapes_of(arguments))).flatten()
@@ -122,7 +122,7 @@ def _picked(target: str, arguments: Sequence[Any]) -> Any:
 
 
 def _placed(value: Any) -> Any:
-    """All that has a place is nowhere."""
+    """Replace every device in a value by the meta device."""
     if isinstance(value, torch.device) or value == "cpu":
         return _META
     if isinstance(value, tuple | list):

@@ -1,7 +1,8 @@
-"""One loss graph over one sequence: every call is looked up, bounded, computed and looked at again.
+"""The interpreter of loss graphs: every call is looked up, bounded, charged, computed, and its result is checked.
 
-What bounds a graph is counted, not clocked, so that a request that was done is done again after a restart: numbers in
-one tensor, numbers of one sequence together, work of all sequences of a request. The clock is only the last resort.
+Limits are counted, not timed, so that a request that succeeded once also succeeds in a replay after a restart. There
+are limits for the numbers in one tensor, the numbers made for one sequence, and the work for all sequences of a
+request. The time limit is only the last resort.
 """
 
 import time
@@ -25,16 +26,18 @@ __all__ = ["CALL_WORK", "DatumLoss", "Limits", "Meter", "evaluate", "resolved"]
 
 FloatArray = NDArray[np.float32]
 _MAX_INTEGER = 2**63 - 1
-CALL_WORK = 4096  # what a call costs beside the numbers it makes, in numbers
+CALL_WORK = 4096  # fixed work of a call, in numbers, beside the numbers it makes
 _MAX_DIMENSIONS = 16
-_MESSAGE = 300  # characters of what torch says
+_MESSAGE = 300  # characters of torch's message that an error quotes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``tensor`` and ``datum``: numbers; ``work``: numbers computed for all sequences of a request.
+    """The limits of one request.
 
-    What takes longer than a sum counts as so many more (see weights): all of ``work`` takes a few seconds.
+    ``tensor``: numbers in one tensor. ``datum``: numbers made for one sequence. ``work``: numbers computed for all
+    sequences of a request; numbers of slow operations count several times (see weights), so that the whole of ``work``
+    takes a few seconds.
     """
 
     tensor: int = 2**22
@@ -44,7 +47,7 @@ class Limits:
 
 
 class Meter:
-    """What a request has used of its limits."""
+    """Counts how much a request has used of its limits."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
@@ -57,7 +60,7 @@ class Meter:
         self._datum = 0
 
     def charge(self, made: int, work: int) -> None:
-        """Raises where an operation would go beyond a limit; it has not begun then."""
+        """Count an operation before it runs. Raise CannotComputeError if it would exceed a limit."""
         limits = self.limits
         self._datum += made
         self._work += work + CALL_WORK
@@ -77,7 +80,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class DatumLoss:
-    """Of one sequence. ``slope``: dL/dlogprobs, of their shape."""
+    """The loss of one sequence. ``slope``: dL/dlogprobs, with the shape of logprobs."""
 
     loss: float
     slope: FloatArray
@@ -85,7 +88,10 @@ class DatumLoss:
 
 
 def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, meter: Meter) -> DatumLoss:
-    """``inputs``: one array for every input of the graph, of its rank. ``where`` names the sequence in errors."""
+    """Evaluate a graph for one sequence.
+
+    inputs: one array of the right rank for every input of the graph. where: names the sequence in error messages.
+    """
     meter.next_datum()
     with torch.enable_grad():
         values: dict[str, Any] = {
@@ -97,7 +103,7 @@ def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, m
         context = f"{where}: the loss of custom loss {graph.name!r}"
         loss = _scalar(resolved(graph.loss, values), context)
         slope = _slope(loss, logprobs, context)
-        meter.check_clock()  # the way back takes time, too
+        meter.check_clock()  # the backward pass takes time, too
     metrics = {
         name: float(_scalar(resolved(argument, values), f"{where}: metric {name!r}"))
         for name, argument in graph.metrics.items()
@@ -118,12 +124,12 @@ def _computed(call: Call, values: Mapping[str, Any], where: str, meter: Meter) -
     except CannotComputeError as error:
         message = str(error)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        message = _first_line(error)  # torch does not take these arguments
+        message = _first_line(error)  # torch does not accept these arguments
     raise UserError(f"{where}: {call.name} = {call.target.lstrip('.')}(…): {message}")
 
 
 def _checked(result: Any, meter: Meter) -> Any:
-    """A second look, at what there is now: no result may be the beginning of something too large."""
+    """Check the size and type of a result, because later calls build on it."""
     if isinstance(result, Tensor):
         if result.numel() > meter.limits.tensor:
             raise CannotComputeError(f"it made {result.numel()} numbers, allowed: {meter.limits.tensor} in one tensor")

@@ -1,4 +1,4 @@
-"""What a loss graph is made of. Plain data, without torch; whoever builds one has checked it against the catalog."""
+"""The data types of a loss graph, without torch. The code that builds a graph has checked it against the catalog."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ LOGPROBS = "logprobs"  # the first input of every loss, and the only one with a 
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of an input, or of a call that stands before."""
+    """A reference to an input or to the result of an earlier call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Items:
-    """A tuple, or a list: as an index they do not mean the same."""
+    """A tuple or a list. The two mean different things when used as an index."""
 
     values: "tuple[Argument, ...]"
     is_list: bool = False
@@ -42,7 +42,7 @@ class DType:
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors live. A loss is computed in host memory whatever it says."""
+    """The device of a tensor. A loss is always computed on the CPU, whichever device the graph names."""
 
 
 Argument = None | bool | int | float | str | Ref | Items | Slice | Dots | DType | Device
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True)
 class LossInput:
-    """``rank``: 0 for a number, 1 for (T,), 2 for (T, K)."""
+    """One input of a graph. ``rank``: 0 for a number, 1 for (T,), 2 for (T, K)."""
 
     name: str
     rank: int
@@ -68,7 +68,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossGraph:
-    """Of one sequence: ``loss`` is a scalar, ``metrics`` are called ``custom/<name>:sum`` or ``:mean``."""
+    """A custom loss of one sequence. ``loss`` is a scalar; ``metrics`` appear as ``custom/<name>:sum`` or ``:mean``."""
 
     name: str
     inputs: tuple[LossInput, ...]

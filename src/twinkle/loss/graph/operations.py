@@ -1,4 +1,4 @@
-"""What the operations of the catalog compute."""
+"""The functions behind the operations of the catalog."""
 
 import math
 import operator
@@ -16,7 +16,7 @@ __all__ = ["OPERATIONS", "as_dtype"]
 _MAX_EXPONENT = 64
 
 
-# --- what Python's own operators do -----------------------------------------------------------------------------------
+# --- operators and functions of Python --------------------------------------------------------------------------------
 
 
 def _operator(name: str) -> Callable[..., Value]:
@@ -40,7 +40,7 @@ def _power(base: float, exponent: float) -> float:
 
 
 def _getitem(values: Value, index: Value) -> Value:
-    if isinstance(values, tuple) and isinstance(index, int | slice):  # a shape, or what max and sort return
+    if isinstance(values, tuple) and isinstance(index, int | slice):  # a shape, or the result of max or sort
         return values[index]
     if not isinstance(values, Tensor):
         raise CannotComputeError(f"{type(values).__name__} has no elements")
@@ -59,7 +59,7 @@ def _of_numbers(name: str) -> Callable[..., Value]:
     return compute
 
 
-# --- what needs a second look -----------------------------------------------------------------------------------------
+# --- operations with checks of their own ------------------------------------------------------------------------------
 
 
 def as_dtype(name: str) -> torch.dtype:
@@ -92,7 +92,7 @@ def _transposed(values: Tensor) -> Tensor:
 
 
 def _to(values: Tensor, *targets: Value, **keywords: Value) -> Tensor:
-    """Other dtypes; all is in one place."""
+    """Change the dtype. The device is always the CPU."""
     for target in (*targets, *keywords.values()):
         if isinstance(target, Tensor):
             values = values.to(target.dtype)
@@ -110,7 +110,7 @@ def _type(values: Tensor, dtype: Value) -> Tensor:
 
 
 def _size(values: Tensor, *dim: int, **keywords: int) -> Value:
-    """A plain tuple, or one of its numbers."""
+    """Return the shape as a plain tuple, or one of its numbers."""
     size = values.size(*dim, **keywords)
     return size if isinstance(size, int) else tuple(size)
 
@@ -126,7 +126,7 @@ def _new_literal(like: Tensor, data: Value, **keywords: Value) -> Tensor:
 
 
 def _tuple(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Results that are a list of torch's own kind become a plain tuple."""
+    """Wrap a function so that it returns a plain tuple instead of torch's own sequence type."""
     return lambda *arguments, **keywords: tuple(function(*arguments, **keywords))
 
 
@@ -179,5 +179,5 @@ def _computes(target: str) -> Callable[..., Value]:
     return function
 
 
-# Resolved once, from the catalog's own names: what a tenant sends is only ever looked up here.
+# Resolved once, from the catalog's own names: a name sent by a tenant is only ever looked up in this table.
 OPERATIONS: Mapping[str, Callable[..., Value]] = {target: _computes(target) for target in CATALOG}

@@ -1,7 +1,7 @@
-"""How much longer an operation takes for one number than a sum does, in round figures. Without torch.
+"""The cost of an operation for one number relative to a sum, in round figures. Without torch.
 
-On a CPU a sum of two floats takes about a nanosecond for each number, there and back; what has no vector instructions
-takes many times as long. Counted so, a graph's work is about the time that it takes.
+On a CPU, a sum of two floats takes about a nanosecond for each number, forward and backward; an operation without
+vector instructions takes many times as long. With these weights, a graph's work is roughly proportional to its time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _QUICK_EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)  # torch multiplies, divides 
 
 
 def weight_of(target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
-    """``target``: the operation's name in the catalog; with what it is called decides for powers."""
+    """Return the weight of an operation, named as in the catalog. The weight of a power depends on its exponent."""
     name = target.rpartition(".")[2]
     if name in _POWERS:
         exponent = arguments[1] if len(arguments) > 1 else keywords.get("exponent")

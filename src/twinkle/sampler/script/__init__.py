@@ -1,1 +1,1 @@
-"""Samplers for scripts: the samplers of the server behind the interface of the library, in the script's own process."""
+"""Samplers for scripts: the server's samplers behind the library's interface, running in the script's own process."""

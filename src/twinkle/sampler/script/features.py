@@ -1,6 +1,7 @@
-"""From features to what an engine is asked, and from what it says to responses. No torch: servers use it as well.
+"""Conversion of input features into requests of an engine, and of an engine's results into responses.
 
-``InputFeature``s, ``SamplingParams`` and ``SampleResponse`` are those of the library; an engine has types of its own.
+``InputFeature``, ``SamplingParams`` and ``SampleResponse`` are the library's types; an engine has types of its own. The
+module does not import torch, because servers use it as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ Pairs = list[list[tuple[int, float]]]
 
 
 class CompletionTemplate(Protocol):
-    """The part of a :class:`~twinkle.template.Template` that puts prompt and completion together."""
+    """The part of a :class:`~twinkle.template.Template` that joins prompt and completion."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -34,7 +35,7 @@ class CompletionTemplate(Protocol):
 
 
 def as_sampling_params(given: object) -> SamplingParams:
-    """None: the defaults; a mapping: its fields, as a request's body has them."""
+    """Return sampling parameters: the defaults for None; a mapping is read like the body of a request."""
     if isinstance(given, SamplingParams):
         return given
     if given is None:
@@ -58,9 +59,9 @@ def engine_request(
     *,
     stream: bool = False,
 ) -> engine_types.SampleRequest:
-    """What is asked for input number ``index``. Each has a seed of its own, so that equal inputs differ."""
+    """Return the request for input number ``index``. Each input has its own seed, so equal inputs get other samples."""
     drawing = engine_types.SamplingParams(
-        max_tokens=1 if params.max_tokens == 0 else params.max_tokens,  # a token that is thrown away
+        max_tokens=1 if params.max_tokens == 0 else params.max_tokens,  # engines need ≥ 1; the token is discarded
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,

@@ -1,7 +1,7 @@
-"""From prompts to responses in one call, whatever the engine: what the samplers of scripts share.
+"""Sampling in one call, from prompts to responses, with any engine: the code that the samplers of scripts share.
 
-The loop of ``submit`` and ``step`` that a server turns by itself stands here. On a worker group every worker answers
-some of the inputs.
+It runs the loop of ``submit`` and ``step`` that a server runs in its service loop. On a worker group every worker
+answers some of the inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _request_numbers = count()
 
 
 class ReceivesWeights(Protocol):
-    """A sampler that adapters are handed over to."""
+    """A sampler that accepts the weights of adapters."""
 
     def receive_weights(
         self, adapter_name: str, weights: Mapping[str, Tensor], peft_config: Mapping[str, Any]
@@ -44,7 +44,10 @@ class ReceivesWeights(Protocol):
 def own_prompts(
     n_workers: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_mesh: DeviceMesh
 ) -> Arguments:
-    """The i-th worker's inputs. A seed is moved on to its first one, so that samples are those of a single process."""
+    """Return the arguments of the i-th worker: its share of the inputs.
+
+    A seed is increased by the number of the worker's first input, so that samples equal those of a single process.
+    """
     if len(args) > len(_BY_POSITION):
         raise TypeError(f"sample() takes {len(_BY_POSITION)} arguments by position, {len(args)} were given")
     given = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
@@ -58,17 +61,19 @@ def own_prompts(
 
 
 class AdapterVersions:
-    """Which version of an engine an adapter of a script is: received, or made for one call from what a trainer holds
-    or a directory has."""
+    """Maps the adapters of a script to versions of an engine.
+
+    A version is either received once and kept, or made for one call from a trainer's adapter or from a directory.
+    """
 
     def __init__(self, engine: engine_types.Sampler, trainer: Trainer) -> None:
         self._engine = engine
         self._trainer = trainer
-        self._received: dict[str, str] = {}  # versions by the names of adapters
+        self._received: dict[str, str] = {}  # version ids by adapter name
         self._numbers = count()
 
     def receive(self, adapter_name: str, install: Callable[[str], None]) -> None:
-        """``install`` gives the engine a version; from now on the adapter is that one."""
+        """Replace the adapter's version by a new one, which ``install`` adds to the engine under the id it is given."""
         version = f"{adapter_name}-{next(self._numbers)}"
         install(version)
         if adapter_name in self._received:
@@ -77,7 +82,7 @@ class AdapterVersions:
 
     @contextmanager
     def chosen(self, adapter_name: str | None, adapter_path: str | None) -> Iterator[str | None]:
-        """That which was received, or else one for this call alone; None, the base model, where neither is named."""
+        """Yield the adapter's received version, or one made for this call; None (the base model) if none is named."""
         if adapter_name and adapter_path is not None:
             raise InvalidInputError("adapter_path", adapter_path, f"None beside adapter_name {adapter_name!r}")
         if adapter_name and adapter_name in self._received:
@@ -103,7 +108,7 @@ class AdapterVersions:
 def sample_in_one_call(
     engine: engine_types.Sampler, template: "Template", inputs: Inputs, params: SamplingParams, version: str | None
 ) -> list[SampleResponse]:
-    """One response for each trajectory or feature, in their order."""
+    """Return one response for each trajectory or feature, in the same order."""
     refuse_unsupported(params)
     features = _encoded(template, as_feature_list(inputs), generation_prompt=params.max_tokens != 0)
     requests = [
@@ -128,7 +133,7 @@ def _encoded(
 def _run(
     engine: engine_types.Sampler, requests: Sequence[engine_types.SampleRequest]
 ) -> list[engine_types.SampleResult]:
-    """The results in the order of the requests; the first failure is raised, and nothing goes on after it."""
+    """Return results in the order of the requests. Raise the first failure, and cancel all other requests then."""
     done: dict[str, engine_types.SampleResult] = {}
     try:
         for request in requests:

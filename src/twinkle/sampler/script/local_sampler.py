@@ -1,5 +1,6 @@
-"""Sampling in one call, with a model that is being trained in this process or with a copy of it: what a cookbook's loop
-needs. Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`.
+"""Sampling in one call, with a model that is trained in this process or with a copy of it, for the cookbook's loops.
+
+Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +35,12 @@ _at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
 
 @remote_class()
 class LocalSampler:
-    """Generates with the adapters of a :class:`MultiLoraTransformersModel`, each with its weights of that moment.
+    """A sampler that generates with the adapters of a :class:`MultiLoraTransformersModel`, with their present weights.
 
-    model: one of this process, whose weights it uses; or one on a worker group, of whose base it loads a copy here. Its
-    adapters come by :meth:`receive_weights`.
-    template: encodes trajectories, and puts prompt and completion together; without one the model's plain template.
-    kv_budget_bytes, max_sequences: as :class:`TorchSampler` has them.
+    model: a model of this process, whose weights the sampler uses; or a model on a worker group, in which case the
+    sampler loads its own copy of the base model, and adapters come by :meth:`receive_weights`.
+    template: encodes trajectories, and joins prompt and completion; the default is the model's plain template.
+    kv_budget_bytes, max_sequences: see :class:`TorchSampler`.
     """
 
     def __init__(
@@ -62,17 +63,17 @@ class LocalSampler:
 
     @_at_once
     def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
-        """A class or name is made for the model's tokenizer; further keywords are its constructor's."""
+        """Set the template. A class or a name is instantiated for the model's tokenizer, with these keywords."""
         if isinstance(template_cls, str | type):
             options["model_id"] = self._tokenizer_id
         self.template: Template = build_template(template_cls, options)
 
     @_at_once
     def receive_weights(self, adapter_name: str, weights: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
-        """From now on sample with these weights where ``adapter_name`` is asked for, until others come.
+        """Sample with these weights for ``adapter_name`` from now on, until this method is called again.
 
-        They are what a model's ``get_state_dict`` and ``get_peft_config_dict`` return. A promise of the weights goes to
-        the workers of a sampler unseen.
+        weights and peft_config are the results of a model's ``get_state_dict`` and ``get_peft_config_dict``. If the
+        weights are a remote promise, it is passed to the sampler's workers without being fetched here.
         """
         self._versions.receive(adapter_name, lambda version: self.engine.receive_version(version, peft_config, weights))
 
@@ -84,23 +85,26 @@ class LocalSampler:
         adapter_name: str | None = "",
         adapter_path: str | None = None,
     ) -> list[SampleResponse]:
-        """One response for each trajectory or feature, with ``num_samples`` sequences.
+        """Return one response for each trajectory or feature, with ``num_samples`` sequences each.
 
-        sampling_params: a :class:`SamplingParams`, or its fields as a mapping. adapter_name: with this adapter's
-        weights as they were received or, if they never were, as they are now; adapter_path: with a directory in PEFT's
-        format; neither: with the base model. A ``seed`` is the first input's; the next one has the next number, so that
-        inputs that are alike get samples that are not. ``max_tokens=0`` generates nothing and scores the prompt, which
-        then is the whole conversation. Log-probabilities are those of the tempered distribution, as a loss with the
-        same ``temperature`` computes them; those of the prompt are at temperature 1.
+        sampling_params: a :class:`SamplingParams`, or its fields as a mapping.
+        adapter_name: sample with the weights received for this adapter or, if none were, with its present weights.
+        adapter_path: sample with an adapter from a directory in PEFT's format.
+        With neither of the two, the base model is used.
+
+        A ``seed`` belongs to the first input, and each further input uses the next number, so that equal inputs get
+        different samples. ``max_tokens=0`` generates nothing and scores the prompt, which is then the whole
+        conversation. Log-probabilities are those of the tempered distribution, as a loss with the same ``temperature``
+        computes them; those of the prompt are at temperature 1.
         """
         params = as_sampling_params(sampling_params)
-        if isinstance(inputs, Sequence) and not inputs:  # of a worker, where there are fewer inputs than workers
+        if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
         with self._versions.chosen(adapter_name, adapter_path) as version:
             return sample_in_one_call(self.engine, self.template, inputs, params, version)
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: ReceivesWeights, adapter_name: str) -> None:
-    """Let the sampler take over an adapter as it is now. On Ray its weights go from worker to worker directly."""
+    """Send the present weights of an adapter to the sampler. On Ray they go from worker to worker directly."""
     weights = model.get_state_dict(adapter_name=adapter_name)
     sampler.receive_weights(adapter_name, weights, model.get_peft_config_dict(adapter_name=adapter_name))

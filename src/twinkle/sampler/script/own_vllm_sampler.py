@@ -1,8 +1,8 @@
-"""vLLM as a script's own sampler: the engine of the server, in one call.
+"""vLLM as a script's own sampler: the server's vLLM engine, used in one call.
 
-The weights of adapters come by ``receive_weights`` or lie in directories; each change is a version of its own, so
-nothing that vLLM keeps of a prompt belongs to other weights. What is asked of a prompt is computed by a second copy of
-the base model, with which vLLM is also compared when it starts.
+Adapter weights come by ``receive_weights`` or from directories. Every change makes a new version, so that vLLM's prefix
+cache never mixes prompts computed with different weights. Prompt scores are computed by a second copy of the base
+model; vLLM is also compared with that copy when it starts.
 """
 
 import atexit
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 __all__ = ["vLLMSampler"]
 
 _at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
-_RESERVE = 0.02  # of a GPU's memory: what neither vLLM nor the copy of the model counts
+_RESERVE = 0.02  # share of a GPU's memory that neither vLLM nor the copy of the model accounts for
 
 
 @remote_class()
 class vLLMSampler:  # noqa: N801 - the name that scripts use
-    """Generates with a base model and with adapters for it.
+    """A sampler that generates with a base model and with adapters for it, using vLLM.
 
-    engine_args: vLLM's own, by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU
-    ``gpu_memory_utilization`` is needed: it says what vLLM takes, and the copy of the model gets the rest.
-    device_mesh: how workers share the inputs; every worker has an engine of its own on all devices that it sees.
-    template: encodes trajectories, and puts prompt and completion together. dtype: "bf16" or "fp32", as the trainer's.
-    memory_budget_bytes: for the copy of the model, where the rest of the GPU is not right. memory_dir: a directory in
-    memory, where versions of adapters lie for vLLM's processes.
+    engine_args: vLLM's own arguments by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU,
+    ``gpu_memory_utilization`` is required: it is the share that vLLM takes, and the copy of the model gets the rest.
+    device_mesh: how workers share the inputs; every worker has its own engine on all devices that it sees.
+    template: encodes trajectories, and joins prompt and completion.
+    dtype: "bf16" or "fp32", like the trainer's.
+    memory_budget_bytes: the memory of the model's copy, if it should differ from the rest of the GPU.
+    memory_dir: a directory in memory (a tmpfs) that holds the versions of adapters for vLLM's processes.
     """
 
     def __init__(
@@ -80,17 +81,19 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
     @_at_once
     def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
-        """A class or name is made for the sampler's model, unless ``model_id`` says another; further keywords are its
-        constructor's."""
+        """Set the template. A class or a name is instantiated with these keywords.
+
+        ``model_id`` defaults to the sampler's own model.
+        """
         if isinstance(template_cls, str | type):
             options.setdefault("model_id", self.model_id)
         self.template: Template = build_template(template_cls, options)
 
     @_at_once
     def receive_weights(self, adapter_name: str, weights: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
-        """From now on sample with these weights where ``adapter_name`` is asked for, until others come.
+        """Sample with these weights for ``adapter_name`` from now on, until this method is called again.
 
-        They are what a model's ``get_state_dict`` and ``get_peft_config_dict`` return.
+        weights and peft_config are the results of a model's ``get_state_dict`` and ``get_peft_config_dict``.
         """
         directory = Path(tempfile.mkdtemp(prefix="twinkle-received-", dir=self._memory_dir))
         try:
@@ -111,15 +114,15 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         return_encoded: bool = False,
         use_base_model: bool = False,
     ) -> list[SampleResponse]:
-        """Sample as :meth:`LocalSampler.sample` does, with adapters that were received or lie in a directory.
+        """Sample as :meth:`LocalSampler.sample` does, with an adapter that was received or that is in a directory.
 
-        An adapter that cannot be applied is an error.
+        An adapter that vLLM cannot apply is an error.
 
-        use_base_model: without any adapter, whatever else is named. return_encoded: may be said; responses always have
-        the encoded feature.
+        use_base_model: use no adapter, even if one is named. return_encoded: accepted and ignored; responses always
+        hold the encoded feature.
         """
         params = as_sampling_params(sampling_params)
-        if isinstance(inputs, Sequence) and not inputs:  # of a worker, where there are fewer inputs than workers
+        if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
         named = ("", None) if use_base_model else (adapter_name, adapter_path)
         with self._versions.chosen(*named) as version:
@@ -127,18 +130,18 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
     @_at_once
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed of prompts. Results do not depend on it: each version has a cache of its own."""
+        """Empty the prefix cache. Results do not depend on it, because each version has a cache of its own."""
         self.engine.reset_prefix_cache()
 
     @_at_once
     def shutdown(self) -> None:
-        """End vLLM's processes. Nothing can be sampled afterwards."""
+        """End vLLM's processes. The sampler cannot be used afterwards."""
         atexit.unregister(self.engine.close)
         self.engine.close()
 
 
 def _rest_of_gpu(engine_args: Mapping[str, Any]) -> int:
-    """What vLLM leaves of the memory of this process's first GPU."""
+    """Return how many bytes vLLM leaves free on this process's first GPU."""
     share = engine_args.get("gpu_memory_utilization")
     if not isinstance(share, float) or not 0 < share < 1 - _RESERVE:
         allowed = f"a number between 0 and {1 - _RESERVE}, so that a copy of the model fits beside it"
@@ -148,6 +151,9 @@ def _rest_of_gpu(engine_args: Mapping[str, Any]) -> int:
 
 
 def has_vllm() -> bool:
-    """Any folder of that name on the path counts as a package, too, but comes from no file."""
+    """Return whether vLLM is installed.
+
+    A folder named ``vllm`` on the path is found as a namespace package, too, but that has no file of origin.
+    """
     found = find_spec("vllm")
     return found is not None and found.origin is not None

@@ -1,7 +1,8 @@
-"""Attention of one new token a sequence to its keys and values in the cache, as CUDA kernels (Triton).
+"""CUDA kernels (Triton) for decoding: one new token of each sequence attends to the sequence's cached keys and values.
 
-The grid depends on the number of sequences alone; how long each one is, is read on the device. So a captured graph
-serves sequences of any length. Long sequences are cut into parts that are computed side by side and joined.
+The grid depends only on the number of sequences; the kernels read the length of each sequence on the device. A captured
+graph therefore serves sequences of any length. Long sequences are split into parts that are computed in parallel and
+then joined.
 
 Shapes: n sequences, H query heads, J key/value heads, P parts, D head dimension.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from twinkle.sampler.torch_sampler.cache import BLOCK
 
 _KEYS_AT_ONCE = 64
-_PROGRAMS = 528  # four for each multiprocessor of a large device
+_PROGRAMS = 528  # Triton programs to aim for: four for each multiprocessor of a large device
 _MOST_PARTS = 32
 
 
@@ -28,7 +29,10 @@ def attend_one_token(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """(n, H, D). keys and values: (blocks, BLOCK, J, D); lengths count the new token, whose key is in the cache."""
+    """Return the attention outputs, (n, H, D).
+
+    keys and values are (blocks, BLOCK, J, D). The lengths include the new token, whose key is already in the cache.
+    """
     count, heads, width = q_nHD.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     parts = max(1, min(_MOST_PARTS, _PROGRAMS // (count * kv_heads)))
@@ -172,7 +176,7 @@ def _join(partial, weights, out, parts, heads, value_width, PARTS: tl.constexpr,
     inside = part < parts
     highest = tl.load(weights + place * 2, mask=inside, other=float("-inf"))
     total = tl.load(weights + place * 2 + 1, mask=inside, other=0.0)
-    shrink = tl.exp(highest - tl.max(highest, 0))  # parts without keys have −∞, and weigh nothing
+    shrink = tl.exp(highest - tl.max(highest, 0))  # a part without keys has −∞ here, so its weight is zero
     sums = tl.load(
         partial + place[:, None] * value_width + v[None, :],
         mask=inside[:, None] & (v < value_width)[None, :],

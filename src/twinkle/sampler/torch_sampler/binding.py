@@ -1,8 +1,9 @@
 """The LoRA of the rows of one forward pass: which rows belong to which version, for every layer and for the head.
 
-Rows come ordered by stack and slot, those of the base model last; the layers leave these alone. Gathering versions that
-do not lie side by side copies their weights, so what was gathered is kept for the next pass with the same versions. On
-CPUs the layers of a few versions are two products each (:mod:`twinkle.sampler.torch_sampler.dense_lora`).
+Rows are ordered by stack and slot. Rows of the base model come last, and the LoRA layers skip them. Versions whose
+slots are not adjacent have to be gathered, which copies their weights; the copy is kept for the next pass with the same
+versions. On CPUs, the LoRA of a few versions is computed as two matrix products for each linear layer (see
+:mod:`twinkle.sampler.torch_sampler.dense_lora`).
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,23 @@ RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows i
 
 
 class LoraBinder:
-    """Remembers the last versions and the last layout; :meth:`forget` when versions may have moved."""
+    """Binds versions to rows, and caches the result for the next pass with the same versions.
+
+    The caller must call :meth:`forget` whenever versions may have moved to other slots.
+    """
 
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
         self._gathered: dict[tuple[int, ...], Tensor] = {}
         self._last: tuple[tuple[tuple[int, int], ...], tuple[LayerAdapters, ...]] | None = None
-        self._dense: DenseLora | None = None  # of copies, which do not move
+        self._dense: DenseLora | None = None  # made of copies of the weights, so :meth:`forget` need not clear it
 
     def forget(self) -> None:
         self._gathered.clear()
         self._last = None
 
     def layers(self, runs: Sequence[RowsOf]) -> tuple[LayerAdapters, ...]:
-        """One entry a decoder layer."""
+        """Return one entry for each decoder layer."""
         key = tuple((id(version), rows) for version, rows in runs)
         if self._last is None or self._last[0] != key:
             self._last = key, self._bind(runs)
@@ -51,7 +55,10 @@ class LoraBinder:
         return self._dense.layers(runs)
 
     def _with_earlier(self, versions: list[Adapter]) -> list[Adapter]:
-        """Those of the last set too, while there is room: passes for prompts and for drawing take turns."""
+        """Return these versions plus those of the previous set that are still resident, if all of them fit.
+
+        Prompt passes and decode passes alternate, often with different versions; one common set serves both.
+        """
         known = {id(version) for version in versions}
         earlier = [version for version in (self._dense.versions if self._dense else ()) if id(version) not in known]
         resident = [version for version in earlier if version.slot is not None]
@@ -62,7 +69,7 @@ class LoraBinder:
         return tuple(segment.bound(name) for segment in self._segments(runs) if segment.layout.has(name))
 
     def _segments(self, runs: Sequence[RowsOf]) -> list[SegmentLora]:
-        """Versions of one stack with their rows and their weights."""
+        """Return one segment for each stack: the rows of its versions and the weights of those versions."""
         segments, start = [], 0
         for _, run in groupby(runs, key=lambda entry: None if entry[0] is None else id(entry[0].stack)):
             members = list(run)
@@ -77,7 +84,7 @@ class LoraBinder:
     def _gather(self, versions: Sequence[Adapter]) -> Tensor:
         key = tuple(id(version) for version in versions)
         if key not in self._gathered:
-            if len(self._gathered) > 8:  # sequences end one by one: most compositions are not seen again
+            if len(self._gathered) > 8:  # sequences end one by one, so most combinations of versions never recur
                 self._gathered.clear()
             slots = [version.slot for version in versions]
             assert all(slot is not None for slot in slots), "versions of a pass must be resident"

@@ -1,12 +1,12 @@
 """Keys and values of earlier tokens, in blocks that sequences own or share.
 
-A block holds ``BLOCK`` consecutive tokens of one sequence, for all layers. Sequences that continue one prompt share its
-blocks; the one that writes into a shared block gets a copy first. Block 0 belongs to nobody and stays zero: tables of
-unequal length are filled up with it. Blocks are zeroed when they are taken, because a weight of zero times another
-tenant's NaN would be NaN.
+A block holds ``BLOCK`` consecutive tokens of one sequence, for all layers. Sequences that continue one prompt share
+its blocks; a sequence that has to write into a shared block gets a copy first. Block 0 has no owner and always holds
+zeros: it pads block tables of unequal length. A block is zeroed when it is taken, because masked attention multiplies
+its old contents by zero, and zero times a NaN left by another tenant would be NaN.
 
-Full blocks can be remembered by what they hold (see ``prefix_cache``). A remembered block without owners is as free as
-any other; it is only taken last, those that have been without owners for longest first.
+Full blocks can be found again by their contents (see ``prefix_cache``). Such a remembered block counts as free once it
+has no owners, but it is reused only when no other block is free, the one that has been without owners longest first.
 
 Shapes: B blocks, J key/value heads, D head dimension.
 """
@@ -25,7 +25,7 @@ BLOCK = 16  # tokens
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one token keeps in one layer; keys and values may differ in width."""
+    """The size of one token's keys and values in one layer. Keys and values may differ in width."""
 
     heads: int
     key_width: int
@@ -76,7 +76,7 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """Blocks that sequences may own."""
+        """Return how many blocks sequences may own."""
         return len(self._owners) - self._set_aside
 
     @property
@@ -88,26 +88,26 @@ class KeyValueCache:
         return len(self._free) + len(self._idle)
 
     def set_aside(self) -> int:
-        """A block that sequences will never own."""
+        """Reserve a block that sequences will never own, and return its number."""
         self._set_aside += 1
         return self.take()
 
     def take(self) -> int:
-        """A block for one owner; it is zero after the next :meth:`clean`."""
+        """Take a free block for one owner and return its number. It holds zeros after the next :meth:`clean`."""
         block = self._take()
         self._unclean.append(block)
         return block
 
     def take_copy(self, block: int) -> int:
-        """A block with the contents of another."""
+        """Take a free block, copy the contents of another block into it, and return its number."""
         copy = self._take()
-        if copy in self._unclean:  # somebody had it and never came to write
+        if copy in self._unclean:  # taken and released again before the next clean
             self._unclean.remove(copy)
         self._buffer[copy].copy_(self._buffer[block])
         return copy
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """One more owner for each."""
+        """Add one owner to each block, and return the blocks as a new list."""
         for block in blocks:
             self._idle.pop(block, None)
             self._owners[block] += 1
@@ -117,8 +117,8 @@ class KeyValueCache:
         return self._owners[block] > 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner less for each; blocks without owners are free."""
-        for block in reversed(blocks):  # the end of a sequence is forgotten before its beginning
+        """Remove one owner from each block. A block without owners becomes free."""
+        for block in reversed(blocks):  # so that the end of a sequence is reused before its beginning
             self._owners[block] -= 1
             if self._owners[block] == 0 and block in self._prefixes:
                 self._idle[block] = None
@@ -126,14 +126,14 @@ class KeyValueCache:
                 self._free.append(block)
 
     def remember(self, version: int, name: bytes, block: int) -> None:
-        """The block is full and will not change while it has owners."""
+        """Make a full block findable under its name. It must not change while it has owners."""
         self._prefixes.remember(version, name, block)
 
     def find(self, version: int, name: bytes) -> int | None:
         return self._prefixes.find(version, name)
 
     def forget(self, version: int) -> None:
-        """Nobody will ask for blocks of this version again."""
+        """Forget all remembered blocks of a version; no request will look for them again."""
         for block in self._prefixes.forget(version):
             if block in self._idle:
                 del self._idle[block]
@@ -150,7 +150,7 @@ class KeyValueCache:
         return block
 
     def clean(self) -> None:
-        """Zero what has been taken since the last time, all at once. To be called before anything is written."""
+        """Zero all blocks taken since the last call, in one operation. Must be called before blocks are written."""
         if self._unclean:
             self._buffer[torch.tensor(self._unclean, device=self._buffer.device)] = 0
             self._unclean.clear()

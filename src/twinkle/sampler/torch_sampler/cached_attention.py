@@ -1,8 +1,8 @@
-"""Attention of new tokens to themselves and to what the cache holds of their sequences.
+"""Attention of new tokens to each other and to the cached keys and values of their sequences.
 
-One forward pass computes a span of each sequence: a prompt from its beginning, a later piece of one, or the one token
-drawn last. Spans that begin a sequence attend among themselves, by the same code as in training. The others read keys
-and values back from the cache, those of like length together, padded to the longest.
+One forward pass computes a span of each sequence: the beginning of a prompt, a later piece of a prompt, or the token
+drawn last. A span that begins a sequence attends only to itself, by the same code as in training. All other spans read
+keys and values back from the cache; spans of similar length are read together, padded to the longest.
 
 Shapes: T rows, n spans of a group, C rows of a span, L keys, H query heads, J key/value heads, D head
 dimension.
@@ -19,12 +19,12 @@ from torch import Tensor
 from twinkle.model.decoder.attention import Packing, attend_packed, softcapped_attention
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
 
-_MOST_PADDING = 2  # times the keys that are there
+_MOST_PADDING = 2  # a padded group may read at most this many times its real keys
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``start``…``stop`` of a sequence whose blocks are these."""
+    """Tokens ``start``…``stop`` of a sequence, and the cache blocks of that sequence."""
 
     start: int
     stop: int
@@ -33,15 +33,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Group:
-    """Spans of C rows each, which read the cache together."""
+    """Spans of C rows each that read the cache together."""
 
     rows_nC: Tensor
     table_nB: Tensor
     positions_nC: Tensor
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; all layers use the same few
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; layers with the same window share a mask
 
     @classmethod
-    def of(cls, spans: Sequence[Span], first_rows: Sequence[int], device: torch.device) -> "Group":
+    def for_spans(cls, spans: Sequence[Span], first_rows: Sequence[int], device: torch.device) -> "Group":
+        """Build a group of spans of equal size. ``first_rows``: the row of the pass at which each span starts."""
         width, count = blocks_for(max(span.stop for span in spans)), spans[0].stop - spans[0].start
         tables = [[*span.blocks[:width], *[0] * (width - len(span.blocks))] for span in spans]
         steps_C = torch.arange(count)
@@ -52,7 +53,7 @@ class Group:
         )
 
     def mask(self, window: int | None) -> Tensor:
-        """(n, 1, C, L), True where a row may look: at itself and before, not further back than the window."""
+        """Return the attention mask (n, 1, C, L): True for a row's own key and earlier keys within the window."""
         if window not in self.masks:
             keys_L = torch.arange(self.table_nB.shape[1] * BLOCK, device=self.table_nB.device)
             distance_nCL = self.positions_nC[:, :, None] - keys_L
@@ -63,7 +64,7 @@ class Group:
         return self.masks[window]
 
     def read(self, blocks: Tensor) -> Tensor:
-        """Keys or values of these spans, (n, J, L, D), of ``blocks`` (B, BLOCK, J, D)."""
+        """Return the keys or values of these spans, (n, J, L, D), read from ``blocks`` (B, BLOCK, J, D)."""
         count, width = self.table_nB.shape
         taken = blocks.index_select(0, self.table_nB.flatten())
         return taken.view(count, width * BLOCK, *blocks.shape[2:]).transpose(1, 2)
@@ -75,12 +76,13 @@ class CachedRows:
 
     block_T: Tensor
     offset_T: Tensor
-    fresh_rows: Tensor | None  # of spans that begin a sequence; None: all
+    fresh_rows: Tensor | None  # rows of the spans that begin a sequence; None: all rows
     fresh: Packing | None
     groups: tuple[Group, ...]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> "CachedRows":
+    def for_spans(cls, spans: Sequence[Span], device: torch.device) -> "CachedRows":
+        """Build the rows of a pass that computes these spans, in this order."""
         positions = [position for span in spans for position in range(span.start, span.stop)]
         blocks = [span.blocks[position // BLOCK] for span in spans for position in range(span.start, span.stop)]
         lengths = [span.stop - span.start for span in spans]
@@ -93,7 +95,7 @@ class CachedRows:
             None if len(fresh) == len(spans) else torch.tensor(rows, dtype=torch.long).to(device),
             Packing.from_lengths(tuple(lengths[index] for index in fresh), device) if fresh else None,
             tuple(
-                Group.of([spans[index] for index in members], [firsts[index] for index in members], device)
+                Group.for_spans([spans[index] for index in members], [firsts[index] for index in members], device)
                 for members in _alike(spans)
             ),
         )
@@ -104,7 +106,7 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """A :class:`~twinkle.model.decoder.attention.CachedAttention`."""
+    """The cached attention of one layer; implements :class:`~twinkle.model.decoder.attention.CachedAttention`."""
 
     rows: CachedRows
     keys: Tensor  # (B, BLOCK, J, D)
@@ -129,14 +131,14 @@ class CachedLayer:
     def _attend_group(
         self, q_HTD: Tensor, group: Group, scale: float | None, window: int | None, softcap: float | None
     ) -> Tensor:
-        """(n·C, H, D)."""
+        """Return the attention outputs of one group's rows, (n·C, H, D)."""
         count, steps = group.rows_nC.shape
         k, v, mask = group.read(self.keys), group.read(self.values), group.mask(window)
         # (H, n·C, D) → (n, H, C, D)
         q = q_HTD[:, group.rows_nC.flatten()].unflatten(1, (count, steps)).transpose(0, 1)
-        if steps == 1:  # the query heads of a key/value head become its rows: keys need not be repeated for them
+        if steps == 1:  # treat the query heads of a key/value head as rows, so that keys are not repeated
             q = q.reshape(count, k.shape[1], -1, q.shape[3])
-        if q.device.type == "cpu":  # as in training
+        if q.device.type == "cpu":  # compute in fp32, as in training
             q, k, v = q.float(), k.float(), v.float()
         if softcap is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=steps > 1)
@@ -147,7 +149,7 @@ class CachedLayer:
 
 
 def _alike(spans: Sequence[Span]) -> Iterator[list[int]]:
-    """Indices of spans that read the cache, in groups of equal size and like length."""
+    """Yield the indices of spans that read the cache, in groups of equal size and similar length."""
     reading = [index for index, span in enumerate(spans) if span.start > 0]
     reading.sort(key=lambda index: (spans[index].stop - spans[index].start, -spans[index].stop))
     group: list[int] = []
@@ -168,7 +170,7 @@ def _alike(spans: Sequence[Span]) -> Iterator[list[int]]:
 
 @dataclass
 class ShapeProbe:
-    """Stands in for a layer's cache once, to see what the layer would keep."""
+    """Replaces a layer's cache for one pass, and records the shape of the keys and values the layer would store."""
 
     packing: Packing
     shape: LayerShape | None = None

@@ -1,8 +1,8 @@
-"""One token of each of many sequences as one captured CUDA graph: one launch instead of a thousand.
+"""Decoding of one token for each of many sequences as one captured CUDA graph: one launch instead of a thousand.
 
-A graph is captured for a number of rows, with fixed buffers for all that differs between passes: tokens, positions,
-tables of cache blocks, and whose adapter a row has. Passes with fewer rows fill up the next larger graph with rows of
-nobody, which write to a block of the cache that nobody reads.
+A graph is captured for a fixed number of rows, with fixed buffers for everything that differs between passes: tokens,
+positions, tables of cache blocks, and the adapter of each row. A pass with fewer rows uses the next larger graph; its
+unused rows are padding and write to a reserved cache block that no sequence reads.
 
 Shapes: n rows of a graph, B blocks of a sequence, V vocabulary.
 """
@@ -46,16 +46,19 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Captured passes over one token a sequence, for bf16 models on CUDA whose forward pass never asks the host."""
+    """Captured decode passes, one token for each sequence.
+
+    For bf16 models on CUDA whose forward pass never synchronises with the host.
+    """
 
     def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> None:
-        """Captures graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens now."""
+        """Capture graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens."""
         from twinkle.sampler.torch_sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
 
         device = engine.device
         self._engine = engine
         self._cache = cache
-        self._nobodys = cache.set_aside()  # written by rows that only fill up a graph
+        self._nobodys = cache.set_aside()  # the reserved block that padding rows write to
         self.sizes = sorted({size for size in _SMALLEST_ROWS if size < max_rows} | {max_rows})
         self._ids_and_positions_2N = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
@@ -63,7 +66,7 @@ class DecodeGraphs:
         self._lora = SlotLora(engine.architecture, max_rows, device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         pool = None
-        for size in reversed(self.sizes):  # the largest first: the others find their memory in its pool
+        for size in reversed(self.sizes):  # the largest first: the others reuse its memory pool
             for lora in (True, False):
                 self._graphs[size, lora] = self._capture(size, lora, pool)
                 pool = pool or self._graphs[size, lora].graph.pool()
@@ -73,16 +76,16 @@ class DecodeGraphs:
         return self.sizes[-1]
 
     def takes(self, version: Adapter | None) -> bool:
-        """Whether a version can run captured."""
+        """Return whether the captured graphs can run this version."""
         return version is None or self._lora.takes(version)
 
     def decode(
         self, rows: Sequence[DecodeRow], runs: Sequence[RowsOf], plan: DrawPlan, uniform_nS: Tensor, choices: int
     ) -> list[DrawnRows]:
-        """S tokens for every row, each drawn from what came of the one before, without asking the host in between.
+        """Draw S tokens for every row, each from the one before it, without synchronising with the host in between.
 
-        runs: whose the rows are, in order. A row that runs out of blocks on the way draws nonsense from then on; it
-        disturbs nobody.
+        runs: the versions of the rows, in order. A row that runs out of cache blocks draws meaningless tokens from then
+        on, without any effect on other rows.
         """
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         lora = any(version is not None for version, _ in runs)
@@ -112,7 +115,7 @@ class DecodeGraphs:
     def _capture(self, size: int, lora: bool, pool: Any) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():  # kernels are compiled and workspaces made outside the graph
+        with torch.cuda.stream(stream), torch.no_grad():  # compile kernels and allocate workspaces before the capture
             for _ in range(2):
                 self._pass(size, lora)
         torch.cuda.current_stream().wait_stream(stream)
@@ -122,7 +125,7 @@ class DecodeGraphs:
         return _Graph(graph, logits_nV)
 
     def _pass(self, size: int, lora: bool) -> Tensor:
-        """What is captured: from tokens to logits, all on the device."""
+        """Compute logits from the token buffers, all on the device. This is the work that a graph captures."""
         ids, positions = self._ids_and_positions_2N[:, :size]
         table_nB = self._table_NB[:size]
         block_n = table_nB.gather(1, (positions // BLOCK)[:, None]).squeeze(1).long()
@@ -139,7 +142,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the new keys and values go, and what each row sees."""
+    """Where the new keys and values are written, and which keys each row attends to."""
 
     block_n: Tensor
     offset_n: Tensor
@@ -149,7 +152,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _DecodeLayer:
-    """A :class:`~twinkle.model.decoder.attention.CachedAttention`."""
+    """The captured attention of one layer; implements :class:`~twinkle.model.decoder.attention.CachedAttention`."""
 
     rows: _Rows
     keys: Tensor  # (blocks, BLOCK, J, D)
@@ -170,7 +173,10 @@ class _DecodeLayer:
 
 
 def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> DecodeGraphs | None:
-    """None, and a line in the log, where the model cannot be captured."""
+    """Capture decode graphs for the model. Return None, with a warning in the log, if the capture fails.
+
+    Return None without a warning where graphs are not used at all: off CUDA, and for models that are not bf16.
+    """
     if engine.device.type != "cuda" or cache.keys[0].dtype != torch.bfloat16:
         return None
     from triton.errors import TritonError  # comes with CUDA builds of torch
@@ -178,7 +184,8 @@ def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_le
     rows = max(1, min(max_rows, engine.head.chunk_rows // MEMORY_OF_A_DRAW))
     try:
         return DecodeGraphs(engine, cache, rows, max_length)
-    # What CUDA and torch raise for work that needs the host in between, and Triton for heads too wide for a device.
+    # CUDA and torch raise RuntimeError when a pass has to synchronise with the host; Triton raises its own error when
+    # the heads are too wide for the device.
     except (RuntimeError, TritonError) as error:
         logger.warning("%s decodes without CUDA graphs: %s", engine.architecture.family, str(error).split("\n")[0])
         torch.cuda.synchronize()

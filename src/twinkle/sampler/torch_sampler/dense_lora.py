@@ -1,8 +1,9 @@
-"""LoRA of a few versions as two plain products: the way for CPUs, where many small products cost more than their sum.
+"""LoRA of a few versions as two plain matrix products. Used on CPUs, where one large product beats many small ones.
 
-All A of a linear layer are stacked into one matrix, all B likewise. Every row is multiplied with every A; what belongs
-to other versions is set to zero before the product with B, where it adds exactly nothing. The weights must be finite,
-because 0 · NaN would be NaN in a stranger's row: versions that are not never come here.
+All A matrices of a linear layer are stacked into one matrix, and so are all B matrices. Every row is multiplied with
+every A; the columns of other versions are then set to zero, so that they add exactly nothing in the product with B. The
+weights must be finite, because 0 · NaN would put NaN into the rows of other versions; :meth:`DenseLora.takes` refuses
+versions with other weights.
 
 Shapes: T rows, I input and O output features, R rank of a version, W ranks of all versions that have the layer.
 """
@@ -17,12 +18,12 @@ from torch import Tensor
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 
-MAX_WIDTH = 256  # ranks together: beyond that, the products with strangers' A cost more than they save
+MAX_WIDTH = 256  # sum of the ranks: beyond that, the products with other versions' A cost more than they save
 
 
 @dataclass(frozen=True)
 class _Stacked:
-    """One linear layer's adapters. ``members`` are the versions that have one there, by their place in the set."""
+    """The stacked LoRA of one linear layer. ``members``: indices of the versions that have LoRA on this layer."""
 
     a_WI: Tensor
     b_OW: Tensor
@@ -49,7 +50,7 @@ class DenseLora:
         return {id(version) for version in versions} <= self._places.keys()
 
     def layers(self, runs: Sequence[tuple[Adapter | None, int]]) -> tuple["DenseLayer", ...]:
-        """One entry a decoder layer, for consecutive rows of these versions (None: of the base model)."""
+        """Return one entry for each decoder layer, for consecutive rows of these versions (None: the base model)."""
         owners = [-1 if version is None else self._places[id(version)] for version, _ in runs]
         rows = DenseRows(self, torch.tensor(owners).repeat_interleave(torch.tensor([count for _, count in runs])))
         path, count = self._architecture.layers_path, self._architecture.layer_count
@@ -63,7 +64,7 @@ class DenseLora:
 
 
 class DenseRows:
-    """A set of versions and whose rows a pass has."""
+    """The rows of one pass, with the version that each row belongs to."""
 
     def __init__(self, lora: DenseLora, owners_T: Tensor) -> None:
         self._lora = lora
@@ -74,14 +75,17 @@ class DenseRows:
         return self._lora.get(name) is not None
 
     def product(self, name: str, x_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """x A.T with zeros for strangers, (T, W), and B.T (W, O)."""
+        """Return x A.T with zeros in the columns of other versions, (T, W), and B.T, (W, O)."""
         stacked = self._lora.get(name)
         assert stacked is not None, "layers without adapters are not asked"
         h_TW = F.linear(x_TI, stacked.a_WI).masked_fill_(self._strangers_of(stacked.members), 0)
         return h_TW, stacked.b_OW.t()
 
     def _strangers_of(self, members: tuple[int, ...]) -> Tensor:
-        """(T, W), True where a column is not of the row's own version; all layers use the same few."""
+        """Return a mask (T, W), True where a column belongs to another version than the row.
+
+        It depends only on ``members``, so layers with the same members share one mask.
+        """
         if members not in self._strangers:
             ranks = torch.tensor(self._lora.ranks(members))
             columns_W = torch.tensor(members).repeat_interleave(ranks)
@@ -91,11 +95,11 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
+    """The LoRA of one decoder layer; implements :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
     rows: DenseRows
-    prefix: str  # of the names of its linear layers
-    width: int = 0  # the products here have their own
+    prefix: str  # prepended to the names of its linear layers
+    width: int = 0  # no buffer for x A.T is needed: the product here allocates its own
 
     def has(self, name: str) -> bool:
         return self.rows.has(self.prefix + name)

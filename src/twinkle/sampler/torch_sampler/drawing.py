@@ -1,4 +1,4 @@
-"""From logits to tokens: one uniform number picks a token by the inverse of the cumulative distribution.
+"""Drawing tokens from logits: one uniform number picks a token by inverting the cumulative distribution.
 
 Shapes: M rows, V vocabulary, D draws a row, k likeliest tokens.
 """
@@ -12,16 +12,18 @@ from torch import Tensor
 from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.types import TopLogprobs
 
-# A draw takes about so many times the memory of its logits: copies in float64, their sums, their order.
+# A draw takes about this many times the memory of its logits: float64 copies, running sums and sort order.
 MEMORY_OF_A_DRAW = 8
-_CHUNK = 256  # of the vocabulary
+_CHUNK = 256  # vocabulary entries that are summed first, see pick()
 _COLDEST = 1e-30  # below this a float32 temperature would be zero; the distribution is a point mass long before
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One token to draw; ``temperature=0`` takes the likeliest. ``top_k < 1``: off. ``top``: so many of the likeliest
-    tokens are named beside it."""
+    """How one token is drawn. ``temperature=0`` takes the likeliest token; ``top_k < 1`` switches top-k off.
+
+    ``top``: how many of the likeliest tokens are reported beside the drawn one.
+    """
 
     temperature: float
     top_k: int
@@ -38,8 +40,9 @@ class Draw:
 class Drawn:
     """A token and its log-probability under the tempered distribution over the whole vocabulary.
 
-    Greedy: under the untempered one. Not ``finite``: the logits hold NaN or infinity, and the rest means nothing.
-    ``top``: one row of the likeliest under the same distribution.
+    A greedy draw (temperature 0) reports the log-probability under the untempered distribution. ``finite=False`` means
+    that the logits hold NaN or infinity, and that the other fields are meaningless. ``top``: one row with the likeliest
+    tokens under the same distribution.
     """
 
     token: int
@@ -50,9 +53,9 @@ class Drawn:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """What was drawn, still on the device."""
+    """The drawn tokens of several rows, still on the device."""
 
-    tops: Sequence[int]  # how many of the likeliest tokens each row names
+    tops: Sequence[int]  # how many of the likeliest tokens each row reports
     values_3M: Tensor  # tokens, log-probabilities, whether finite; float64 holds them all
     top_2Mk: Tensor | None  # tokens and log-probabilities
 
@@ -68,11 +71,12 @@ class DrawPlan:
 
     settings_M3: Tensor  # divisor of the logits, top_k, top_p; float64
     plain: Tensor | slice | None  # rows that draw from the whole distribution
-    truncated: Tensor | slice | None  # rows that draw from part of it; the others take the likeliest
+    truncated: Tensor | slice | None  # rows that draw from part of it (top_k, top_p); all other rows are greedy
     tops: Sequence[int]
 
     @classmethod
-    def of(cls, draws: Sequence[Draw], device: torch.device) -> "DrawPlan":
+    def for_draws(cls, draws: Sequence[Draw], device: torch.device) -> "DrawPlan":
+        """Prepare one draw for each row, and copy its settings to the device."""
         # The log-probabilities of greedy rows are those of the untempered distribution.
         settings = [(divisor(draw.temperature or 1.0), draw.top_k, draw.top_p) for draw in draws]
         plain = [row for row, draw in enumerate(draws) if draw.temperature > 0 and not draw.truncated]
@@ -85,8 +89,11 @@ class DrawPlan:
         )
 
     def draw(self, logits_MV: Tensor, uniform_M1: Tensor, choices: int) -> DrawnRows:
-        """One draw a row. ``choices``: token ids from here on are never drawn, though they have a probability."""
-        # The highest logit becomes 0 before the division: no temperature is low enough to overflow.
+        """Draw one token for each row.
+
+        choices: token ids from this one on are never drawn, although they have a probability.
+        """
+        # Shift the highest logit to 0 before the division, so that even very low temperatures cannot overflow.
         shifted_MV = logits_MV - logits_MV.amax(1, keepdim=True)
         logprobs_MV = shifted_MV.div_(self.settings_M3[:, :1].float()).log_softmax(1)
         tokens_M = logprobs_MV[:, :choices].argmax(1)
@@ -98,7 +105,7 @@ class DrawPlan:
             chosen = _from_nucleus(weights, uniform_M1[self.truncated], self.settings_M3[self.truncated])
             tokens_M[self.truncated] = chosen.squeeze(1)
         logprobs_M = logprobs_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1)
-        # NaN anywhere in a row is NaN everywhere after the softmax; so is a row without one finite logit.
+        # A NaN anywhere in a row makes the whole row NaN after the softmax; so does a row without a finite logit.
         values_3M = torch.stack([tokens_M.double(), logprobs_M.double(), (~logprobs_MV[:, 0].isnan()).double()])
         return DrawnRows(self.tops, values_3M, self._top(logprobs_MV[:, :choices]))
 
@@ -111,24 +118,24 @@ class DrawPlan:
 
 
 def draw_tokens(logits_MV: Tensor, draws: Sequence[Draw], choices: int) -> DrawnRows:
-    """One pass alone."""
+    """Draw one token for each row of a single pass."""
     uniform_M1 = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64)[:, None]
-    plan = DrawPlan.of(draws, logits_MV.device)
+    plan = DrawPlan.for_draws(draws, logits_MV.device)
     return plan.draw(logits_MV, to_device(uniform_M1, logits_MV.device), choices)
 
 
 def collect(parts: Sequence[DrawnRows]) -> list[Drawn]:
-    """Off the device, all at once where nobody asked for the likeliest."""
+    """Copy the drawn tokens to the host: one transfer, and one more for each part that reports likeliest tokens."""
     tokens, logprobs, finite = torch.cat([part.values_3M for part in parts], dim=1).tolist()
     tops = [top for part in parts for top in _tops(part)]
     return list(map(Drawn, map(int, tokens), logprobs, map(bool, finite), tops))
 
 
 def pick(weights_MV: Tensor, uniform_MD: Tensor) -> Tensor:
-    """(M, D): the first place where the running sum of weights exceeds u times their total.
+    """Return, for each uniform number u, the first index where the running sum of weights exceeds u · total: (M, D).
 
-    Sums of chunks first (fp32 inside a chunk, float64 along them), then inside one chunk: running sums over the whole
-    vocabulary in float64 would take most of the time of a draw.
+    The chunk is found first, from the sums of chunks (fp32 inside a chunk, float64 across chunks), then the index
+    inside that chunk. Running sums over the whole vocabulary in float64 would take most of the time of a draw.
     """
     size, whole = weights_MV.shape[1], weights_MV.shape[1] // _CHUNK * _CHUNK
     sums_MC = weights_MV[:, :whole].unflatten(1, (-1, _CHUNK)).sum(2).double()
@@ -141,39 +148,43 @@ def pick(weights_MV: Tensor, uniform_MD: Tensor) -> Tensor:
     places_MDK = chunk_MD.unsqueeze(2) * _CHUNK + torch.arange(_CHUNK, device=weights_MV.device)
     inside_MDK = weights_MV.gather(1, places_MDK.clamp(max=size - 1).flatten(1)).view(places_MDK.shape).double()
     steps_MDK = inside_MDK.masked_fill_(places_MDK >= size, 0).cumsum(2)
-    # Sums in another order may end a little lower: whoever wants more than all of it gets the last of it.
+    # These sums are added in another order and may end slightly lower than the chunk's sum. If the wanted value lies
+    # beyond their maximum, take the first index at which they reach it.
     last_MD = steps_MDK.argmax(2)
     step_MD = torch.searchsorted(steps_MDK, wanted_MD.unsqueeze(2), right=True).squeeze(2).minimum(last_MD)
     return (chunk_MD * _CHUNK + step_MD).clamp_(max=size - 1)
 
 
 def rows_at_once(chunk_rows: int, vocabulary: int, draws: int) -> int:
-    """So many rows with so many draws each take the memory of ``chunk_rows`` rows of logits."""
+    """Return how many rows with ``draws`` draws each fit into the memory of ``chunk_rows`` rows of logits."""
     return max(1, chunk_rows * vocabulary // (MEMORY_OF_A_DRAW * max(vocabulary, draws * _CHUNK)))
 
 
 def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M3: Tensor) -> Tensor:
-    """(M, 1): among the ``top_k`` likeliest, then the fewest of those that hold ``top_p`` of their probability."""
+    """Draw one token for each row, (M, 1), from the nucleus.
+
+    The nucleus is the fewest of the ``top_k`` likeliest tokens that together hold ``top_p`` of their probability.
+    """
     size, device = weights_MV.shape[1], weights_MV.device
     top_k_M1, top_p_M1 = settings_M3[:, 1:2], settings_M3[:, 2:3]
     sorted_MV, ids_MV = weights_MV.double().sort(dim=1, descending=True, stable=True)
     sorted_MV.masked_fill_((torch.arange(size, device=device) >= top_k_M1) & (top_k_M1 >= 1), 0)
     sums_MV = sorted_MV.cumsum(1)
-    beyond_MV = sums_MV - sorted_MV >= top_p_M1 * sums_MV[:, -1:]  # what is before a token is enough already
+    beyond_MV = sums_MV - sorted_MV >= top_p_M1 * sums_MV[:, -1:]  # the tokens before this one already hold top_p
     beyond_MV[:, 0] = False
     sorted_MV.masked_fill_(beyond_MV, 0)
     return ids_MV.gather(1, pick(sorted_MV, uniform_M1))
 
 
 def _rows(rows: list[int], of: int, device: torch.device) -> Tensor | slice | None:
-    """An index, where possible a cheap one."""
+    """Return an index for these rows out of ``of``: a slice where all are taken, None where none is."""
     if not rows:
         return None
     return slice(None) if len(rows) == of else to_device(torch.tensor(rows), device)
 
 
 def divisor(temperature: float) -> float:
-    """Of logits whose highest is 0; at temperature 0 nothing else is left beside it."""
+    """Return the number that divides logits whose highest is 0; at temperature 0 only the highest keeps any weight."""
     return max(temperature, _COLDEST)
 
 

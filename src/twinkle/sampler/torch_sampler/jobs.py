@@ -1,7 +1,7 @@
-"""Requests under way: a :class:`Job` is one request, a :class:`Sequence` one of its samples.
+"""Active requests: a :class:`Job` is one request, a :class:`Sequence` is one of its samples.
 
-A job begins with a single sequence, which computes the prompt. From the prompt's last row the first token of every
-sample is drawn; the other samples then join with that token.
+A job begins with a single sequence, which computes the prompt. The first token of every sample is drawn from the
+prompt's last row. Only then are the sequences of the other samples created, each with its first token.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,13 @@ from twinkle.sampler.torch_sampler.prompt_scores import PromptScores
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 
-_MARGIN = 8  # tokens: decoding may spoil the first of those it is given (a cut character, a space left out)
+# Additional tokens to decode: text decoded from the middle of a sequence may be wrong at its start (a character cut in
+# two, a missing space).
+_MARGIN = 8
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The parts of a Hugging Face tokenizer that the sampler uses."""
 
     eos_token_id: int | None
 
@@ -35,29 +37,29 @@ class Tokenizer(Protocol):
 
 @dataclass(eq=False)
 class Sequence:
-    """``cached`` of its tokens, prompt and generated ones, have their keys and values in ``blocks``.
+    """One sample of a job: its tokens (prompt and generated) and its cache blocks.
 
-    What belongs to the schedule: whether it is running, in what way its positions are encoded (``length_class``), and
-    what its full blocks are called.
+    The keys and values of the first ``cached`` tokens are in ``blocks``. The schedule owns the fields ``running``,
+    ``turn``, ``length_class`` (how positions are encoded) and ``names`` (of its full blocks, see ``prefix_cache``).
     """
 
     job: "Job"
-    index: int  # which of the samples
+    index: int  # number of the sample within its job
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
-    tops: list[TopLogprobs] = field(default_factory=list)  # one row each
+    tops: list[TopLogprobs] = field(default_factory=list)  # one entry, of one row, for each generated token
     stop_reason: StopReason | None = None
-    streamed: int = 0  # generated tokens that were handed over
+    streamed: int = 0  # how many generated tokens were already streamed
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
     running: bool = False
-    turn: int = 0  # when it was computed last, where that counts
+    turn: int = 0  # when it was computed last; only used without a cache
     length_class: int = 0
     names: list[bytes] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who came first."""
+        """Return the sort key: by arrival of the request, then by number of the sample."""
         return self.job.number, self.index
 
     def add(self, drawn: Drawn) -> None:
@@ -71,7 +73,7 @@ class Sequence:
             self.stop_reason = "length"
 
     def generated(self, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
-        """What has been drawn, from token number ``start`` on: tokens, their log-probabilities, the likeliest."""
+        """Return what has been drawn from generated token ``start`` on: tokens, log-probabilities, likeliest tokens."""
         tokens, tops = self.tokens[self.job.prompt_length + start :], self.tops[start:]
         top = None
         if tops:
@@ -82,18 +84,18 @@ class Sequence:
 
 @dataclass(eq=False)
 class Job:
-    """A request, its samples, and what has been found out about its prompt."""
+    """A request, its samples, and the scores of its prompt so far."""
 
     request: CheckedRequest
     version: Adapter | None
-    number: int  # counts requests
-    end_tokens: frozenset[int]  # those that end this request's samples
+    number: int  # requests are numbered in the order of arrival
+    end_tokens: frozenset[int]  # tokens that end this request's samples
     tokenizer: Tokenizer | None
     sequences: list[Sequence] = field(default_factory=list)
     stem: list[int] = field(default_factory=list)  # the prompt's blocks, kept for samples that have not begun
     prompt_done: bool = False
-    prompt_reached: int = 0  # so many of the prompt's tokens have been in the cache
-    prompt_reused: int = 0  # so many of those were there already
+    prompt_reached: int = 0  # how many of the prompt's tokens have been in the cache at least once
+    prompt_reused: int = 0  # how many of those were found there, computed earlier
     scores: PromptScores = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class Job:
 
     @cached_property
     def draw(self) -> Draw:
-        """How a token is drawn, but for the random number."""
+        """Return the settings for drawing a token, without the random number."""
         params = self.request.params
         return Draw(params.temperature, params.top_k, params.top_p, 0.0, self.request.topk_sample_logprobs)
 
@@ -112,12 +114,12 @@ class Job:
 
     @property
     def scope(self) -> str:
-        """Whose request it is: places are shared among scopes."""
+        """Return the scope of the request (on a server: its tenant); places are shared fairly among scopes."""
         return self.request.scope
 
     @property
     def longest(self) -> int:
-        """Tokens that a sample may have in the cache: nothing is computed of the last one."""
+        """Return how many tokens a sample may have in the cache. Its last token is never computed, so not counted."""
         return self.prompt_length + self.request.max_tokens - 1
 
     @property
@@ -126,24 +128,30 @@ class Job:
 
     @property
     def version_key(self) -> int:
-        """Tells versions apart while they are published or used."""
+        """Return a key that is unique among versions that are published or in use."""
         return BASE if self.version is None else id(self.version)
 
     def reusable(self, sequence: Sequence) -> int:
-        """So many of the sequence's tokens need not be computed: not the last one, nor what is to be scored."""
+        """Return how many of the sequence's first tokens may come from the cache instead of being computed.
+
+        The last token must be computed, because the next one is drawn from it, and so must rows that are scored.
+        """
         if self.prompt_done:
             return len(sequence.tokens) - 1
         return min(self.prompt_length, self.scores.first) - 1
 
     def reached(self, tokens: int, *, reused: bool) -> None:
-        """So many tokens of the prompt are in the cache now; a sequence that gave way does not count as new."""
+        """Record that ``tokens`` tokens of the prompt are in the cache now.
+
+        Each prompt token counts once: a preempted sequence that computes its prompt again adds nothing.
+        """
         fresh = min(tokens, self.prompt_length) - self.prompt_reached
         if fresh > 0:
             self.prompt_reached += fresh
             self.prompt_reused += fresh if reused else 0
 
     def piece(self, sequence: Sequence, start: int, stop: int) -> Piece:
-        """What to compute of ``sequence.tokens[start:stop]``."""
+        """Return the piece that computes ``sequence.tokens[start:stop]``, with its draws and scores."""
         return Piece(
             self.version,
             np.array(sequence.tokens[start:stop], np.int64),
@@ -154,7 +162,7 @@ class Job:
         )
 
     def ahead(self, sequence: Sequence) -> Ahead:
-        """The sequence as it is, to draw several tokens of it."""
+        """Return the current state of the sequence, for drawing several tokens in a row."""
         request = self.request
         return Ahead(
             self.version,
@@ -168,7 +176,7 @@ class Job:
         )
 
     def absorb(self, sequence: Sequence, start: int, stop: int, computed: Computed) -> list[Sequence]:
-        """Take in what was computed; returns the samples that the prompt's end brought forth."""
+        """Store the results of a piece. Return the sequences created for the other samples at the end of the prompt."""
         if computed.scores is not None:
             self.scores.absorb(start, stop, computed.scores)
         if not all(drawn.finite for drawn in computed.drawn):
@@ -187,7 +195,7 @@ class Job:
         return fresh
 
     def absorb_ahead(self, sequence: Sequence, drawn: list[Drawn]) -> int:
-        """Take in tokens up to the end of the sample; returns how many that were."""
+        """Store drawn tokens up to the end of the sample. Return how many were stored."""
         for number, each in enumerate(drawn, start=1):
             if not each.finite:
                 raise _not_finite()
@@ -197,7 +205,7 @@ class Job:
         return len(drawn)
 
     def ends(self, sequence: Sequence) -> bool:
-        """Whether the newest token ends the sample."""
+        """Return whether the newest token ends the sample."""
         if sequence.tokens[-1] in self.end_tokens:
             return True
         strings, tokenizer = self.request.params.stop_strings, self.tokenizer
@@ -207,13 +215,13 @@ class Job:
         return holds_one_of(strings, sequence.tokens[first:], tokenizer)
 
     def progress(self) -> list[Progress]:
-        """What has been drawn since the last time."""
+        """Return the tokens drawn since the last call."""
         return [self._progress(each) for each in self.sequences if each.streamed < len(each.logprobs)]
 
     def result(self) -> SampleResult:
         sequences = []
         for sequence in self.sequences:
-            assert sequence.stop_reason is not None, "a result has no open ends"
+            assert sequence.stop_reason is not None, "every sample of a result has ended"
             tokens, logprobs, top = sequence.generated()
             sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason, top))
         return SampleResult(
@@ -231,14 +239,17 @@ class Job:
         return Progress(self.request.request_id, sequence.index, tokens, logprobs, top, sequence.stop_reason)
 
     def _draws(self, sequence: Sequence) -> tuple[Draw, ...]:
-        """The next token of the sample; at the end of the prompt, the first token of every sample."""
+        """Return the draw of the sample's next token; at the end of the prompt, one draw for every sample."""
         samples = [sequence.index] if self.prompt_done else range(self.request.num_samples)
         noise = uniforms(words(self.request.seed), words(*samples), words(len(sequence.logprobs)))
         return tuple(replace(self.draw, uniform=number) for number in noise.tolist())
 
 
 def longest_match(strings: Iterable[str]) -> int:
-    """Tokens: each has at least one byte, so a string cannot reach further back than it has bytes."""
+    """Return how many of the newest tokens must be decoded to find any of these strings.
+
+    Every token has at least one byte, so a string spans at most as many tokens as it has bytes.
+    """
     return max(len(text.encode()) for text in strings) + _MARGIN
 
 

@@ -1,8 +1,8 @@
 """One forward pass for sampling: spans of many sequences in, drawn tokens and scored prompts out.
 
-Knows nothing of requests and turns. Two ways to see earlier tokens: in the cache, where tokens meet in attention alone;
-and for architectures that carry other state along the sequence, by computing the whole sequence again each time, padded
-as in training: slow, but right.
+This module knows nothing of requests or scheduling. Earlier tokens are seen in one of two ways. Where tokens influence
+each other only through attention, their keys and values are read from the cache. Architectures that carry other state
+along the sequence compute the whole sequence again each time, padded as in training, which is slow but correct.
 
 Shapes: T rows, S scored rows, C rows of a chunk, H hidden features, V vocabulary.
 """
@@ -41,7 +41,7 @@ from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens ``start``… of one sequence; ``draws`` are made from the last row."""
+    """Tokens of one sequence to compute, from position ``start`` on. ``draws`` are made from the last row."""
 
     version: Adapter | None
     tokens: IntArray
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Computed:
-    """What came of a piece."""
+    """The results of one piece."""
 
     drawn: tuple[Drawn, ...] = ()
     scores: Scores | None = None
@@ -61,23 +61,24 @@ class Computed:
 
 @dataclass(frozen=True)
 class Ahead:
-    """The newest token of a sequence, at ``position``, from which several more are to be drawn.
+    """The newest token of a sequence, at ``position``, from which several more tokens are drawn in a row.
 
-    They are numbers ``drawn``, ``drawn + 1``… of sample ``sample`` of a request with this seed.
+    Random numbers depend on the seed of the request, the number of the sample, and the number of the generated token;
+    ``drawn`` is the number of the first token to draw.
     """
 
     version: Adapter | None
     token: int
     position: int
     blocks: Sequence[int]
-    draw: Draw  # but for its uniform number
+    draw: Draw  # its uniform number is not used
     seed: int
     sample: int
     drawn: int
 
 
 class ModelPass:
-    """Runs pieces on an engine whose versions are resident. ``cache=None``: pieces must be whole sequences."""
+    """Runs pieces on an engine. Their versions must be resident. Without a cache, pieces must be whole sequences."""
 
     def __init__(self, engine: Engine, cache: KeyValueCache | None, graphs: DecodeGraphs | None) -> None:
         self._engine = engine
@@ -90,7 +91,7 @@ class ModelPass:
 
     @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> list[Computed]:
-        """Results in the order of the pieces. All must be of one length class."""
+        """Compute pieces, all of one length class, and return their results in the same order."""
         order = sorted(range(len(pieces)), key=lambda index: _place(pieces[index].version))
         ordered = [pieces[index] for index in order]
         hidden, firsts = self._padded(ordered) if self._cache is None else self._cached(ordered, self._cache)
@@ -103,7 +104,7 @@ class ModelPass:
 
     @torch.no_grad()
     def run_ahead(self, rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
-        """So many tokens of each row, by captured graphs, which must be there and take these rows."""
+        """Draw ``steps`` tokens for each row with the captured graphs, which must exist and accept these versions."""
         assert self._graphs is not None and self._cache is not None, "only where decoding was captured"
         self._cache.clean()
         order = sorted(range(len(rows)), key=lambda index: _place(rows[index].version))
@@ -113,7 +114,7 @@ class ModelPass:
         parts = self._graphs.decode(
             [DecodeRow(row.token, row.position, row.blocks) for row in ordered],
             _runs([row.version for row in ordered], [1] * len(ordered)),
-            DrawPlan.of([row.draw for row in ordered], self._engine.device),
+            DrawPlan.for_draws([row.draw for row in ordered], self._engine.device),
             to_device(torch.from_numpy(uniform_nS), self._engine.device),
             self._engine.architecture.vocab_size,
         )
@@ -124,13 +125,13 @@ class ModelPass:
         return results
 
     def _cached(self, pieces: Sequence[Piece], cache: KeyValueCache) -> tuple[Tensor, list[int]]:
-        """Hidden states, and the first row of each piece."""
+        """Return the hidden states, and the index of each piece's first row in them."""
         cache.clean()
         device, lengths = self._engine.device, [len(piece.tokens) for piece in pieces]
         spans = [Span(piece.start, piece.start + len(piece.tokens), piece.blocks) for piece in pieces]
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         layers = self._binder.layers(_runs([piece.version for piece in pieces], lengths))
-        batch = LayerBatch(None, layers, False, cached=CachedRows.of(spans, device).layers(cache))
+        batch = LayerBatch(None, layers, False, cached=CachedRows.for_spans(spans, device).layers(cache))
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces])).to(device)
         hidden_TH = self._engine.hidden_states(ids[None], torch.from_numpy(positions).to(device)[None], None, batch)
         return hidden_TH, list(accumulate(lengths, initial=0))[:-1]
@@ -167,11 +168,14 @@ class ModelPass:
                 part = wanted[start : start + at_once]
                 taken = torch.tensor([row for row, _ in part]).to(logits_CV.device)
                 parts.append(draw_tokens(logits_CV[taken], [draw for _, draw in part], choices))
-        drawn = iter(collect(parts))  # one transfer for the whole pass
+        drawn = iter(collect(parts))  # one transfer to the host for the whole pass
         return [tuple(islice(drawn, len(piece.draws))) for piece in pieces]
 
     def _score(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> dict[int, Scores]:
-        """By the index of the piece. Those that ask for more than targets need all their logits."""
+        """Return scores by the index of the piece.
+
+        Pieces that ask only for targets are computed apart from the others, which need the logits of all tokens.
+        """
         asked = [(index, piece.scoring) for index, piece in enumerate(pieces) if piece.scoring is not None]
         scores: dict[int, Scores] = {}
         for only_targets in (True, False):
@@ -189,7 +193,7 @@ class ModelPass:
 
 
 def probe_shapes(engine: Engine) -> list[LayerShape]:
-    """What each layer keeps of a token: run one through the model and look."""
+    """Return the shape of one token's keys and values in each layer, found by running one token through the model."""
     packing = Packing.from_lengths((1,), engine.device)
     probes = tuple(ShapeProbe(packing) for _ in range(engine.architecture.layer_count))
     token = torch.zeros(1, 1, dtype=torch.long, device=engine.device)
@@ -203,7 +207,7 @@ def probe_shapes(engine: Engine) -> list[LayerShape]:
 
 
 def _place(version: Adapter | None) -> tuple[int, str, int]:
-    """Stacks together, slots in order, the base model last."""
+    """Return the sort key of a version's rows: by stack, then by slot, the base model last."""
     if version is None:
         return 2**31, "", 0
     assert version.slot is not None, "versions of a pass must be resident"
@@ -215,7 +219,7 @@ def _key(row: Ahead) -> tuple[int, int, int]:
 
 
 def _runs(versions: Iterable[Adapter | None], rows: Sequence[int]) -> list[RowsOf]:
-    """Neighbours of one version joined."""
+    """Join neighbouring rows of the same version into one entry."""
     joined = groupby(zip(versions, rows, strict=True), key=lambda pair: id(pair[0]))
     runs = [list(run) for _, run in joined]
     return [(run[0][0], sum(count for _, count in run)) for run in runs]

@@ -1,29 +1,30 @@
-"""What blocks of the cache hold, so that a later request with the same beginning finds them.
+"""The names of full cache blocks, by which a later request with the same beginning finds them.
 
-A full block is named by a digest of everything up to its end: the names of a sequence are a chain. They are kept apart
-by version, which decides what keys and values a token has. Where positions are encoded in another way, there is another
-chain; and so for requests of another scope, who shall not learn from the time it takes what others have asked.
+The name of a full block is a digest of its tokens and of the name of the block before it, so it stands for everything
+up to the block's end. Names are kept apart by version, because a version decides which keys and values a token has.
+Length classes (ways to encode positions) and scopes have separate chains of names. Scopes are separate for privacy: the
+response time of a prompt must not reveal whether another tenant has sent the same prompt.
 """
 
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-BASE = 0  # in place of a version: the base model
+BASE = 0  # the version key of the base model
 
 
 def first_name(length_class: int, scope: str) -> bytes:
-    """What the chain begins with."""
+    """Return the start of a chain of names, which takes the place of the name before the first block."""
     return length_class.to_bytes(8, "little") + scope.encode()
 
 
 def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Of the block that holds ``tokens``, after a block of the name ``before``."""
+    """Return the name of the block that holds ``tokens`` and follows the block named ``before``."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class PrefixCache:
-    """Names of blocks by version, and nothing of who owns them."""
+    """Maps names to blocks, for each version. Who owns a block is not known here."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, dict[bytes, int]] = {}
@@ -39,18 +40,18 @@ class PrefixCache:
         return self._blocks.get(version, {}).get(name)
 
     def remember(self, version: int, name: bytes, block: int) -> None:
-        """One block a name: sequences may compute the same side by side, the first to do so is kept."""
+        """Store a block under its name. If two sequences computed the same tokens in parallel, the first is kept."""
         if block not in self._names and self._blocks.setdefault(version, {}).setdefault(name, block) == block:
             self._names[block] = version, name
 
     def drop(self, block: int) -> None:
-        """The block will hold something else."""
+        """Forget one block, which is about to be overwritten."""
         if block in self._names:
             version, name = self._names.pop(block)
             del self._blocks[version][name]
 
     def forget(self, version: int) -> list[int]:
-        """Drop all blocks of a version; returns them."""
+        """Forget all blocks of a version, and return them."""
         blocks = list(self._blocks.pop(version, {}).values())
         for block in blocks:
             del self._names[block]

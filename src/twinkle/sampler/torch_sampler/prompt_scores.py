@@ -1,4 +1,4 @@
-"""What a request wants to know about its prompt, and what has been found out so far."""
+"""The scores that a request asks for its prompt, and those computed so far."""
 
 import numpy as np
 
@@ -10,10 +10,11 @@ from twinkle.sampler.validation import CheckedRequest
 
 
 class PromptScores:
-    """Row i of the model predicts token i + 1: position 0 has no score, and the last row none to give.
+    """The prompt scores of one request, filled in piece by piece.
 
-    ``logprobs`` (T,) and ``top`` (T, k) are by position; ``targets`` (T − 1, K) and ``drawn`` (T − 1, k) begin with
-    position 1. Each is None where it is not asked for.
+    Row i of the model predicts token i + 1, so position 0 has no score and the last row is not used. ``logprobs`` (T,)
+    and ``top`` (T, k) are indexed by position; ``targets`` (T − 1, K) and ``drawn`` (T − 1, k) begin with position 1.
+    Each is None if the request does not ask for it.
     """
 
     def __init__(self, request: CheckedRequest) -> None:
@@ -27,7 +28,7 @@ class PromptScores:
         self.first = self._first()
 
     def _first(self) -> int:
-        """The first position that is scored; the prompt's length where none is."""
+        """Return the first position that is scored, or the prompt's length if none is."""
         named = self._request.target_prompt_logprobs
         begins = [len(self._request.prompt)]
         if self.logprobs is not None or self.top is not None:
@@ -40,12 +41,12 @@ class PromptScores:
 
     @property
     def _last_n(self) -> int:
-        """Where what ``prompt_logprobs_last_n`` limits begins."""
+        """Return the first position for ``logprobs`` and ``top``, which ``prompt_logprobs_last_n`` limits."""
         length, last_n = len(self._request.prompt), self._request.prompt_logprobs_last_n
         return 1 if last_n is None else min(length, max(1, length - last_n))
 
     def scoring(self, start: int, stop: int) -> Scoring | None:
-        """What to ask of rows ``start``…``stop``."""
+        """Return the scores to compute for rows ``start``…``stop``, or None if there are none."""
         request = self._request
         rows = self._rows(start, stop)
         if not rows:
@@ -66,13 +67,13 @@ class PromptScores:
         )
 
     def absorb(self, start: int, stop: int, scores: Scores) -> None:
-        """Take in what came of :meth:`scoring` of the same rows."""
+        """Store the scores that were computed for :meth:`scoring` of the same rows."""
         found = (scores.logprobs, scores.top.logprobs[:, :1], scores.drawn.logprobs)
         if not all(np.isfinite(values).all() for values in found):
             raise NonFiniteError("log-probabilities of the prompt are NaN or infinite under this version")
         rows = self._rows(start, stop)
         by_row = slice(rows.start, rows.stop)
-        limited = max(0, self._last_n - 1 - rows.start)  # so many rows are beyond the last n
+        limited = max(0, self._last_n - 1 - rows.start)  # how many of these rows lie before the last n
         by_position = slice(rows.start + 1 + limited, rows.stop + 1)
         if self.logprobs is not None:
             self.logprobs[by_position] = scores.logprobs[limited:, 0]
@@ -86,10 +87,10 @@ class PromptScores:
             self.drawn.logprobs[by_row] = scores.drawn.logprobs
 
     def _rows(self, start: int, stop: int) -> range:
-        """Of these rows, those that are scored."""
+        """Return the rows among these that are scored."""
         return range(max(start, self.first - 1), min(stop, len(self._request.prompt) - 1))
 
 
 def _nothing(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities of cells that hold nothing."""
+    """Return tokens and log-probabilities of empty cells: token 0 with −∞."""
     return np.zeros((rows, columns), np.int64), np.full((rows, columns), -np.inf, np.float32)

@@ -1,9 +1,9 @@
 """A sampler on the trainer's own model: no second copy of the base, and log-probabilities by the trainer's own code.
 
-``step`` is one turn on the device. It begins by bringing the versions of its sequences there (training may have paged
-them out in between), then makes passes over all sequences that run until its time is up: one token for each that has
-its other tokens in the cache, then a piece of prompts, and again. What it leaves behind are tokens and the cache. Used
-from one thread, in turns with training.
+``step`` is one turn on the device. It first makes the versions of its sequences resident, because training may have
+paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one token for each
+sequence whose other tokens are all in the cache, then a piece of the prompts that are not computed yet. Between turns
+only the tokens and the cache remain. The sampler is used from one thread, the compute thread, in turns with training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,15 +25,15 @@ from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
 from twinkle.sampler.validation import Limits, check_request
 
-_TURN_SECONDS = 0.05  # no pass begins later in a turn
-_CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # of a prompt, computed in one pass
+_TURN_SECONDS = 0.05  # a turn starts no new pass after this time
+_CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # prompt tokens computed in one pass
 _MAX_SEQUENCES = {"cuda": 256, "cpu": 64}
-_AHEAD = 8  # tokens of a sequence that a device draws before the host looks at them
-_CACHE_SHARE = 1 / 3  # of the adapters' memory, where the budget is left open
+_AHEAD = 8  # tokens of a sequence that captured graphs draw before the host checks them
+_CACHE_SHARE = 1 / 3  # share of the adapters' memory, used when no kv_budget_bytes is given
 
 
 class TorchSampler:
-    """A :class:`~twinkle.sampler.types.Sampler`."""
+    """The sampler in plain torch; implements :class:`~twinkle.sampler.types.Sampler`."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class TorchSampler:
     ) -> None:
         """Take part of the trainer's memory for a cache of keys and values.
 
-        tokenizer: reads stop strings, which are refused without one, and names an end token beside the model's own.
-        kv_budget_bytes: comes out of the memory that the trainer set aside for adapters; None: up to a third of it.
+        tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
+        kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it.
         max_sequences: samples that run at the same time; None: 256 on CUDA, 64 on CPU.
         """
         if max_sequences is not None and max_sequences < 1:
@@ -72,14 +72,14 @@ class TorchSampler:
         )
         self._pass = ModelPass(trainer.engine, self._cache, self._graphs)
         self._versions: dict[str, Adapter] = {}
-        self._retired: list[Adapter] = []  # but still used
+        self._retired: list[Adapter] = []  # retired, but still used by active requests
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
         self._events: list[Finished | Progress] = []
 
     @property
     def memory(self) -> str:
-        """For people."""
+        """Describe the cache in one readable line, for logs."""
         if self._cache is None:
             return "sampler: no cache, every token computes its whole sequence again"
         return f"sampler: cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
@@ -95,7 +95,7 @@ class TorchSampler:
         self._add_version(version_id, self._trainer.frozen_from_checkpoint(directory))
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-        """A version of weights from elsewhere, by PEFT's names, and the contents of their adapter_config.json."""
+        """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
         self._require_new(version_id)
         self._add_version(version_id, self._trainer.frozen_from_weights(config, weights))
 
@@ -140,7 +140,7 @@ class TorchSampler:
                 if perf_counter() >= deadline:
                     break
         finally:
-            self._pass.forget_versions()  # training may move them, and needs the memory of their copies
+            self._pass.forget_versions()  # training may move versions, and needs the memory of the gathered copies
         for job in self._jobs.values():
             if job.request.stream:
                 self._events += job.progress()
@@ -150,7 +150,10 @@ class TorchSampler:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _bring_versions(self) -> set[int]:
-        """Make versions resident for this turn: those that have waited for longest, as many as fit together."""
+        """Make versions resident for this turn: the least recently used ones, as many as fit together.
+
+        Return the ids (``id()``) of the chosen versions.
+        """
         jobs = self._schedule.candidates()
         versions = list({id(job.version): job.version for job in jobs if job.version is not None}.values())
         chosen: list[Adapter] = []
@@ -162,15 +165,16 @@ class TorchSampler:
         return {id(version) for version in chosen}
 
     def _advance(self, eligible: Eligible) -> bool:
-        """One token for all that draw, then a piece of the prompts; False where there was nothing to do."""
+        """Draw for every decoding sequence, then compute a piece of the prompts. Return False if nothing was to do."""
         self._schedule.admit(eligible)
-        # Two passes: those of single tokens are all alike. What is drawn in the first may end sequences.
+        # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
+        # frees room for the second.
         decoded = self._decode(eligible)
         prompted = self._compute_all(self._schedule.prompt_steps(eligible))
         return decoded or prompted
 
     def _decode(self, eligible: Eligible) -> bool:
-        """A token for all that draw; several for those whose decoding is captured, where there is room."""
+        """Draw a token for every decoding sequence, or several where graphs are captured and the cache has room."""
         graphs = self._graphs
         if graphs is None or not self._schedule.room_ahead(_AHEAD):
             return self._compute_all(self._schedule.decode_steps(eligible))
@@ -183,13 +187,13 @@ class TorchSampler:
     def _decode_ahead(self, steps: list[Step]) -> None:
         drawn = self._run_ahead(steps)
         if drawn is None:
-            self._compute_all(steps)  # one token each, in batches as small as they must be
+            self._compute_all(steps)  # one token each, in batches that are halved until they fit
             return
         for step, tokens in zip(steps, drawn, strict=True):
             self._absorb_ahead(step, tokens)
 
     def _run_ahead(self, steps: list[Step]) -> list[list[Drawn]] | None:
-        """None when the device ran out of memory; nothing has changed then."""
+        """Draw several tokens for each step. Return None, with nothing changed, if the device ran out of memory."""
         try:
             return self._pass.run_ahead([step.sequence.job.ahead(step.sequence) for step in steps], _AHEAD)
         except torch.OutOfMemoryError:
@@ -214,7 +218,7 @@ class TorchSampler:
         return bool(steps)
 
     def _batches(self, steps: list[Step]) -> Iterator[list[Step]]:
-        """Steps that may share a pass: of one length class, and, where rows are padded, within the trainer's budget."""
+        """Yield steps that may share a pass: of one length class and, if padded, within the trainer's token budget."""
         by_class: dict[int, list[Step]] = {}
         for step in steps:
             by_class.setdefault(self._trainer.architecture.length_class(step.stop), []).append(step)
@@ -246,7 +250,7 @@ class TorchSampler:
             self._finish(steps[0].sequence.job, SampleFailure(error))
 
     def _run(self, steps: list[Step]) -> list[Computed] | None:
-        """None when the device ran out of memory, and again with all of it that can be freed."""
+        """Compute steps. Return None if the device ran out of memory, and again after freeing what can be freed."""
         for _ in range(2):
             try:
                 return self._pass.run([step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps])
@@ -255,7 +259,7 @@ class TorchSampler:
         return None
 
     def _free_memory(self) -> None:
-        """What only later passes would use."""
+        """Free memory that only later passes would use."""
         self._pass.forget_versions()
         torch.cuda.empty_cache()
 
@@ -277,7 +281,7 @@ class TorchSampler:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Let go of a sample that is done, and of its request, if it was the last."""
+        """Remove a finished sample from the schedule, and finish its request if it was the last one."""
         if sequence.stop_reason is not None:
             self._schedule.remove(sequence)
             if sequence.job.done:
@@ -285,7 +289,7 @@ class TorchSampler:
 
     def _fail(self, job: Job, error: NonFiniteError) -> None:
         self._finish(job, SampleFailure(error))
-        self._schedule.forget(job.version_key)  # what it left in the cache is no better
+        self._schedule.forget(job.version_key)  # its cached blocks may hold NaN as well
 
     def _is_live(self, job: Job) -> bool:
         return self._jobs.get(job.request.request_id) is job

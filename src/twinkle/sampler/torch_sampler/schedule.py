@@ -1,12 +1,15 @@
-"""Who is computed next: plain Python over sequences and cache blocks.
+"""The scheduler: which sequences are computed next. Plain Python over sequences and cache blocks.
 
-Places go to those who came first, but a scope (a tenant, on a server) does not get another one while a scope that waits
-has fewer, nor within a scope a request: places are shared among scopes, then among requests, not among samples. So a
-late small request gets a place at once, whatever others have under way. Pieces of prompts are shared among scopes in
-the same way. Room is not reserved for tokens that may never be drawn: when the cache is full, the last sample of the
-request with the most samples, in the scope with the most, gives its blocks back and computes its tokens again later, as
-far as they have not been remembered. Any sequence fits alone (requests that do not are refused) and the first one never
-gives way, so it always gets on.
+At most ``max_sequences`` sequences run at once; each of them has a place. Places are shared fairly among scopes (on a
+server: tenants), then among the requests of a scope, not among samples. A scope does not get another place while a
+waiting scope has fewer; the same holds for the requests of one scope. Among equals, the first to arrive goes first. So
+a late small request gets a place at once, even if another tenant has hundreds of samples running. Pieces of prompts are
+shared among scopes in the same way.
+
+No room is reserved for tokens that may never be drawn. When the cache is full, a sequence is preempted: the last sample
+of the request with the most samples, in the scope with the most. It gives its blocks back and later computes its tokens
+again, except those whose blocks the prefix cache still has. Every sequence fits into the cache alone (larger requests
+are refused) and the oldest running sequence is never preempted, so there is always progress.
 """
 
 from bisect import insort
@@ -25,7 +28,7 @@ Eligible = Callable[[Job], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens ``start``…``stop`` of a sequence, to be computed now."""
+    """Tokens ``start``…``stop`` of a sequence, to be computed in this pass."""
 
     sequence: Sequence
     start: int
@@ -33,7 +36,10 @@ class Step:
 
 
 class Schedule:
-    """Without a cache every sequence is computed whole each time, and needs no room."""
+    """The waiting and running sequences, and the cache blocks they own.
+
+    Without a cache every sequence is computed whole each time, and needs no room.
+    """
 
     def __init__(
         self,
@@ -43,12 +49,16 @@ class Schedule:
         chunk_tokens: int,
         length_class: Callable[[int], int],
     ) -> None:
-        """chunk_tokens: a prompt is computed in pieces of this size, and a pass takes about as many in all."""
+        """Start without sequences.
+
+        chunk_tokens: the size of the pieces in which prompts are computed, and about the number of prompt tokens of one
+        pass. length_class: maps a length to the way in which positions are encoded at that length.
+        """
         self._cache = cache
         self._max_sequences = max_sequences
         self._chunk_tokens = chunk_tokens
         self._length_class = length_class
-        self._waiting: dict[Job, list[Sequence]] = {}  # no list is empty; both lists in order
+        self._waiting: dict[Job, list[Sequence]] = {}  # no list is empty; sorted by ``order``, as is _running
         self._running: list[Sequence] = []
         self._turns = count(1)
         self._prompt_turns: dict[str, int] = {}  # when each scope that runs last had a piece of a prompt computed
@@ -57,32 +67,32 @@ class Schedule:
         insort(self._waiting.setdefault(sequence.job, []), sequence, key=lambda each: each.order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that is done or no longer wanted, and free its blocks."""
+        """Remove a sequence that is done or cancelled, and free its blocks."""
         self._release(sequence)
         self._leave(sequence)
         if sequence.job not in self._waiting:
             self._drop_stem(sequence.job)
 
     def forget(self, version_key: int) -> None:
-        """Nothing that was computed with this version is used again for others."""
+        """Stop reusing blocks that were computed with this version."""
         if self._cache is not None:
             self._cache.forget(version_key)
 
     def keep_stem(self, sequence: Sequence) -> None:
-        """The sequence holds its whole prompt: keep the prompt's blocks for the samples to come."""
+        """Keep the prompt's blocks for samples that have not begun. The sequence must hold its whole prompt."""
         if self._cache is not None:
             sequence.job.stem = self._cache.share(sequence.blocks[: blocks_for(sequence.job.prompt_length)])
 
     # --- places -------------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[Job]:
-        """Those that run or could be let in now, first come first."""
+        """Return the jobs that are running or could get a place now, in the order of arrival."""
         entering = [sequence for sequence, _ in self._entrants(lambda job: True)]
         jobs = {sequence.job for sequence in [*self._running, *entering]}
         return sorted(jobs, key=lambda job: job.number)
 
     def admit(self, eligible: Eligible) -> None:
-        """Give places to those who wait, as far as there is room."""
+        """Give places to waiting sequences, as far as the cache has room."""
         for sequence, leaving in self._entrants(eligible):
             if leaving is not None:
                 self._preempt(leaving)
@@ -96,21 +106,24 @@ class Schedule:
             insort(self._running, sequence, key=lambda each: each.order)
 
     def _entrants(self, eligible: Eligible) -> Iterator[tuple[Sequence, Sequence | None]]:
-        """Who may have a place, those with the fewest first, and who has to leave for it when all are taken."""
+        """Yield the sequences that may get a place, fewest places first, each with the sequence it replaces.
+
+        The second is None while places are free.
+        """
         shares = _Shares(self._running)
         places = self._max_sequences - len(self._running)
         if places == 0 and not shares.unequal(self._waiting):
             return
         queues = {job: queue[::-1] for job, queue in self._waiting.items() if eligible(job)}
-        heap = [(*shares.of(job), job.number, job) for job in queues]
+        heap = [(*shares.places_of(job), job.number, job) for job in queues]
         heapify(heap)
-        refused: set[str] = set()  # scopes whose other requests have no better right to a place
+        refused: set[str] = set()  # scopes without a claim to a place; their other requests have even less
         while heap:
             scope_places, samples, number, job = heappop(heap)
             if job.scope in refused:
                 continue
-            if (scope_places, samples) != shares.of(job):  # others of its scope came in, or had to leave, meanwhile
-                heappush(heap, (*shares.of(job), number, job))
+            if (scope_places, samples) != shares.places_of(job):  # stale: its scope has gained or lost places since
+                heappush(heap, (*shares.places_of(job), number, job))
                 continue
             leaving = None
             if places == 0:
@@ -124,10 +137,10 @@ class Schedule:
             shares.add(entering)
             yield entering, leaving
             if queues[job]:
-                heappush(heap, (*shares.of(job), number, job))
+                heappush(heap, (*shares.places_of(job), number, job))
 
     def _begin(self, sequence: Sequence) -> None:
-        """Start from what the cache holds: the prompt's blocks, or more of the sequence, if it ran before."""
+        """Start from what the cache holds: the prompt's blocks, or more if the sequence ran before."""
         self._follow_length(sequence)
         self._adopt(sequence)
         job, cache = sequence.job, self._cache
@@ -140,11 +153,11 @@ class Schedule:
             self._drop_stem(job)
 
     def _wanted(self, sequence: Sequence) -> int:
-        """Blocks for all that is there to compute, and one more for a beginning."""
+        """Return how many blocks the sequence needs for its present tokens, plus one to go on with."""
         return blocks_for(len(sequence.tokens)) - len(sequence.job.stem) + 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """From wherever it is."""
+        """Take the sequence out of the running list or out of its waiting queue."""
         if sequence.running:
             self._running.remove(sequence)
             sequence.running = False
@@ -156,7 +169,7 @@ class Schedule:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def decode_steps(self, eligible: Eligible, ahead: int = 1) -> list[Step]:
-        """One token of every sequence whose other tokens are all in the cache, with room for ``ahead`` of them."""
+        """Plan one token for every sequence whose other tokens are all in the cache, with room for ``ahead`` tokens."""
         steps: dict[Sequence, Step] = {}
         for sequence in list(self._running):
             if sequence.running and eligible(sequence.job) and self._decodes(sequence):
@@ -166,17 +179,17 @@ class Schedule:
         return list(steps.values())
 
     def room_ahead(self, tokens: int) -> bool:
-        """Whether every running sequence could get so many tokens more without anyone giving way for it."""
+        """Return whether every running sequence could get this many more tokens without preempting any."""
         return self._cache is not None and self._cache.free >= len(self._running) * (blocks_for(tokens) + 1)
 
     def prompt_steps(self, eligible: Eligible) -> list[Step]:
-        """Pieces of prompts, and of sequences that gave way, as many as fit into a pass."""
+        """Plan pieces of prompts and of preempted sequences, as many as fit into a pass."""
         steps: dict[Sequence, Step] = {}
         tokens = 0
         for sequence in self._in_turn_of_scopes():
             if not sequence.running or not eligible(sequence.job) or self._decodes(sequence):
                 continue
-            self._adopt(sequence)  # others may have computed the same since
+            self._adopt(sequence)  # another sequence may have computed the same tokens since
             start, stop = self._range(sequence)
             if steps and tokens + stop - start > self._chunk_tokens:
                 continue
@@ -189,7 +202,7 @@ class Schedule:
         return list(steps.values())
 
     def computed(self, step: Step) -> None:
-        """The step's tokens are in the cache now."""
+        """Record that the step's tokens are in the cache now."""
         sequence, cache = step.sequence, self._cache
         if cache is None:
             sequence.turn = next(self._turns)
@@ -200,17 +213,20 @@ class Schedule:
             cache.remember(sequence.job.version_key, self._name(sequence, index), sequence.blocks[index])
 
     def _in_turn_of_scopes(self) -> list[Sequence]:
-        """One sequence of each scope, then the next of each; first the scope whose prompts waited for longest."""
+        """Return the running sequences round robin by scope, first the scope whose prompts have waited longest."""
         scopes: dict[str, list[Sequence]] = {}
         for sequence in self._in_turn():
             scopes.setdefault(sequence.job.scope, []).append(sequence)
         self._prompt_turns = {scope: self._prompt_turns.get(scope, 0) for scope in scopes}
-        ordered = sorted(scopes, key=self._prompt_turns.__getitem__)  # first come first among those that never had one
+        ordered = sorted(scopes, key=self._prompt_turns.__getitem__)  # stable: ties in order of arrival
         rounds = zip_longest(*(scopes[scope] for scope in ordered))
         return [sequence for each in rounds for sequence in each if sequence is not None]
 
     def _in_turn(self) -> list[Sequence]:
-        """First come first; without a cache, where every token is like a prompt, those not computed for longest."""
+        """Return the running sequences in order of arrival.
+
+        Without a cache every token costs as much as a whole prompt, so the least recently computed sequence goes first.
+        """
         if self._cache is not None:
             return list(self._running)
         return sorted(self._running, key=lambda sequence: (sequence.turn, sequence.order))
@@ -228,10 +244,13 @@ class Schedule:
             stop = length
         return sequence.cached, stop
 
-    # --- what the cache holds -----------------------------------------------------------------------------------------
+    # --- contents of the cache ----------------------------------------------------------------------------------------
 
     def _follow_length(self, sequence: Sequence) -> None:
-        """From some length on positions are encoded in another way: what was computed before is of no use then."""
+        """Drop the sequence's blocks if its length has entered another length class.
+
+        Some models encode positions differently from some length on, which makes earlier keys and values useless.
+        """
         length_class = self._length_class(len(sequence.tokens))
         if sequence.length_class != length_class:
             self._release(sequence)
@@ -239,7 +258,7 @@ class Schedule:
             sequence.names.clear()
 
     def _adopt(self, sequence: Sequence) -> None:
-        """Share the blocks that hold the sequence's next tokens, where there are any."""
+        """Share remembered blocks that hold the sequence's next tokens, if there are any."""
         cache, job, blocks = self._cache, sequence.job, sequence.blocks
         if cache is None or sequence.cached != len(blocks) * BLOCK:
             return
@@ -252,7 +271,7 @@ class Schedule:
         job.reached(sequence.cached, reused=True)
 
     def _name(self, sequence: Sequence, index: int) -> bytes:
-        """Of full block number ``index``."""
+        """Return the name of the sequence's full block number ``index``."""
         names = sequence.names
         for number in range(len(names), index + 1):
             before = names[-1] if names else first_name(sequence.length_class, sequence.job.request.scope)
@@ -262,7 +281,7 @@ class Schedule:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, stop: int, planned: Collection[Sequence]) -> bool:
-        """Give the sequence blocks of its own up to ``stop``; False where it had to give way itself."""
+        """Give the sequence blocks of its own up to ``stop``. Return False if it was preempted itself."""
         cache = self._cache
         if cache is None:
             return True
@@ -284,7 +303,7 @@ class Schedule:
         return True
 
     def _last(self, planned: Collection[Sequence]) -> Sequence:
-        """Who gives way: never the first, nor those whose step is planned already."""
+        """Return the sequence to preempt: never the oldest, nor one whose step is already planned."""
         samples = Counter(sequence.job for sequence in self._running)
         scopes = Counter(sequence.job.scope for sequence in self._running)
         others = [sequence for sequence in self._running[1:] if sequence not in planned]
@@ -297,7 +316,7 @@ class Schedule:
         self.add(sequence)
 
     def _drop_stems(self) -> bool:
-        """Give up what only sequences to come would use; False where there was nothing."""
+        """Release the prompt blocks kept for samples that have not begun. Return False if there were none."""
         jobs = [job for job in self._waiting if job.stem]
         for job in jobs:
             self._drop_stem(job)
@@ -315,7 +334,7 @@ class Schedule:
 
 
 class _Shares:
-    """How many places each scope and each request has, while places are being given and taken."""
+    """The number of places of each scope and each request, kept up to date while places are given and taken."""
 
     def __init__(self, running: Iterable[Sequence]) -> None:
         self._jobs: dict[str, dict[Job, list[Sequence]]] = {}  # by scope; no list is empty
@@ -327,18 +346,22 @@ class _Shares:
         self._jobs.setdefault(sequence.job.scope, {}).setdefault(sequence.job, []).append(sequence)
         self._places[sequence.job.scope] += 1
 
-    def of(self, job: Job) -> tuple[int, int]:
-        """Return the places of the job's scope, and of the job."""
+    def places_of(self, job: Job) -> tuple[int, int]:
+        """Return how many places the job's scope has, and how many the job has."""
         return self._places[job.scope], len(self._jobs.get(job.scope, {}).get(job, ()))
 
     def unequal(self, waiting: Iterable[Job]) -> bool:
-        """Return whether anybody who waits might have a right to the place of another."""
+        """Return whether a waiting job might be entitled to the place of a running sequence."""
         most = max(self._places.values(), default=0)
         several = any(len(samples) > 1 for jobs in self._jobs.values() for samples in jobs.values())
         return several or any(self._places[job.scope] + 1 < most for job in waiting)
 
     def take_for(self, job: Job) -> Sequence | None:
-        """Take a place away from whoever has the most; None if nobody has two more than those who would get it."""
+        """Take a place for this job from the scope with the most places, else from a larger request of its own scope.
+
+        Return the sequence that has to leave. Return None if no other has at least two places more than the job's
+        scope, or than the job within its scope: moving one place would then only swap the two.
+        """
         scope = max(self._places, key=lambda each: (self._places[each], each != job.scope))
         if self._places[scope] > self._places[job.scope] + 1:
             return self._take_last(scope)

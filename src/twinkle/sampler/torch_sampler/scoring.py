@@ -1,4 +1,4 @@
-"""Scores of a prompt's rows, chunk by chunk of the head: the logits of all rows are never in memory together.
+"""Scoring of a prompt's rows in chunks of the head, so that the logits of all rows are never in memory together.
 
 Shapes: S scored rows, C rows of a chunk, H hidden features, V vocabulary, K targets a row, D draws a row, k likeliest
 tokens.
@@ -20,15 +20,17 @@ from twinkle.sampler.torch_sampler.drawing import divisor, pick, rows_at_once
 from twinkle.sampler.types import DrawnTokens, TopLogprobs
 
 _Number = TypeVar("_Number", np.int64, np.float64)
-_Columns = list[Tensor]  # log-probabilities; the likeliest tokens and theirs; drawn tokens and theirs
+# Five tensors: log-probabilities of the targets; the likeliest tokens and their log-probabilities; the drawn tokens and
+# their log-probabilities.
+_Columns = list[Tensor]
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is asked of S rows of a piece, from row ``first`` on.
+    """The scores to compute for S rows of a piece, from row ``first`` on.
 
-    The log-probabilities of targets (S, K), −1 where there is none; the ``top`` likeliest tokens; and a token for each
-    of these uniform numbers (S, D), drawn at ``temperature``. Log-probabilities are raw, as at temperature 1.
+    These are the log-probabilities of ``targets`` (S, K), −1 where there is none; the ``top`` likeliest tokens; and one
+    token drawn at ``temperature`` for each of the uniform numbers (S, D). All log-probabilities are raw: temperature 1.
     """
 
     first: int
@@ -44,7 +46,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Scores:
-    """logprobs (S, K), 0 where there was no target; top (S, k); drawn (S, D)."""
+    """The scores of S rows: logprobs (S, K), 0 where there was no target; top (S, k); drawn (S, D)."""
 
     logprobs: FloatArray
     top: TopLogprobs
@@ -54,7 +56,10 @@ class Scores:
 def score_rows(
     head: ChunkedHead, hidden_SH: Tensor, lora: Sequence[BoundLora], wanted: Sequence[Scoring], choices: int
 ) -> list[Scores]:
-    """The rows of ``wanted`` one after another. ``choices``: token ids from here on are neither drawn nor named."""
+    """Score the hidden states of ``wanted``, whose rows follow one another. Return one result for each entry.
+
+    choices: token ids from this one on are neither drawn nor reported among the likeliest.
+    """
     targets_SK = torch.from_numpy(_stacked([each.targets for each in wanted], -1)).to(hidden_SH.device)
     if all(each.only_targets for each in wanted):
         logprobs_SK = head.logprobs(hidden_SH, targets_SK.clamp(min=0), lora)
@@ -78,7 +83,7 @@ def score_rows(
 
 
 def _draw(logprobs_CV: Tensor, divisor_C1: Tensor, uniform_CD: Tensor, at_once: int) -> Tensor:
-    """(C, D), few rows at once."""
+    """Draw tokens (C, D), ``at_once`` rows at a time to bound the memory."""
     if uniform_CD.shape[1] == 0:
         return torch.empty(uniform_CD.shape, dtype=torch.long, device=uniform_CD.device)
     drawn = []
@@ -90,7 +95,7 @@ def _draw(logprobs_CV: Tensor, divisor_C1: Tensor, uniform_CD: Tensor, at_once: 
 
 
 def _stacked(arrays: Sequence[NDArray[_Number]], empty: float) -> NDArray[_Number]:
-    """One below the other, filled up to the widest."""
+    """Stack arrays below one another, padded with ``empty`` to the widest."""
     widest = max(array.shape[1] for array in arrays)
     return np.concatenate(
         [np.pad(array, ((0, 0), (0, widest - array.shape[1])), constant_values=empty) for array in arrays]

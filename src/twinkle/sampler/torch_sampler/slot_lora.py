@@ -1,7 +1,7 @@
-"""LoRA for captured graphs: which rows belong to which version stands in buffers that never move.
+"""LoRA for captured graphs: the mapping from rows to versions is in buffers whose addresses never change.
 
-Two launches serve any mix of versions and ranks (see ``slot_lora_kernels``). Their grid is as large as the worst case,
-every row a version of its own; programs that find nothing to do end at once.
+Two kernel launches serve any mix of versions and ranks (see ``slot_lora_kernels``). Their grid is sized for the worst
+case, in which every row has its own version; programs without work return at once.
 
 Shapes: N rows at most, M linear layers (the head is the last), G = N + 1 groups, of which the last has no adapter.
 """
@@ -20,7 +20,10 @@ from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS,
 
 
 class SlotLora:
-    """The adapters of up to ``rows`` rows. :meth:`bind` says whose they are; addresses are read when a graph runs."""
+    """The adapters of up to ``rows`` rows.
+
+    :meth:`bind` writes the addresses of the rows' weights into fixed buffers, which a graph reads when it runs.
+    """
 
     def __init__(self, architecture: Architecture, rows: int, device: torch.device) -> None:
         self.rows = rows
@@ -34,8 +37,9 @@ class SlotLora:
         self._bound: tuple[tuple[int, str, int], ...] = ()
 
     def bind(self, runs: Sequence[tuple[Adapter | None, int]]) -> None:
-        """Consecutive rows of these versions (None: of the base model), from row 0."""
-        # By address and layout: a version that was paged out comes back to the same slot of another block.
+        """Assign consecutive rows, from row 0, to these versions (None: the base model)."""
+        # Compare addresses and layouts, not slots: a version that was paged out may return to the same slot number in
+        # another block of memory.
         key = tuple(
             (0, "", count) if version is None else (version.compute_copy.data_ptr(), version.layout.digest, count)
             for version, count in runs
@@ -58,7 +62,7 @@ class SlotLora:
         self._bound = key
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:
-        """One entry a decoder layer, for the first ``rows`` rows."""
+        """Return one entry for each decoder layer, for the first ``rows`` rows."""
         path, count = self._architecture.layers_path, self._architecture.layer_count
         return tuple(SlotLayer(self, f"{path}.{index}.", rows) for index in range(count))
 
@@ -70,7 +74,7 @@ class SlotLora:
         return name in self._places
 
     def add(self, name: str, x_TI: Tensor, y_TO: Tensor) -> None:
-        """y += x A.T B.T; y may be of a wider type than x."""
+        """Add x A.T B.T to y, in place. y may have a wider dtype than x."""
         a_G, b_G = self._addresses_M2G[self._places[name]]
         add_lora(x_TI, y_TO, a_G, b_G, self._tiles_N4[: len(x_TI)])
 
@@ -78,7 +82,7 @@ class SlotLora:
         self.add(self._architecture.head.name, hidden_TH, logits_TV)
 
     def _addresses(self, version: Adapter) -> np.ndarray:
-        """(M, 2) addresses of A and B; 0 where the version has none."""
+        """Return the addresses of A and B for each linear layer, (M, 2); 0 where the version has no LoRA."""
         layout, row_P = version.layout, version.compute_copy
         if layout.digest not in self._offsets:
             self._offsets[layout.digest] = _offsets(layout, self._names)
@@ -87,9 +91,9 @@ class SlotLora:
 
 
 class SlotLayer:
-    """A :class:`~twinkle.model.decoder.lora.lora.LayerAdapters` for one decoder layer."""
+    """The LoRA of one decoder layer; implements :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
-    width = 0  # x A.T is the kernels' own business
+    width = 0  # no buffer for x A.T is needed: the kernels allocate their own
 
     def __init__(self, lora: SlotLora, prefix: str, rows: int) -> None:
         self._lora = lora

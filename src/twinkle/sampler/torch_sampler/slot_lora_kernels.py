@@ -1,10 +1,10 @@
-"""LoRA on a few rows of many versions as two CUDA kernels (Triton): x A.T, then what B makes of it.
+"""LoRA on a few rows of many versions as two CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
-Few rows mean few tiles, and each walks along a wide matrix: the first product is cut along its inner dimension into
-parts that run side by side. Their fp32 sums are added up, in a fixed order, where the second product needs them.
+Few rows mean few tiles, and each tile has to read a wide matrix. To use the whole device, the first product is split
+along its inner dimension into parts that run in parallel. The second kernel adds their fp32 sums in a fixed order.
 
-Shapes: T rows, P parts, R the largest rank. A is (rank, wide) and B (wide, rank), row by row, found by their address;
-0 means no adapter.
+Shapes: T rows, P parts, R the largest rank. A is (rank, inputs) and B is (outputs, rank), both row-major and found by
+their address; address 0 means no adapter.
 """
 
 import torch
@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS = 16  # the fewest that tensor cores take
+TILE_ROWS = 16  # the smallest tile that tensor cores accept
 MAX_RANK = 128
-_PART = 256  # of the inner dimension of x A.T
+_PART = 256  # length of one part of the inner dimension of x A.T
 _RANKS_AT_ONCE = 32
 
 
 def add_lora(x_TI: Tensor, y_TO: Tensor, a_G: Tensor, b_G: Tensor, tiles: Tensor) -> None:
-    """``y[t] += x[t] @ A.T @ B.T`` with A and B of t's group.
+    """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of the group of row t.
 
-    tiles: (n, 4) int32, of at most TILE_ROWS rows each: group, first row, end of the group, rank.
+    tiles: (n, 4) int32; a tile covers at most TILE_ROWS rows and has the columns group, first row, end of the group,
+    rank.
     """
     inputs, outputs = x_TI.shape[1], y_TO.shape[1]
     parts = triton.cdiv(inputs, _PART)
@@ -77,7 +78,7 @@ def _times_a(
     if address == 0:
         return
     first, end = tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8, and the compiler should know
+    rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8; this tells the compiler so
     a = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
     t = first + tl.arange(0, ROWS)
     k = tl.program_id(0) * PART + tl.arange(0, PART)

@@ -1,14 +1,14 @@
-"""Sampling with vLLM, in processes of its own. The only place that imports it.
+"""Sampling with vLLM, which runs in its own processes. The only package that imports vLLM.
 
-engine_args     what the configuration may say to vLLM, and what we say to it ourselves
-base_weights    a folder with the base model as vLLM reads it
-processor       our own drawing, run inside vLLM: same noise, same truncation, same log-probabilities as elsewhere
-message         how what was drawn travels through the numbers that vLLM hands out
+engine_args     engine arguments: those that the configuration may set, those that we set, the folder of the base model
+processor       our own drawing, run inside vLLM: the same noise, truncation and log-probabilities as the torch sampler
+message         how a drawn token is encoded in the log-probabilities that vLLM reports
 engine          vLLM's asynchronous engine on a thread of its own
-versions        adapters as files in memory, each version under a name of its own
-requests        a request under way: the tokens of its samples, stop strings, what is streamed
-self_check      whether vLLM computes what the trainer computes, with every kind of adapter
-vllm_sampler    all of it behind the interface of a sampler
+versions        adapter versions as files in memory, each under its own name
+requests        an active request: the tokens of its samples, stop strings, streaming
+self_check      the check that vLLM computes what the trainer computes, with every kind of adapter
+server_watch    ends vLLM's processes when the server's process is gone
+vllm_sampler    all of these behind the interface of a sampler
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """vLLM's asynchronous engine on a thread of its own, for use from one other thread.
 
-The engine computes in further processes. They ignore Ctrl-C, which a terminal sends to all processes of a server: the
-server ends them when it is done. When they die, whatever is under way fails.
+vLLM computes in further processes. They ignore Ctrl-C, which a terminal sends to all processes of a server, because the
+server ends them itself when it has shut down. If they die, all active requests fail.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from twinkle.errors import TwinkleServerError
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.5  # how often somebody who waits looks whether the engine lives
+_LOOK_SECONDS = 0.5  # how often a waiting call checks that the engine is alive
 _CLOSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Reported:
-    """One token as vLLM reports it: log-probabilities by token id, infinite ones left out."""
+    """One token as vLLM reports it. ``logprobs``: log-probabilities by token id, without infinite ones."""
 
     token: int
     logprobs: dict[int, float]
@@ -36,7 +36,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens of a generation. ``finish``: vLLM's reason, with the last of them."""
+    """New tokens of a generation. ``finish``: vLLM's finish reason, set on the last piece."""
 
     number: int
     tokens: tuple[Reported, ...]
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Broken:
-    """A generation that came to nothing."""
+    """A generation that failed."""
 
     number: int
     error: TwinkleServerError
@@ -54,7 +54,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Ended:
-    """vLLM has nothing more to do with a generation, in whatever way it ended."""
+    """The end of a generation, however it ended: vLLM no longer uses its adapter's files."""
 
     number: int
 
@@ -63,21 +63,21 @@ Arrival = Piece | Broken | Ended
 
 
 class Engine:
-    """Numbers what it generates; tokens are collected with :meth:`take`."""
+    """Starts generations, each under a number, and collects their tokens for :meth:`take`."""
 
     def __init__(self, args: AsyncEngineArgs) -> None:
-        """Starts the engine's processes and waits until they are ready."""
+        """Start the engine's processes and wait until they are ready."""
         self._arrived: SimpleQueue[Arrival] = SimpleQueue()
         self._numbers = count(1)
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the loop's thread
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # only used on the loop's thread
         ready: Future[AsyncLLM] = Future()
         self._thread = Thread(target=self._run, args=(args, ready), name="vllm", daemon=True)
         self._thread.start()
         try:
             self._llm = ready.result()
-        except Exception as error:  # vLLM raises what it likes, and this is our error for all of it
+        except Exception as error:  # vLLM raises many types; callers get this one
             raise TwinkleServerError(f"vLLM did not start, its own messages say why: {error}") from error
 
     @property
@@ -93,20 +93,20 @@ class Engine:
     def dead(self) -> bool:
         return bool(self._llm.errored) or not self._thread.is_alive()
 
-    # --- from the other thread ----------------------------------------------------------------------------------------
+    # --- called from the sampler's thread -----------------------------------------------------------------------------
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None, scope: str) -> int:
-        """Generate; returns the number under which tokens arrive. Other scopes share nothing of the prompt."""
+        """Start a generation and return the number of its arrivals. Cached prompts are shared only within a scope."""
         number = next(self._numbers)
         self._loop.call_soon_threadsafe(self._start, number, _prompt(prompt, scope), params, lora)
         return number
 
     def cancel(self, number: int) -> None:
-        """Nothing arrives any more, except what is on its way and the word that it has ended."""
+        """Cancel a generation. Pieces that are already on their way and one :class:`Ended` still arrive."""
         self._loop.call_soon_threadsafe(self._stop, number)
 
     def take(self, timeout: float) -> list[Arrival]:
-        """All that has arrived; waits for the first of it."""
+        """Return everything that has arrived. If nothing has, wait up to ``timeout`` seconds for the first arrival."""
         taken: list[Arrival] = []
         try:
             taken.append(self._arrived.get(timeout=timeout) if timeout > 0 else self._arrived.get_nowait())
@@ -116,7 +116,7 @@ class Engine:
             return taken
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> Piece:
-        """Generate and wait for the end; ``params`` ask for everything at once."""
+        """Generate and wait for the end. ``params`` must ask for one final output, not for pieces."""
         number = next(self._numbers)
         return self._call(lambda: self._all_of(number, _prompt(prompt, ""), params, lora))
 
@@ -124,7 +124,7 @@ class Engine:
         self._call(lambda: self._llm.add_lora(lora))
 
     def remove_lora(self, lora_id: int) -> None:
-        """Whenever it suits the engine."""
+        """Ask the engine to unload an adapter, without waiting for it."""
         if not self.dead:
             asyncio.run_coroutine_threadsafe(self._llm.remove_lora(lora_id), self._loop)
 
@@ -132,7 +132,7 @@ class Engine:
         self._call(lambda: self._llm.reset_prefix_cache())
 
     def close(self) -> None:
-        """End the engine's processes. What was under way never arrives."""
+        """End the engine's processes. Generations that were active never end."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(_CLOSE_SECONDS)
@@ -149,17 +149,17 @@ class Engine:
                     future.cancel()
                     raise _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}") from error
 
-    # --- in the loop's thread -----------------------------------------------------------------------------------------
+    # --- on the loop's thread -----------------------------------------------------------------------------------------
 
     def _run(self, args: AsyncEngineArgs, ready: "Future[AsyncLLM]") -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes that are started from here inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes started from here
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve(args, ready))
 
     async def _serve(self, args: AsyncEngineArgs, ready: "Future[AsyncLLM]") -> None:
         try:
             llm = AsyncLLM.from_engine_args(args)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for it
             ready.set_exception(error)
             return
         try:
@@ -171,7 +171,7 @@ class Engine:
     def _start(self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None) -> None:
         task = self._loop.create_task(self._follow(number, prompt, params, lora))
         self._tasks[number] = task
-        task.add_done_callback(lambda _: self._end(number))  # also of one that was cancelled before it began
+        task.add_done_callback(lambda _: self._end(number))  # also runs for a task that was cancelled before it began
 
     def _stop(self, number: int) -> None:
         task = self._tasks.get(number)
@@ -188,7 +188,7 @@ class Engine:
         try:
             async for output in self._llm.generate(prompt, params, str(number), lora_request=lora):
                 self._arrived.put(_piece(number, output))
-        except Exception as error:  # noqa: BLE001 - it fails its own request alone, whatever it is
+        except Exception as error:  # noqa: BLE001 - any error fails only its own request
             broken = _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}")
             self._arrived.put(Broken(number, broken))
 
@@ -201,7 +201,7 @@ class Engine:
 
 def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
     prompt = TokensPrompt(prompt_token_ids=list(tokens))
-    return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # an empty salt is refused
+    return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # vLLM refuses an empty salt
 
 
 def _piece(number: int, output: Any) -> Piece:

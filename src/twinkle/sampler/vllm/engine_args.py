@@ -1,9 +1,9 @@
-"""What the configuration may say to vLLM's engine (``engine_args``), and what we say to it ourselves.
+"""The arguments of vLLM's engine: those that the configuration may set (``engine_args``), and those that we set.
 
-Names are those of vLLM's own ``AsyncEngineArgs``; values pass through. Memory is divided by hand, since trainer and
-engine are two processes that know nothing of each other: on a GPU the model's ``memory_budget_gib`` bounds the trainer
-and ``gpu_memory_utilization`` the engine; on CPU ``kv_cache_memory_bytes`` sizes the engine's cache (1 GiB unless told
-otherwise), and its copy of the weights comes on top.
+Names are those of vLLM's own ``AsyncEngineArgs``; values pass through unchanged. The operator has to divide the memory,
+because trainer and engine are separate processes that do not see each other's use. On a GPU, the model's
+``memory_budget_gib`` limits the trainer and ``gpu_memory_utilization`` limits the engine. On CPU,
+``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top.
 """
 
 import dataclasses
@@ -24,34 +24,34 @@ from twinkle.sampler.vllm import message
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
 
 _CPU_CACHE_BYTES = 2**30
-_SPARE_BYTES = 2**30  # what the drivers of two processes take of a GPU
-# Versions that may share a batch, and versions kept in host memory before their files are read again.
+_SPARE_BYTES = 2**30  # GPU memory that the drivers of two processes take
+# max_loras: versions that may share a batch. max_cpu_loras: versions kept in host memory; others are read from files.
 _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
-# What cannot be set, and why.
+# Arguments that the configuration cannot set, and why.
 _TAKEN = {
     "model": "it is the sampler's model_id",
     "model_weights": "it is the sampler's model_id",
-    "tokenizer": "tokens are what goes in and what comes out",
-    "skip_tokenizer_init": "tokens are what goes in and what comes out",
+    "tokenizer": "the engine reads and returns token ids only",
+    "skip_tokenizer_init": "the engine reads and returns token ids only",
     "dtype": "it is the trainer's, so that both compute the same",
-    "enable_lora": "versions of adapters are what is sampled from",
+    "enable_lora": "it is always on, because the sampler serves adapter versions",
     "lora_dtype": "it is the trainer's, so that both compute the same",
     "lora_target_modules": "an adapter is applied whole or not at all",
     "logprobs_mode": "log-probabilities are of the tempered distribution over the whole vocabulary, by our own drawing",
-    "logits_processors": "our own drawing is there",
-    "max_logprobs": "the sampler's limits hold",
-    "speculative_config": "it does not go with our own drawing",
-    "generation_config": "requests say how they are sampled",
-    "override_generation_config": "requests say how they are sampled",
-    "runner": "the engine generates",
-    "convert": "the engine generates",
-    "disable_log_stats": "the server has its own",
-    "additional_config": "it tells vLLM's processes whose they are",
+    "logits_processors": "the sampler draws tokens with a processor of its own",
+    "max_logprobs": "it follows from the sampler's own limits",
+    "speculative_config": "it does not work with the sampler's own drawing",
+    "generation_config": "each request has its own sampling parameters",
+    "override_generation_config": "each request has its own sampling parameters",
+    "runner": "the engine only generates",
+    "convert": "the engine only generates",
+    "disable_log_stats": "the server has its own statistics",
+    "additional_config": "the server uses it to pass its process id to vLLM's processes",
 }
 
 
 def check_engine_args(given: Mapping[str, object]) -> None:
-    """Raises InvalidInputError for a name that vLLM does not have or that is not the configuration's to set."""
+    """Raise InvalidInputError for a name that vLLM does not have or that the configuration may not set."""
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name, value in given.items():
         if name not in known:
@@ -65,11 +65,11 @@ def check_engine_args(given: Mapping[str, object]) -> None:
 def make_engine_args(
     given: Mapping[str, object], folder: str, device: torch.device, dtype: torch.dtype
 ) -> AsyncEngineArgs:
-    """The arguments of an engine for the model in ``folder`` that computes as the trainer on ``device`` does."""
+    """Return the arguments of an engine for the model in ``folder`` that computes like the trainer on ``device``."""
     check_engine_args(given)
     defaults = dict(_DEFAULTS)
     if device.type == "cpu":
-        # Compiling for a CPU takes longer than it saves.
+        # On a CPU, compiling takes longer than it saves.
         defaults |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
     elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
@@ -78,7 +78,7 @@ def make_engine_args(
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
-    """Bytes that an engine with these arguments leaves of its first GPU, where nobody else uses that."""
+    """Return how many bytes an engine with these arguments leaves free on its first GPU, if nothing else uses it."""
     share = given.get("gpu_memory_utilization")
     if not isinstance(share, int | float) or not 0 < share < 1:
         allowed = (
@@ -100,20 +100,23 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "logprobs_mode": "processed_logprobs",
         "logits_processors": [IMPORT_NAME],
         "max_logprobs": MAX_WIDTH + message.OVERHEAD,
-        "generation_config": "vllm",  # not what the model's folder suggests
+        "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
         "additional_config": {SERVER: os.getpid()},
     }
 
 
 def _is_ours(name: str, value: object) -> bool:
-    """Saying what is so anyway is no mistake."""
+    """Return whether the value is the one that we set anyway: repeating it is not an error."""
     return {"enable_lora": True, "logprobs_mode": "processed_logprobs"}.get(name) == value
 
 
 @contextmanager
 def base_folder(model_id: str, dtype: torch.dtype, directory: Path) -> Iterator[Path]:
-    """The folder, for as long as the context lasts; one that has to be written goes into ``directory``."""
+    """Yield a folder with the base model as vLLM reads it.
+
+    A model with random weights exists only in memory: it is written into ``directory``, and removed at the end.
+    """
     local = hub.resolve(model_id)
     if local.random_seed is None:
         yield local.path

@@ -1,8 +1,9 @@
-"""Drawing tokens inside vLLM, with our own noise and truncation.
+"""A logits processor that draws tokens inside vLLM, with our own noise and truncation.
 
-vLLM's own log-probabilities are either raw or renormalised over what ``top_k`` and ``top_p`` leave; ours are of the
-tempered distribution over the whole vocabulary, and a seed gives the same tokens as the torch sampler. So every request
-reaches vLLM as a greedy one, and this processor, which vLLM imports by name into its own process, draws the token.
+vLLM's own log-probabilities are either raw or renormalised over the tokens that ``top_k`` and ``top_p`` leave. Ours are
+those of the tempered distribution over the whole vocabulary, and a seed must give the same tokens as the torch sampler.
+So every request reaches vLLM as a greedy one, and this processor, which vLLM imports by name into its own process,
+draws the token.
 
 Shapes: M rows of a batch, V vocabulary.
 """
@@ -19,17 +20,17 @@ from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler.drawing import Draw, draw_tokens
 from twinkle.sampler.vllm import message, server_watch
 
-# How vLLM is told to use it.
+# The import name under which vLLM loads the processor.
 IMPORT_NAME = f"{__name__}:DrawingProcessor"
-# The entry of vLLM's additional_config that tells its processes whose they are.
+# The entry of vLLM's additional_config with the process id of the server that started vLLM.
 SERVER = "twinkle_server"
 _KEY = "twinkle_draw"
-_ELEMENTS = 2**24  # of the logits that are drawn from at once: vLLM sets no memory aside for us
+_ELEMENTS = 2**24  # logits drawn from at once: vLLM reserves no memory for this
 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How one sample is drawn; travels with its request. ``top``: so many of the likeliest tokens are reported."""
+    """How one sample is drawn; sent along with its request. ``top``: how many of the likeliest tokens to report."""
 
     temperature: float
     top_k: int
@@ -43,7 +44,7 @@ class DrawSettings:
 
     @classmethod
     def from_params(cls, params: EngineParams) -> "DrawSettings | None":
-        """None for a request that is not ours, such as those of vLLM's own warm-up."""
+        """Read the settings of a request. Return None for a request that is not ours, such as vLLM's own warm-up."""
         values = (params.extra_args or {}).get(_KEY)
         return None if values is None else cls(*values)
 
@@ -55,11 +56,11 @@ class DrawSettings:
 @dataclass(frozen=True)
 class _Row:
     settings: DrawSettings
-    generated: list[int]  # grows as vLLM goes on
+    generated: list[int]  # vLLM appends to this list as it generates
 
 
 class DrawingProcessor(LogitsProcessor):  # type: ignore[misc]  # without vLLM it is Any
-    """Knows which request each row of the batch belongs to."""
+    """Draws a token for each row of a batch, by the settings of the request that the row belongs to."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
@@ -83,7 +84,7 @@ class DrawingProcessor(LogitsProcessor):  # type: ignore[misc]  # without vLLM i
         chosen = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
         part_MV = logits_MV[chosen]
         message.write(draw_tokens(part_MV, draws, part_MV.shape[1]), part_MV)
-        if not isinstance(chosen, slice):  # a copy was written to
+        if not isinstance(chosen, slice):  # the message was written to a copy
             logits_MV[chosen] = part_MV
 
 

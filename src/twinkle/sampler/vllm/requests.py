@@ -1,4 +1,4 @@
-"""A request under way: what vLLM has told of its samples so far."""
+"""Active requests: the tokens that vLLM has generated for each sample so far."""
 
 from dataclasses import dataclass, field
 
@@ -26,8 +26,11 @@ class Sample:
 
 @dataclass(eq=False)
 class Request:
-    """``numbers``: the engine's, of the samples that it still works on. ``scores``: of the prompt, once they are there;
-    ``unscored``: they are still to come."""
+    """A request with its samples.
+
+    ``numbers``: unfinished samples by the engine's number of their generation. ``unscored``: prompt scores were asked
+    for and are not computed yet. ``scores``: the prompt scores, once they are computed.
+    """
 
     checked: CheckedRequest
     version: Version | None
@@ -47,7 +50,7 @@ class Request:
         return not self.numbers and not self.unscored
 
     def engine_params(self, sample: Sample) -> EngineParams:
-        """Greedy, as vLLM sees it; how the token is drawn goes along."""
+        """Return vLLM's parameters of a sample: greedy for vLLM, with the real settings for our processor."""
         checked, params = self.checked, self.checked.params
         top = checked.topk_sample_logprobs
         draw = DrawSettings(params.temperature, params.top_k, params.top_p, checked.seed, sample.index, top)
@@ -55,7 +58,7 @@ class Request:
         return engine_params(draw, checked.max_tokens, self.end_tokens, watched=watched)
 
     def absorb(self, piece: Piece) -> list[Progress]:
-        """Take in what a sample was told; one that ends leaves ``numbers``."""
+        """Store new tokens of a sample and return the events to stream. A finished sample leaves ``numbers``."""
         sample = self.numbers[piece.number]
         if sample.index == 0:
             self.cached_prompt_tokens = max(self.cached_prompt_tokens, piece.cached_prompt_tokens)
@@ -82,7 +85,7 @@ class Request:
     def result(self) -> SampleResult:
         sequences = []
         for sample in self.samples:
-            assert sample.stop_reason is not None, "a result has no open ends"
+            assert sample.stop_reason is not None, "every sample of a result has ended"
             tokens, logprobs, top = self._arrays(sample.told)
             sequences.append(SampledSequence(tokens, logprobs, sample.stop_reason, top))
         scores = self.scores or SampleResult([])
@@ -96,7 +99,7 @@ class Request:
         )
 
     def _ends(self, sample: Sample) -> bool:
-        """Whether the newest token ends the sample. vLLM knows of the end tokens, and not of the strings."""
+        """Return whether the newest token ends the sample. vLLM itself stops at end tokens, not at stop strings."""
         if sample.told[-1].token in self.end_tokens:
             return True
         strings, tokenizer = self.checked.params.stop_strings, self.tokenizer
@@ -115,12 +118,12 @@ class Request:
 
 
 def engine_params(draw: DrawSettings, max_tokens: int, end_tokens: frozenset[int], *, watched: bool) -> EngineParams:
-    """``watched``: tokens arrive as they come, rather than all at the end."""
+    """Return vLLM's parameters. ``watched``: report tokens as they are generated instead of all at the end."""
     return EngineParams(
         temperature=0.0,
         max_tokens=max_tokens,
         stop_token_ids=sorted(end_tokens),
-        ignore_eos=True,  # the model's own end tokens are among ours, where they count
+        ignore_eos=True,  # end_tokens holds the model's own end tokens where they apply
         logprobs=draw.top + message.OVERHEAD,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,

@@ -1,13 +1,14 @@
-"""Whether vLLM computes what the trainer computes.
+"""The check that vLLM computes what the trainer computes.
 
-A short probe is continued by vLLM and the log-probabilities it reports, of the likeliest tokens at each step, are
-compared with the trainer's own for the same tokens. The mean difference must stay below a bound, 1e-3 in float32 and
-0.25 in bfloat16 (two correct programs differ by 0.1 there), plus a tenth of what the adapter changes. An adapter that
-vLLM ignored, whole or in part, is off by about as much as it changes; what it changes by less than the bound cannot be
-told from the number format's own noise, and there what was found out at start has to do.
+vLLM continues a short probe prompt. The log-probabilities that it reports for the likeliest tokens at each step are
+compared with the trainer's own for the same tokens. The mean difference must stay below a bound: 1e-3 in float32 and
+0.25 in bfloat16 (where two correct programs differ by 0.1), plus a tenth of the adapter's effect, which is the mean
+change of log-probabilities that the adapter makes. If vLLM ignores an adapter or part of it, the error is about as
+large as the effect. An effect below the bound cannot be told from rounding noise; such an adapter relies on the check
+at the start.
 
-At start every kind of module is tried by itself, with made-up weights, so that it is known by name what vLLM leaves
-out. Shapes: S steps, k likeliest tokens, T prompt.
+At the start, each kind of module is tried by itself with made-up weights, so that the modules on which vLLM does not
+apply LoRA are known by name. Shapes: S steps, k likeliest tokens, T prompt.
 """
 
 import json
@@ -36,7 +37,7 @@ _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 _OF_CHANGE = 0.1
 _PROBE, _STEPS, _TOP = 8, 2, 8
 _RANK = 8
-# Sizes of made-up weights: the first that shows is used.
+# Sizes of made-up weights: the first one whose effect is large enough to measure is used.
 _SIZES = (0.05, 0.15, 0.45, 1.35)
 
 Score = Callable[[SampleRequest], SampleResult]
@@ -44,7 +45,10 @@ Score = Callable[[SampleRequest], SampleResult]
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean absolute differences of log-probabilities: vLLM's to the trainer's, and the adapter's to the base's."""
+    """Mean absolute differences of log-probabilities.
+
+    ``error``: between vLLM and the trainer. ``change``: between the adapter and the base model, in the trainer.
+    """
 
     error: float
     change: float
@@ -56,12 +60,15 @@ class Difference:
 
     @property
     def shows(self) -> bool:
-        """Whether the adapter changes enough to tell by it that vLLM applies it."""
+        """Return whether the adapter's effect is large enough to tell whether vLLM applies it."""
         return self.change > 3 * self.bound
 
     @property
     def is_applied(self) -> bool:
-        """Of an adapter that shows. Made-up weights may magnify the noise, but not to half of what they change."""
+        """Return whether vLLM applies the adapter; valid only if :attr:`shows`.
+
+        Made-up weights may magnify rounding noise, but not to half of their effect.
+        """
         return self.error < self.change / 2
 
     def __str__(self) -> str:
@@ -69,7 +76,7 @@ class Difference:
 
 
 class SelfCheck:
-    """``score`` computes with the trainer's model, by version id; None is the base model."""
+    """Compares vLLM with the trainer. ``score`` computes prompt scores with the trainer's model."""
 
     def __init__(self, engine: Engine, score: Score, vocab_size: int, dtype: torch.dtype) -> None:
         self._engine = engine
@@ -79,7 +86,10 @@ class SelfCheck:
         self._probe = (np.arange(_PROBE) * 7919 + 13) % vocab_size
 
     def compare(self, lora: LoRARequest | None, version_id: str | None, *, change: bool = False) -> Difference:
-        """``change``: also where the error is small enough without it."""
+        """Compare vLLM's ``lora`` with the trainer's version (None: the base model).
+
+        change: measure the adapter's effect even if the error alone is small enough.
+        """
         tokens_S, ids_Sk, found_Sk = self._continued(lora)
         expected_Sk = self._expected(version_id, tokens_S, ids_Sk)
         error = _mean(found_Sk - expected_Sk)
@@ -111,7 +121,7 @@ class SelfCheck:
 
 
 def made_up_adapters(architecture: Architecture, kind: str) -> Iterator[Callable[[Path], None]]:
-    """Writers of adapters on the modules called ``kind``, from small to large."""
+    """Yield functions that each write an adapter on the modules called ``kind``, with growing weights."""
     targets = tuple(each for each in (*architecture.linear, architecture.head) if _kind(each) == kind)
     for size in _SIZES:
         yield lambda directory, size=size: _write(directory, targets, architecture, size)  # type: ignore[misc]
@@ -140,6 +150,6 @@ def _write(directory: Path, targets: tuple[Target, ...], architecture: Architect
 
 
 def _mean(differences: FloatArray) -> float:
-    """Infinite where something is not a number: it is then no match for anything."""
+    """Return the mean absolute difference, or infinity if it is NaN, so that every bound refuses it."""
     mean = float(np.abs(differences).mean())
     return mean if np.isfinite(mean) else float("inf")

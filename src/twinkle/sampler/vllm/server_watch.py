@@ -1,7 +1,7 @@
-"""vLLM's processes end with the server's, even when that is killed and can tell nobody.
+"""Ends vLLM's processes when the server's process is gone, even if that was killed and could not shut them down.
 
-vLLM itself leaves them behind then, with all their memory. One of them ends when the server has gone; the others notice
-that.
+Without this, vLLM would leave its processes behind, with all their memory. Each process that runs our logits processor
+watches the server and kills itself; vLLM's other processes end when they notice that.
 """
 
 import os

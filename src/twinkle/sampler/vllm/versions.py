@@ -1,7 +1,7 @@
-"""Versions of adapters for vLLM: files in memory, and for each version a name and a number that no other ever had.
+"""Adapter versions for vLLM: files in memory, and for each version a name and a number that are never used again.
 
-vLLM's caches go by name, so a version that changed under its name would be sampled from with another one's prefixes.
-Files stay while anybody may need them: vLLM reads them again when it has dropped a version.
+vLLM's caches go by name: if a version changed under the same name, vLLM would use cached prefixes of the old weights.
+Files stay as long as vLLM may need them, because it reads them again after it has dropped a version from its memory.
 """
 
 import json
@@ -26,9 +26,10 @@ _SPARE_BYTES = 2**20
 
 @dataclass(eq=False)
 class Version:
-    """``lora=None``: the adapter changes nothing, and the base model is sampled from.
+    """One version in vLLM. ``lora=None``: the adapter has no effect, so the base model is used.
 
-    ``users``: generations that vLLM has not ended yet. It may read the files for each, and dies if they are gone.
+    ``users``: the number of generations that vLLM has not ended yet. vLLM may read the version's files for any of them,
+    and its engine dies if they are missing.
     """
 
     lora: LoRARequest | None
@@ -38,7 +39,7 @@ class Version:
 
 
 class VersionFiles:
-    """A directory of this process's own in ``place``, which should be in memory."""
+    """A private directory of this process for version files. It is made in ``place``, which should be a tmpfs."""
 
     def __init__(self, place: Path) -> None:
         if not place.is_dir():
@@ -52,9 +53,10 @@ class VersionFiles:
         self._numbers = count(1)
 
     def write(self, size: int, write: Callable[[Path], None], unapplied: frozenset[str]) -> Version:
-        """``write`` fills a directory in PEFT's format, of about ``size`` bytes.
+        """Make a new version from a directory in PEFT's format, which ``write`` fills with about ``size`` bytes.
 
-        unapplied: names of modules that vLLM cannot apply; they are refused unless they change nothing.
+        unapplied: names of modules on which vLLM cannot apply LoRA. A version with LoRA on them is refused unless that
+        LoRA has no effect.
         """
         free = shutil.disk_usage(self.root).free
         if size + _SPARE_BYTES > free:
@@ -81,7 +83,7 @@ class VersionFiles:
 
 
 def copy_version(source: Path, directory: Path) -> None:
-    """The files that vLLM reads, without what PEFT may have put beside them."""
+    """Copy the files that vLLM reads, without tensors that PEFT may have saved beside the LoRA weights."""
     directory.mkdir()
     shutil.copyfile(source / CONFIG, directory / CONFIG)
     tensors = load_file(source / WEIGHTS)
@@ -89,7 +91,7 @@ def copy_version(source: Path, directory: Path) -> None:
 
 
 def write_version(config: Mapping[str, object], weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """The same of weights that are in memory."""
+    """Write the files that vLLM reads from weights in memory."""
     directory.mkdir()
     (directory / CONFIG).write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
@@ -104,7 +106,10 @@ def require_rank(rank: int, most: int) -> None:
 
 
 def _leave_out(directory: Path, unapplied: frozenset[str]) -> bool:
-    """Drop modules that vLLM cannot apply and that change nothing; returns whether any module is left."""
+    """Remove modules on which vLLM cannot apply LoRA and whose LoRA has no effect. Return whether any module is left.
+
+    LoRA has no effect while its B is zero. Raise UnsupportedError if LoRA on one of these modules has an effect.
+    """
     tensors = load_file(directory / WEIGHTS)
     by_module: dict[str, list[str]] = {}
     for name in tensors:
@@ -130,7 +135,7 @@ def _is_felt(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _remove_left_behind(place: Path) -> None:
-    """Of processes that were killed."""
+    """Remove directories of processes that no longer exist."""
     for path in place.glob(f"{_PREFIX}*"):
         owner = path.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

@@ -1,11 +1,11 @@
 """A sampler on vLLM, beside a trainer that holds the same base model.
 
-vLLM generates; what is asked of a prompt (its log-probabilities, the likeliest or named tokens, alternatives) is
-computed by a sampler on the trainer's own model, from the same frozen weights: vLLM mixes up the adapters of prompts
-that it scores in one batch as soon as one may have LoRA on the head. Every version is compared with the trainer before
-anybody samples from it, so vLLM never generates with less than the whole adapter.
+vLLM only generates. Prompt scores (log-probabilities, likeliest tokens, target tokens, alternatives) are computed by a
+torch sampler on the trainer's own model, from the same frozen weights, because vLLM mixes up the adapters of prompts
+that it scores in one batch as soon as one of them may have LoRA on the head. Every version is compared with the trainer
+before it is used, so vLLM never generates with only part of an adapter.
 
-``step`` waits a moment for tokens to arrive when there is nothing else to do; training gets the thread in between.
+``step`` waits a moment for tokens when there is nothing else to do; between calls, training has the thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,8 @@ from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, r
 MEMORY_DIR = Path("/dev/shm")
 _WAIT_SECONDS = 0.02
 _SCORED_AT_ONCE = 16  # prompts
-# A server starts processes from a program with threads; vLLM's older runner is the one that takes our processor.
+# "spawn", because a server has threads when vLLM starts its processes; V1 runner, because V2 does not support our
+# logits processor.
 _VARIABLES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -53,7 +54,7 @@ _VARIABLES = {
 
 
 class VllmSampler:
-    """A :class:`~twinkle.sampler.types.Sampler`. :meth:`close` ends vLLM's processes."""
+    """The sampler on vLLM; implements :class:`~twinkle.sampler.types.Sampler`. :meth:`close` ends vLLM's processes."""
 
     def __init__(
         self,
@@ -63,10 +64,10 @@ class VllmSampler:
         engine_args: Mapping[str, object] | None = None,
         memory_dir: Path = MEMORY_DIR,
     ) -> None:
-        """Start vLLM with the trainer's base model; takes half a minute or so.
+        """Start vLLM with the trainer's base model, which takes about half a minute.
 
-        tokenizer: as of the torch sampler. engine_args: see :mod:`twinkle.sampler.vllm.engine_args`.
-        memory_dir: where versions lie as files, in memory.
+        tokenizer: see :class:`TorchSampler`. engine_args: see :mod:`twinkle.sampler.vllm.engine_args`.
+        memory_dir: a directory in memory (a tmpfs) for the files of versions.
         """
         set_variable_defaults(_VARIABLES)
         self._trainer = trainer
@@ -74,11 +75,11 @@ class VllmSampler:
         own = None if tokenizer is None else tokenizer.eos_token_id
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         self._scorer = TorchSampler(trainer, tokenizer, max_sequences=_SCORED_AT_ONCE)
-        self._scored: list[Finished | Progress] = []  # while somebody waited for something else
+        self._scored: list[Finished | Progress] = []  # events that arrived during _score_now
         self._versions: dict[str, Version] = {}
         self._requests: dict[str, Request] = {}
         self._by_number: dict[int, Request] = {}
-        self._used: dict[int, Version] = {}  # by generations that vLLM has not ended yet
+        self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
         self._files = VersionFiles(memory_dir)
         with base_folder(trainer.model_id, trainer.dtype, self._files.root) as folder:
             args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype)
@@ -98,16 +99,16 @@ class VllmSampler:
 
     @property
     def memory(self) -> str:
-        """For people."""
+        """Describe the engine and its caches in one readable line, for logs."""
         left_out = f"; no LoRA on {', '.join(sorted(self._unapplied))}" if self._unapplied else ""
         return f"vLLM {vllm.__version__}: cache {self._limits.cache_tokens} tokens{left_out}; {self._scorer.memory}"
 
     def reset_prefix_cache(self) -> None:
-        """Forget what vLLM has computed of prompts."""
+        """Empty vLLM's prefix cache."""
         self._engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """End vLLM's processes and remove all files. Nothing can be sampled afterwards."""
+        """End vLLM's processes and remove all files. The sampler cannot be used afterwards."""
         self._engine.close()
         self._files.close()
 
@@ -129,7 +130,7 @@ class VllmSampler:
         self._install(version_id, size, lambda path: copy_version(source, path))
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-        """As the torch sampler's: weights from elsewhere, and the contents of their adapter_config.json."""
+        """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
         require_rank(checkpoint.spec_of(config).rank, self._max_rank)
         self._require_new(version_id)
         self._scorer.receive_version(version_id, config, weights)
@@ -192,8 +193,8 @@ class VllmSampler:
             raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
 
     def _install(self, version_id: str, size: int, write: Callable[[Path], None]) -> None:
-        """Give a version that the scorer has to vLLM, and compare the two."""
-        with ExitStack() as undo:  # whatever goes wrong: what a full disk raises is no error of ours
+        """Add a version that the scorer already has to vLLM, and compare the two."""
+        with ExitStack() as undo:  # undo on any exception, including those of a full disk
             undo.callback(self._scorer.retire, version_id)
             version = self._files.write(size, write, self._unapplied)
             undo.callback(self._discard, version)
@@ -222,10 +223,10 @@ class VllmSampler:
     def _check_base(self) -> None:
         difference = self._check.compare(None, None)
         if not difference.is_small:
-            raise TwinkleServerError(f"vLLM computes another base model than the trainer: {difference}")
+            raise TwinkleServerError(f"vLLM does not compute the base model as the trainer does: {difference}")
 
     def _applies(self, kind: str) -> bool:
-        """Whether vLLM applies LoRA on the modules of this name. One that it refuses to load counts as not."""
+        """Return whether vLLM applies LoRA on the modules of this name; False if it refuses to load such an adapter."""
         name = f"self-check {kind}"
         for write in made_up_adapters(self._trainer.architecture, kind):
             version = self._files.write(0, write, frozenset())
@@ -280,7 +281,7 @@ class VllmSampler:
         if isinstance(piece, Ended | Broken) or piece.finish is not None:
             self._release(piece.number)
         request = self._by_number.get(piece.number)
-        if request is None or isinstance(piece, Ended):  # cancelled, or known by its last piece
+        if request is None or isinstance(piece, Ended):  # cancelled, or finished with an earlier piece
             return []
         if isinstance(piece, Broken):
             return [self._finish(request, SampleFailure(piece.error))]
@@ -290,7 +291,7 @@ class VllmSampler:
             return [self._finish(request, SampleFailure(error))]
         if piece.number not in request.numbers:
             del self._by_number[piece.number]
-            if piece.finish is None:  # a stop string, of which vLLM does not know
+            if piece.finish is None:  # ended by a stop string, which vLLM does not see
                 self._engine.cancel(piece.number)
         if request.done:
             events.append(self._finish(request, request.result()))
@@ -330,7 +331,7 @@ def _wants_scores(checked: CheckedRequest) -> bool:
 
 
 def _scoring(checked: CheckedRequest, version_id: str | None) -> SampleRequest:
-    """The same request for the scorer: all that it asks of the prompt, and one token, which nobody will see."""
+    """Return the request for the scorer: the same prompt scores, and one generated token, which is discarded."""
     return SampleRequest(
         checked.request_id,
         version_id,

@@ -1,4 +1,4 @@
-"""Tool calls in an assistant's text: the formats that models write them in."""
+"""Parsers for tool calls in an assistant's text, one for each format that models write."""
 
 from twinkle.template.tools.cline import ClineParser
 from twinkle.template.tools.hermes_qwen import HermesQwenParser

@@ -1,4 +1,4 @@
-"""A tag named after the tool with one tag for each argument in it, as Cline's prompt asks for."""
+"""The format of Cline's prompt: a tag named after the tool, which holds one tag for each argument."""
 
 import re
 
@@ -12,7 +12,7 @@ _TOOL = r"[a-z][a-z0-9_]*"
 _ARGUMENT = r"[A-Za-z_]\w*"
 _RESULT = re.compile(r"\A\s*\[\w+ for '[^']*'\] Result:[ \t]*\n?")
 
-# Tags with an inside of their own that call nothing. What stands in them is not looked at either.
+# Tags that are not tool calls, although they contain other tags. Their contents are not searched either.
 _CONVERSATION_TAGS = """think answer tool_call tool_response function parameter parameters tool tools system user
     assistant message messages content response output role reasoning_content"""
 _HTML_TAGS = """a article aside b blockquote body button code dd details div dl dt em figure footer form h1 h2 h3 h4

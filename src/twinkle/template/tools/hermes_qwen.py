@@ -1,4 +1,4 @@
-"""``<tool_call>`` blocks, as Hermes and Qwen write them: JSON inside, or Qwen-Coder's tags."""
+"""The format of Hermes and Qwen: ``<tool_call>`` blocks with JSON, or with Qwen-Coder's tags."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from twinkle.template.tools.parser import ToolCallParser, function_call
 
 __all__ = ["HermesQwenParser"]
 
-# A model that was cut off leaves the last block open.
+# The last block is open if generation was cut off.
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_OF_FUNCTION = re.compile(r"</function>")
@@ -38,7 +38,7 @@ def _calls(block: str) -> list[ToolCall]:
         return [function_call(name, _parameters(body)) for name, body in _named(block, _FUNCTION, _END_OF_FUNCTION)]
     try:
         call = json.loads(block)
-    except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # not JSON, numbers with thousands of digits, deep nesting
         return []
     if not isinstance(call, dict):
         return []
@@ -61,7 +61,8 @@ def _parameters(body: str) -> dict[str, Any]:
 def _named(text: str, opening: str, end: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, body) of each ``<opening=name>body``, which ends at ``end`` or with the text.
 
-    A name that does not end in ``>`` makes no tag, nor do others that begin inside it: they would end the same way.
+    A name that does not end with ``>`` is not a tag. The search continues after it, because any tag that begins inside
+    the name would end in the same way.
     """
     position = 0
     while (start := text.find(opening, position)) >= 0:

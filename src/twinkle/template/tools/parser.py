@@ -1,4 +1,4 @@
-"""What every format of tool calls can do."""
+"""The interface of tool call parsers."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ __all__ = ["ToolCallParser", "function_call"]
 
 
 class ToolCallParser(ABC):
-    """One format. The markers are None where the format has none that are always the same."""
+    """A parser for one format of tool calls. The markers are None if the format has no fixed ones."""
 
     name: ClassVar[str]
     open_marker: ClassVar[str | None] = None
@@ -17,18 +17,18 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def detect(self, text: str) -> bool:
-        """Whether the text holds something in this format."""
+        """Return whether the text contains a tool call in this format."""
 
     @abstractmethod
     def parse(self, text: str) -> list[ToolCall]:
-        """The calls in the text, in order; what is malformed is left out."""
+        """Return the calls in the text, in order. Malformed calls are omitted."""
 
     @abstractmethod
     def clean(self, text: str) -> str:
-        """The text without the calls and without white space at its end."""
+        """Return the text without the calls and without white space at its end."""
 
     def extract_tool_result(self, text: str) -> str | None:
-        """The result in a message that brings one, for formats that give it a form of its own."""
+        """Return the tool result in a message, for formats that define how results are written; else None."""
         return None
 
 

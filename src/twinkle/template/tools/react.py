@@ -1,4 +1,4 @@
-"""A line ``Action: name[arguments]``, as in the ReAct paper."""
+"""The format of the ReAct paper: a line ``Action: name[arguments]``."""
 
 import re
 

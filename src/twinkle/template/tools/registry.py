@@ -1,4 +1,4 @@
-"""The formats in the order in which they are tried."""
+"""The registry of tool call parsers, in the order in which they are tried."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ __all__ = ["ToolCallRegistry"]
 
 
 class ToolCallRegistry:
-    """All parsers of this process; a parser of one's own is registered behind those."""
+    """All parsers of this process. A parser that a user registers is tried after the built-in ones."""
 
     _parsers: ClassVar[dict[str, ToolCallParser]] = {
         "hermes_qwen": HermesQwenParser(),
@@ -23,7 +23,7 @@ class ToolCallRegistry:
 
     @classmethod
     def register(cls, parser: ToolCallParser) -> ToolCallParser:
-        """Add a parser. If its name is taken already, the one that has it stays and is returned."""
+        """Add a parser and return it. If its name is already taken, keep and return the existing parser."""
         return cls._parsers.setdefault(parser.name, parser)
 
     @classmethod

@@ -1,7 +1,8 @@
-"""Finding tags in text that a model wrote, in time that grows with the length of the text and no faster.
+"""Searching for tags in text that a model wrote, in time linear in the length of the text.
 
-A regular expression such as ``<a>(.*?)</a>`` looks through all the rest of a text for every opening tag that is never
-closed. The functions here look for a closing tag once: where there is none, there is none further on either.
+A regular expression such as ``<a>(.*?)</a>`` scans the rest of the text for every opening tag that is never closed,
+which takes quadratic time. The functions here search for a closing tag once: if there is none after one position, there
+is none after a later position either.
 """
 
 import re
@@ -15,7 +16,7 @@ __all__ = ["Found", "between", "tagged", "without"]
 
 @dataclass(frozen=True)
 class Found:
-    """Characters ``start`` to ``end`` of a text, the tags included; ``name`` and ``body`` are what they hold."""
+    """A match at characters ``start`` to ``end`` of a text, tags included, with the tag's ``name`` and its content."""
 
     start: int
     end: int
@@ -24,7 +25,7 @@ class Found:
 
 
 def between(text: str, opening: str, closing: str) -> Iterator[Found]:
-    """Yield what stands between an opening and the next closing mark, as ``opening(.*?)closing`` finds it."""
+    """Yield the text between each opening mark and the next closing mark, as ``opening(.*?)closing`` finds it."""
     position = 0
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start + len(opening))
@@ -35,7 +36,7 @@ def between(text: str, opening: str, closing: str) -> Iterator[Found]:
 
 
 def tagged(text: str, name: str) -> Iterator[Found]:
-    """Yield what stands between ``<x>`` and the next ``</x>``, as ``<(name)>(.*?)</\\1>`` finds it.
+    """Yield the text between each ``<x>`` and the next ``</x>``, as ``<(name)>(.*?)</\\1>`` finds it.
 
     ``name``: a pattern that matches neither ``<`` nor ``>``.
     """
@@ -44,7 +45,7 @@ def tagged(text: str, name: str) -> Iterator[Found]:
         closings[closing[1]].append(closing.start())
     position = 0
     for opening in re.finditer(f"<({name})>", text):
-        if opening.start() < position:  # inside of the last one
+        if opening.start() < position:  # inside the previous match
             continue
         ends = closings.get(opening[1], [])
         next_end = bisect_left(ends, opening.end())
@@ -54,7 +55,7 @@ def tagged(text: str, name: str) -> Iterator[Found]:
 
 
 def without(text: str, found: list[Found]) -> str:
-    """Return the text without the parts that were found, which are in order."""
+    """Return the text without these matches, which must be in order."""
     starts = [0, *(part.end for part in found)]
     ends = [*(part.start for part in found), len(text)]
     return "".join(text[start:end] for start, end in zip(starts, ends, strict=True))

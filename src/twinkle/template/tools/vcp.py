@@ -1,4 +1,4 @@
-"""``<<<[TOOL_REQUEST]>>>`` blocks with bracketed values, as VCPToolBox writes them."""
+"""The format of VCPToolBox: ``<<<[TOOL_REQUEST]>>>`` blocks with bracketed values."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from twinkle.template.tools.scanning import between, without
 
 __all__ = ["VCPParser"]
 
-# The second pair of brackets is for values that hold the first.
+# The second pair of brackets is for values that contain the first pair.
 _BRACKETS = {"「始」": "「末」", "「始ESCAPE」": "「末ESCAPE」"}
 _OPENING = "「始"
 
@@ -35,10 +35,10 @@ class VCPParser(ToolCallParser):
 
 
 def _fields(block: str) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each ``key: 「始」value「末」``. A key is looked for backwards from its bracket."""
+    """Yield key and value of each ``key: 「始」value「末」``. A key is searched backwards from its bracket."""
     position = 0  # the end of the last field
     bracket = block.find(_OPENING)
-    without_end: set[str] = set()  # brackets that are not closed any more
+    without_end: set[str] = set()  # opening brackets without a closing one in the rest of the block
     while bracket >= 0:
         opening = next((mark for mark in _BRACKETS if block.startswith(mark, bracket)), None)
         key = None if opening is None or opening in without_end else _key_before(block, bracket, position)
@@ -54,7 +54,7 @@ def _fields(block: str) -> Iterator[tuple[str, str]]:
 
 
 def _key_before(block: str, bracket: int, position: int) -> str | None:
-    """Return the word before a colon before a bracket, with blanks between; None where there is none."""
+    """Return the key in ``key: 「…``, that is the word before the colon before a bracket; None if there is none."""
     end = _back(block, bracket, position, str.isspace)
     if end <= position or block[end - 1] not in ":：":
         return None
