@@ -88,12 +88,12 @@ def told(heading: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "most_passed", "most_of_all"), [("tinker", 20, 45), ("native", 25, 62)], ids=["tinker", "native"]
+    ("protocol", "most_passed", "most_of_all"), [("tinker", 20, 50), ("native", 25, 67)], ids=["tinker", "native"]
 )
 def test_a_request_passes_few_files(
     protocol: str, most_passed: int, most_of_all: int, request: pytest.FixtureRequest
 ) -> None:
-    """Others are asked something on the way, such as a limit or the time, and are counted apart."""
+    """Files that are only asked something meanwhile, by background work too, are counted apart, with room to spare."""
     journey: list[Step] = request.getfixturevalue(protocol)
     assert len(passed(journey)) <= most_passed, passed(journey)
     everywhere = sorted({step.file for step in journey})

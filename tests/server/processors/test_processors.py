@@ -474,7 +474,7 @@ def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
                     await service.call("t", "b", following, key)
             await service.end_session("a")
             first, second = [json.loads(await service.call("t", "b", following, key)) for key in ("again", None)]
-            assert (first["number"], second["number"]) == (0, 1)
+            assert (first["result"]["number"], second["result"]["number"]) == (0, 1)
         finally:
             await service.stop()
 

@@ -55,7 +55,7 @@ def test_a_start_frees_the_bodies_of_answered_forward_passes(own_server: Callabl
     server.stop()  # with a snapshot
     server.start()
     assert size(server.data_dir / "journal" / "bodies") == 0
-    assert "files that are no longer needed: freed 9.6 MB" in server.log()
+    assert "unneeded files of the journal: freed 9.6 MB" in server.log()
 
 
 def test_a_tenant_fills_its_part_of_the_journal_and_no_more(own_server: Callable[..., Server]) -> None:

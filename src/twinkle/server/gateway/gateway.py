@@ -389,9 +389,7 @@ class Gateway:
         """Return a run that Tinker's requests may change; InvalidInputError for runs of the native protocol."""
         run = await self.run(run_id, tenant_id)
         if not ids.is_tinker_run(run.run_id):
-            raise InvalidInputError(
-                "model_id", run.run_id, "a model of Tinker's protocol; use the native client for it"
-            )
+            raise InvalidInputError("model_id", run.run_id, "a model of Tinker's protocol, not of the native client")
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:
@@ -522,9 +520,7 @@ class Gateway:
         if self.running_time.take_interruption():
             forgiven = await self.store.sessions.extend_deadlines_after_downtime(now)
             await self.store.ops.extend_deadlines_after_downtime(now)
-            logger.warning(
-                "the server was paused or its clock was set: %d sessions count as heard of now, none expires", forgiven
-            )
+            logger.warning("the server was paused or its clock was set: %d sessions count as heard of now", forgiven)
             return
         limits = self.config.limits
         silent = await self.store.sessions.silent(now - limits.session_timeout_seconds)

@@ -44,7 +44,7 @@ async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnEr
     later error into the last body of the stream.
     """
     first = await unless_gone(request.receive, anext(bodies))
-    return json_stream(to_the_end(first, bodies, failed), framing)
+    return json_stream(until_failure(first, bodies, failed), framing)
 
 
 def json_stream(bodies: Bodies, framing: Framing) -> Response:
@@ -64,7 +64,7 @@ async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, Non
     yield framing.last.encode()
 
 
-async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
+async def until_failure(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
     """Yield all bodies. An error on the way is turned into one more body, which is the last."""
     async with aclosing(bodies):
         yield first

@@ -64,9 +64,7 @@ def method(name: str) -> Run:
         try:
             inspect.signature(getattr(live.thing, name)).bind(**arguments)
         except TypeError as error:
-            raise InvalidInputError(
-                f"arguments of {name}", sorted(arguments), f"what the method takes ({error})"
-            ) from None
+            raise InvalidInputError(f"arguments of {name}", sorted(arguments), f"others ({error})") from None
         return methodcaller(name, **arguments)(live.thing)
 
     return run

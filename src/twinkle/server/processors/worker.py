@@ -78,9 +78,7 @@ class Workbench:
             raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
         text = self.objects.batches.get(processor_id, number)
         if not text.startswith("["):
-            raise UnsupportedError(
-                "inputs: batches of set_processor are not rows; fetch the batch, or leave out set_processor"
-            )
+            raise UnsupportedError("inputs: batches of set_processor are not rows; leave it out, or fetch the batch")
         return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
 
     # --- frames -------------------------------------------------------------------------------------------------------

@@ -77,14 +77,9 @@ OP_WAIT = _histogram(
     _WORK_SECONDS,
     "Time that an op waits, from the journal to the start of its batch: for its turn, for earlier ops, for the device.",
 )
-OP_SECONDS = _histogram(
-    "twinkle_op_duration_seconds", "model kind", _WORK_SECONDS, "Time from the journal to the result."
-)
+OP_SECONDS = _histogram("twinkle_op_duration_seconds", "model kind", _WORK_SECONDS, "From the journal to the result.")
 JOURNAL_SECONDS = _histogram(
-    "twinkle_journal_duration_seconds",
-    "model",
-    _REQUEST_SECONDS,
-    "Time to write an op to the journal, before it is acknowledged.",
+    "twinkle_journal_duration_seconds", "model", _REQUEST_SECONDS, "Time to write an op to the journal."
 )
 BATCH_SECONDS = _histogram(
     "twinkle_batch_duration_seconds",
@@ -111,9 +106,7 @@ LOGPROB_KL = _histogram(
     "For the same passes: an estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
 )
 QUEUE_DEPTH = _gauge(
-    "twinkle_queue_depth",
-    "model queue",
-    "Training ops that were accepted and do not run yet; samples that are not done.",
+    "twinkle_queue_depth", "model queue", "Training ops that wait to run, or samples that are not done."
 )
 MERGE_RATIO = _gauge("twinkle_merge_ratio", "model", "Passes in a batch of passes, on average since the start.")
 PADDING_SHARE = _gauge("twinkle_padding_ratio", "model", "Share of padding among all rows computed since the start.")
@@ -137,9 +130,7 @@ SAMPLE_FIRST_TOKEN = _histogram(
     _WORK_SECONDS,
     "Time from acceptance to the first token. Only of streamed requests: others get all tokens at once.",
 )
-SAMPLE_SECONDS = _histogram(
-    "twinkle_sample_duration_seconds", "model", _WORK_SECONDS, "Time from acceptance to the result."
-)
+SAMPLE_SECONDS = _histogram("twinkle_sample_duration_seconds", "model", _WORK_SECONDS, "Acceptance to the result.")
 SAMPLE_RATE = _histogram(
     "twinkle_sample_tokens_per_second",
     "model",
@@ -158,9 +149,7 @@ PROMPT_TOKENS = _counter(
 COMPUTE_SECONDS = _counter(
     "twinkle_compute_seconds_total", "model lane", "Time of the compute thread. lane: training or sampling.", read=True
 )
-COMPUTE_STEP = _gauge(
-    "twinkle_compute_step_seconds", "model", "How long the present step has been running; 0: none runs."
-)
+COMPUTE_STEP = _gauge("twinkle_compute_step_seconds", "model", "How long the present step has run; 0: none runs.")
 UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "model queue", "Results that no client has fetched yet.")
 DEVICE_MEMORY = _gauge(
     "twinkle_device_memory_bytes",

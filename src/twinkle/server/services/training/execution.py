@@ -159,9 +159,8 @@ class Execution:
 def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
     objective: Objective
     if asked.custom is not None:
-        from twinkle.model.objectives.graph_objective import (
-            GraphObjective,  # imports torch, so only when a request uses a custom loss
-        )
+        # It imports torch: only when a request uses a custom loss.
+        from twinkle.model.objectives.graph_objective import GraphObjective
 
         assert asked.custom.graph is not None, "it was looked up when the op was accepted"
         objective = GraphObjective.for_data(asked.custom.graph, asked.data, asked.custom.inputs)

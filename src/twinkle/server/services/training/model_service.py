@@ -99,9 +99,7 @@ class ModelService:
         pruned = await self._store.ops.delete_segments()
         if pruned.freed_bytes:
             files = pruned.body_segments + pruned.outcome_segments
-            logger.info(
-                "the journal had %d files that are no longer needed: freed %.1f MB", files, pruned.freed_bytes / 1e6
-            )
+            logger.info("deleted %d unneeded files of the journal: freed %.1f MB", files, pruned.freed_bytes / 1e6)
         await self.journal.measure()
 
     async def _leave_out(self, run: RunRecord, what: str) -> None:
@@ -186,7 +184,7 @@ class ModelService:
                 self._settle(adapter, op, refusal)
         return op.request_id
 
-    # --- for the native protocol, whose sequence numbers are optional and whose rows the server encodes ---------------
+    # --- for clients that leave sequence numbers and the encoding of rows to the server -------------------------------
 
     async def was_accepted(self, run_id: str, seq: int, digests: Collection[bytes]) -> bool:
         """Return whether this request was accepted before; SequenceConflictError if another request has its number.

@@ -120,9 +120,7 @@ class _Repair:
         copied = self._copied(name, row)
         session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
-            self._report(
-                f"session {row['session_id']}", "its record is damaged, and it has no runs or samplers: it is removed"
-            )
+            self._report(f"session {row['session_id']}", "its record is damaged and it has no runs: it is removed")
             return
         copied = copied or self._copied(name, {"session_id": session_id})
         now = time.time()
