@@ -33,8 +33,10 @@ def repository(tmp_path, monkeypatch):
 
 
 def write_plugin(folder):
-    (folder / "parts.py").write_text("from test_plugin import Base\nclass Mine(Base):\n    answer = 42\n")
-    (folder / "__init__.py").write_text("from test_plugin import Base\nfrom .parts import Mine\n")
+    (folder / "parts.py").write_text(
+        "from tests.library.hub.test_plugin import Base\nclass Mine(Base):\n    answer = 42\n"
+    )
+    (folder / "__init__.py").write_text("from tests.library.hub.test_plugin import Base\nfrom .parts import Mine\n")
 
 
 def test_nothing_is_fetched_unless_trusted(repository, monkeypatch):
@@ -65,7 +67,7 @@ def test_what_is_wrong_with_a_plugin(repository):
         Plugin.load_plugin("org/name", Base)
     with pytest.raises(InvalidInputError, match="does not exist"):
         Plugin.load_plugin("hf://org/name", Base)
-    (folder / "__init__.py").write_text("from test_plugin import Base\nclass Other: pass\n")
+    (folder / "__init__.py").write_text("from tests.library.hub.test_plugin import Base\nclass Other: pass\n")
     with pytest.raises(InvalidInputError, match="Cannot find any subclass of Base"):
         Plugin.load_plugin("hf://org/name", Base)
 

@@ -33,6 +33,7 @@ from tests.support.models.reference import (
     random_datum,
     relative_error,
     toy_llama,
+    wide_llama,
     with_random_weights,
 )
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
@@ -237,20 +238,35 @@ def test_tied_embeddings_train_the_output_side_only(model: str, make_trainer: Ma
 BF16 = 1e-2  # losses and log-probabilities; gradients five times that
 
 
+@cache
+def half_model() -> PreTrainedModel:
+    """Half as wide as the wide one: without bf16 instructions a product of 64 rows and a matrix takes 0.3 s there."""
+    return wide_llama(hidden_size=256, intermediate_size=512, vocab_size=500).to(torch.bfloat16)
+
+
+def one_pass(
+    base: PreTrainedModel, names: Sequence[str], make_trainer: MakeTrainer
+) -> dict[str, tuple[TrainResult, Arrays]]:
+    """Return the result and the gradients of each tenant after one pass of all."""
+    trainer = make_trainer(base)
+    for tenant in names:
+        trainer.create_adapter(tenant, TENANTS[tenant].spec)
+        trainer.restore(tenant, with_random_weights(trainer, tenant, size=0.02))
+    results = trainer.forward_backward([request(tenant, base, 0) for tenant in names])
+    return {tenant: (result, trainer.gradients(tenant)) for tenant, result in zip(names, results, strict=True)}
+
+
+@cache
+def bf16_in_company(make_trainer: MakeTrainer) -> dict[str, tuple[TrainResult, Arrays]]:
+    return one_pass(copy.deepcopy(half_model()), ALL, make_trainer)
+
+
 @pytest.mark.parametrize("name", ["rank 1", "rank 5", "mlp", "rank 100"])
 def test_bf16_stays_near_fp32_alone_and_in_company(name: str, make_trainer: MakeTrainer) -> None:
     """Against fp32 on the same, already rounded, weights. No clipped losses: a ratio near its bound may jump."""
-    half = copy.deepcopy(plain_model("wide")).to(torch.bfloat16)
-    outcomes = []
-    for base, names in ((half, [name]), (half, ALL), (copy.deepcopy(half).float(), [name])):
-        trainer = make_trainer(base)
-        for tenant in names:
-            trainer.create_adapter(tenant, TENANTS[tenant].spec)
-            trainer.restore(tenant, with_random_weights(trainer, tenant, size=0.02))
-        results = trainer.forward_backward([request(tenant, plain_model("wide"), 0) for tenant in names])
-        outcomes.append((results[names.index(name)], trainer.gradients(name)))
-    *rounded, (exact, exact_gradients) = outcomes
-    for result, gradients in rounded:
+    alone = one_pass(copy.deepcopy(half_model()), [name], make_trainer)
+    exact, exact_gradients = one_pass(copy.deepcopy(half_model()).float(), [name], make_trainer)[name]
+    for result, gradients in (alone[name], bf16_in_company(make_trainer)[name]):
         for ours, theirs in zip(result.logprobs, exact.logprobs, strict=True):
             assert_numbers_close(ours, theirs, BF16)
         assert_numbers_close(result.metrics["loss:sum"], exact.metrics["loss:sum"], BF16)

@@ -19,7 +19,7 @@ from twinkle.server.telemetry.tenant_series import OTHER, TenantSeries
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import Op, OpKind, Refused
-from twinkle.server.usage import FORGOTTEN, Usage
+from twinkle.server.usage import FORGOTTEN, Usage, UsageCounts
 
 # --- the scheduler ----------------------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ def test_usage_is_kept_of_a_bounded_number_of_tenants(monkeypatch: pytest.Monkey
     monkeypatch.setattr(usage, "_REMEMBERED", 10)
     counts = Usage()
     for number in range(100):
-        counts.add(f"t{number}", trained_tokens=number, requests=1)
-        counts.add("busy", trained_tokens=1)
+        counts.add(f"t{number}", UsageCounts(trained_tokens=number, requests=1))
+        counts.add("busy", UsageCounts(trained_tokens=1))
     totals = counts.totals()
     assert len(totals) == 11
     assert totals["busy"].trained_tokens == 100
@@ -169,7 +169,7 @@ def test_series_of_tenants_who_were_forgotten_end_and_no_other_falls(monkeypatch
     counts, series = Usage(), TenantSeries(2)
     before = 0.0
     for number in range(30):
-        counts.add(f"t{number % 7}", trained_tokens=10 + number)
+        counts.add(f"t{number % 7}", UsageCounts(trained_tokens=10 + number))
         found: dict[str, float] = {}
         for reading in series.usage(counts.totals()):
             if reading.instrument is instruments.TENANT_TRAINED:
