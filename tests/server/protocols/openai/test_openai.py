@@ -465,7 +465,7 @@ def test_an_error_after_the_stream_has_begun_is_its_last_event() -> None:
         request = Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []})
         return [
             body
-            async for body in streams.to_the_end(
+            async for body in streams.until_failure(
                 {"number": 1}, failing(), lambda error: openai_routes._refusal(error, request)[1]
             )
         ]

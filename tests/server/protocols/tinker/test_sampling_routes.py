@@ -148,7 +148,7 @@ def test_cancelling(own_server: Callable[..., Server]) -> None:
     model = tenant.model()
     refused = tenant.post("cancel_future", {"request_id": tenant.forward_backward(model, 1)})
     assert refused.status_code == 400
-    assert "cannot be taken back" in refused.json()["detail"]
+    assert "cannot be cancelled" in refused.json()["detail"]
 
 
 def test_large_results_are_announced_first(tenant: Tenant) -> None:

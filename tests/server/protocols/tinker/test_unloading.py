@@ -93,4 +93,4 @@ def test_models_of_the_other_protocol_are_not_unloaded(server: Server, tenant: T
     assert added.status_code == 200, added.text
     answer = tenant.post("unload_model", {"model_id": added.json()["adapter_name"]})
     assert answer.status_code == 400
-    assert "use its own client" in answer.json()["detail"]
+    assert "not of the native client" in answer.json()["detail"]
