@@ -448,6 +448,16 @@ async def _loader(service: ProcessorService, session: str, text: str, rows: int)
     return await service.create("t", session, loader, None)
 
 
+def test_an_item_can_be_put_back_as_often_as_it_is_refused() -> None:
+    course, numbers = Pass(), range(3)
+    for _ in range(100_000):  # a client repeats a refused request; what is kept must not grow with that
+        course.put_back(course.next(numbers))
+    assert [course.next(numbers) for _ in numbers] == [0, 1, 2]
+    course.put_back(2)
+    course.begin(numbers)
+    assert course.next(numbers) == 0
+
+
 def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
     """What is too large for an answer is too large for a reference, and all that is kept has a limit."""
 

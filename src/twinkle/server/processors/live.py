@@ -4,7 +4,6 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from twinkle.errors import GoneError, InvalidInputError, NotFoundError, UserError
@@ -30,15 +29,18 @@ class Pass:
     def __init__(self) -> None:
         self._items: Iterator[Any] | None = None
         self._over: Exception | None = None
+        self._put_back: list[Any] = []  # the item that comes next, if it was put back
 
     def begin(self, thing: Any) -> None:
-        self._items, self._over = iter(thing), None
+        self._items, self._over, self._put_back = iter(thing), None, []
 
     def forget(self) -> None:
         """Make the next item begin a new pass, because the object was changed."""
-        self._items, self._over = None, None
+        self._items, self._over, self._put_back = None, None, []
 
     def next(self, thing: Any) -> Any:
+        if self._put_back:
+            return self._put_back.pop()
         if self._over is not None:
             raise self._over
         if self._items is None:
@@ -56,8 +58,7 @@ class Pass:
 
     def put_back(self, item: Any) -> None:
         """Make ``item``, which :meth:`next` returned last, the next one again."""
-        assert self._items is not None
-        self._items = chain([item], self._items)
+        self._put_back = [item]
 
 
 class NoRoomError(Exception):
