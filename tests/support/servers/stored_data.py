@@ -1,6 +1,6 @@
 """Write a data directory for test_older_data.py, which opens it with later versions of the server.
 
-    python tests/support/servers/stored_data.py tests/support/servers/data/schema_9.tar.gz
+    python -m tests.support.servers.stored_data tests/support/servers/data/schema_9.tar.gz
 
 Two tenants use a server with the mock model, one through each protocol. The server is killed while ops wait. The
 archive holds the data directory, and ``expected.json``: keys, ids, and the numbers that a second server, which nobody

@@ -174,7 +174,7 @@ _QUEUE_SHARE = 5
 _ADAPTER_SHARE = 4
 _SECONDS = 0.5  # between two readings of the memory in use …
 _SECONDS_WHEN_SHORT = 0.1  # … and between two readings when little is left
-_RESERVES, _SKIPPED = 8, 3  # while 8 times the reserve is free, 3 of 4 readings are skipped: each takes 1 ms
+_RESERVES, _SKIPPED = 8, 3  # while 8 times the reserve and 4 GiB are free, 3 of 4 readings are skipped
 _TRIM_SECONDS = 10.0  # between two trims: returning memory to the system blocks the interpreter for some 100 ms
 
 
@@ -243,7 +243,8 @@ class MemoryGuard:
                 logger.exception("the server's memory could not be read")
             await asyncio.sleep(_SECONDS_WHEN_SHORT if self.free < 2 * self.reserve else _SECONDS)
             for _ in range(_SKIPPED):
-                if self.free >= _RESERVES * self.reserve:  # ``free`` also falls with work accepted since the reading
+                # ``free`` also falls with work accepted since the reading.
+                if self.free >= max(_RESERVES * self.reserve, _MOST_RESERVE):
                     await asyncio.sleep(_SECONDS)
 
     async def _look(self) -> None:
