@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from twinkle.dataloader.draw import Draw, EpochOrder
+from twinkle.dataloader.draw import EpochOrder, RowDraw
 from twinkle.dataloader.mesh import WHOLE, DataMesh
 
 __all__ = ["BatchPlan", "DeviceMeshSampler", "cut"]
@@ -82,7 +82,7 @@ class BatchPlan:
         """Return the number of batches left in the epoch of :attr:`position`."""
         return len(list(self.sizes()))
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[RowDraw]]:
         """Yield this process's draws, batch by batch, from :attr:`position` to the end of its epoch."""
         if not self.rows_per_epoch:
             return

@@ -12,7 +12,7 @@ import numpy as np
 
 from twinkle.errors import DataError, InvalidInputError
 
-__all__ = ["Draw", "EpochOrder", "RetrySampler", "Table", "fetch"]
+__all__ = ["EpochOrder", "RetrySampler", "RowDraw", "Table", "fetch"]
 
 
 class Table(Protocol):
@@ -24,7 +24,7 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class Draw:
+class RowDraw:
     """The row at ``position`` of an epoch: the dataset's row ``index``, or a substitute drawn with ``seed``."""
 
     position: int
@@ -40,16 +40,16 @@ class EpochOrder:
         self._shuffle = shuffle
         self._seed = seed
 
-    def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
+    def draws(self, epoch: int, start: int = 0) -> Iterator[RowDraw]:
         """Yield the draws of an epoch from position ``start`` on."""
         order: Sequence[int] | np.ndarray = range(self._length)
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(self._length)
         for position in range(start, self._length):
-            yield Draw(position, int(order[position]), (self._seed, epoch, position))
+            yield RowDraw(position, int(order[position]), (self._seed, epoch, position))
 
 
-def fetch(table: Table, draw: Draw, max_retries: int) -> Any:
+def fetch(table: Table, draw: RowDraw, max_retries: int) -> Any:
     """Return the row of a draw.
 
     A read that fails with OSError is retried. An empty row (None or an empty dict, when preprocessing left nothing of
@@ -112,7 +112,7 @@ class RetrySampler:
             if position == len(self._dataset):
                 return
             if position >= self._skip:
-                yield int(fetch(numbers, Draw(position, index, (self._seed, 0, position)), self._max_retries))
+                yield int(fetch(numbers, RowDraw(position, index, (self._seed, 0, position)), self._max_retries))
 
     def __len__(self) -> int:
         return len(self._dataset)

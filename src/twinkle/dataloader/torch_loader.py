@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from twinkle.dataloader.batches import BatchPlan, cut
-from twinkle.dataloader.draw import Draw, Table, fetch
+from twinkle.dataloader.draw import RowDraw, Table, fetch
 from twinkle.dataloader.mesh import DataMesh
 
 __all__ = ["stream_loader", "table_loader"]
@@ -50,7 +50,7 @@ class _Drawn:
         self._table = table
         self._max_retries = max_retries
 
-    def __getitem__(self, draw: Draw) -> Any:
+    def __getitem__(self, draw: RowDraw) -> Any:
         return fetch(self._table, draw, self._max_retries)
 
 

@@ -132,7 +132,7 @@ class CustomLossUse:
 class TrainPass:
     """One forward or forward_backward request. ``custom`` or ``preference``, if set, replaces the named loss.
 
-    ``base_model``: run the base model without the adapter. Only a forward request may set it.
+    ``without_adapter``: run the base model without the adapter. Only a forward request may set it.
     """
 
     data: tuple[Datum, ...]
@@ -140,7 +140,7 @@ class TrainPass:
     loss_config: Mapping[str, float]
     custom: CustomLossUse | None = None
     preference: Preference | None = None
-    base_model: bool = False
+    without_adapter: bool = False
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,7 @@ from twinkle_client.client.adapter_sequence import AdapterSequence
 from twinkle_client.client.heartbeat import Heartbeat
 from twinkle_client.client.json_body import encode
 from twinkle_client.client.retries import RetryPolicy
-from twinkle_client.client.transport import Call, Transport
+from twinkle_client.client.transport import HttpCall, Transport
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
     ConnectionLostError,
@@ -145,17 +145,17 @@ class TwinkleClient:
     def create_session(self, metadata: Mapping[str, Any] | None = None) -> str:
         """Open another session, which the caller must keep alive; the constructor has opened the client's own."""
         body = {"metadata": None if metadata is None else dict(metadata)}
-        answer = self._send(Call("POST", self._gateway("create_session"), encode(body), headers=_one_key()))
+        answer = self._send(HttpCall("POST", self._gateway("create_session"), encode(body), headers=_one_key()))
         return self._parsed(CreateSessionResponse, answer).session_id
 
     def _beat(self) -> None:
         body = encode({"session_id": self.session_id})
-        self._beats.send(Call("POST", self._gateway("session_heartbeat"), body))
+        self._beats.send(HttpCall("POST", self._gateway("session_heartbeat"), body))
 
     def _finish_session(self) -> None:
         """Ask the server to end the session. If it does not, it ends the session when heartbeats stay away."""
         body = encode({"session_id": self.session_id})
-        call = Call("POST", self._gateway("finish_session"), body, headers=self._session_headers())
+        call = HttpCall("POST", self._gateway("finish_session"), body, headers=self._session_headers())
         try:
             self._beats.send(call)
         except ConnectionLostError as error:
@@ -172,7 +172,7 @@ class TwinkleClient:
 
     def health_check(self) -> bool:
         try:
-            self._send(Call("GET", self._gateway("healthz")), _NO_RETRIES)
+            self._send(HttpCall("GET", self._gateway("healthz")), _NO_RETRIES)
         except TwinkleClientError:
             return False
         return True
@@ -227,12 +227,12 @@ class TwinkleClient:
 
     def delete_checkpoint(self, run_id: str, checkpoint_id: str) -> DeleteCheckpointResponse:
         address = f"training_runs/{quote(run_id, safe='')}/checkpoints/{quote(checkpoint_id)}"
-        answer = self._send(Call("DELETE", self._gateway(address)))
+        answer = self._send(HttpCall("DELETE", self._gateway(address)))
         return self._parsed(DeleteCheckpointResponse, answer)
 
     def get_weights_info(self, twinkle_path: str) -> WeightsInfoResponse:
         body = encode({"twinkle_path": twinkle_path})
-        answer = self._send(Call("POST", self._gateway("weights_info"), body))
+        answer = self._send(HttpCall("POST", self._gateway("weights_info"), body))
         return self._parsed(WeightsInfoResponse, answer)
 
     # --- curves -------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class TwinkleClient:
         A request whose answer was lost is sent again, and its point may then be stored twice.
         """
         body = encode({"step": step, "values": {name: float(value) for name, value in values.items()}})
-        answer = self._send(Call("POST", self._gateway(f"training_runs/{quote(run_id, safe='')}/metrics"), body))
+        answer = self._send(HttpCall("POST", self._gateway(f"training_runs/{quote(run_id, safe='')}/metrics"), body))
         return self._parsed(MetricPoint, answer)
 
     def get_metrics(self, run_id: str, since: int = 0) -> list[MetricPoint]:
@@ -263,10 +263,10 @@ class TwinkleClient:
         ``once`` adds an idempotency key, by which the server recognises the request if it is sent again.
         """
         headers = self._session_headers() | (_one_key() if once else {})
-        return self._send(Call("POST", path, body, headers=headers))
+        return self._send(HttpCall("POST", path, body, headers=headers))
 
     def get(self, path: str) -> Any:
-        return self._send(Call("GET", path, headers=self._session_headers()))
+        return self._send(HttpCall("GET", path, headers=self._session_headers()))
 
     def sequence(self, model: str, adapter_name: str) -> AdapterSequence:
         """Return the sequence of an adapter's requests, which all model objects of this session share."""
@@ -295,12 +295,12 @@ class TwinkleClient:
 
     def _get(self, kind: type[AnswerT], address: str, query: Mapping[str, str] | None = None) -> AnswerT:
         # Without the session header: runs and checkpoints outlive the session.
-        return self._parsed(kind, self._send(Call("GET", self._gateway(address), query=query or {})))
+        return self._parsed(kind, self._send(HttpCall("GET", self._gateway(address), query=query or {})))
 
     def _session_headers(self) -> dict[str, str]:
         return {} if self.session_id is None else {SESSION_HEADER: self.session_id}
 
-    def _send(self, call: Call, retries: RetryPolicy | None = None) -> Any:
+    def _send(self, call: HttpCall, retries: RetryPolicy | None = None) -> Any:
         if self._closed:
             raise InvalidRequestError("this client was closed: make a new one with init_twinkle_client()")
         if SESSION_HEADER not in call.headers:

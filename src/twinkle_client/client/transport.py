@@ -23,7 +23,7 @@ from twinkle_client.errors import (
 )
 from twinkle_client.protocol.base import NUMBER_HEADER
 
-__all__ = ["Call", "Transport", "error_of", "needs_certificates", "with_api"]
+__all__ = ["HttpCall", "Transport", "error_of", "needs_certificates", "with_api"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _REFUSED = (400, 405, 409, 411, 413, 415, 422)
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpCall:
     """One request, which may be sent several times. ``path`` is appended to …/api/v1; ``body`` is JSON."""
 
     method: str
@@ -69,7 +69,7 @@ class Transport:
             transport=http_transport,
         )
 
-    def send(self, call: Call, retries: RetryPolicy | None = None) -> Any:
+    def send(self, call: HttpCall, retries: RetryPolicy | None = None) -> Any:
         """Send a request, with retries, and return the answer's JSON; None for an empty answer."""
         backoff = Backoff(retries or self.retries)
         while True:
@@ -97,7 +97,7 @@ class Transport:
     def close(self) -> None:
         self._http.close()
 
-    def _once(self, call: Call) -> httpx.Response:
+    def _once(self, call: HttpCall) -> httpx.Response:
         headers = dict(call.headers)
         if call.body is not None:
             headers["Content-Type"] = "application/json"
@@ -105,7 +105,7 @@ class Transport:
             call.method, self._url(call), content=call.body, params=call.query or None, headers=headers
         )
 
-    def _url(self, call: Call) -> str:
+    def _url(self, call: HttpCall) -> str:
         return self.base_url + call.path
 
 

@@ -26,7 +26,7 @@ from twinkle.model import (
     TrainItem,
     adopt_model,
 )
-from twinkle.model.trainer.division import Division
+from twinkle.model.trainer.shard_requests import RequestShards
 
 Sizes = Mapping[str, int]  # of a mesh: dp_size and fsdp_size; empty: one process without a mesh
 
@@ -169,7 +169,7 @@ def own_share_of_all(sizes: Sizes, items: Sequence[TrainItem]) -> tuple[list[Any
     trainer = make_trainer(sizes, "toy")
     add_adapters(trainer)
     rank, size = rank_and_size()
-    results = trainer.forward_backward(Division.by_tokens(items, size).share(rank))
+    results = trainer.forward_backward(RequestShards.by_tokens(items, size).share(rank))
     return results, {name: trainer.gradients(name) for name in ("small", "head")}
 
 

@@ -19,7 +19,7 @@ from tests.model.parallel.lora_programs import (
 )
 from tests.model.parallel.process_pool import ProcessPool
 from twinkle.model import TrainFailure, TrainItem
-from twinkle.model.trainer.division import Division
+from twinkle.model.trainer.shard_requests import RequestShards
 
 TOLERANCE = 1e-5  # fp32; DESIGN section 4, invariant 1
 
@@ -70,7 +70,7 @@ def test_requests_for_all_are_divided(two: ProcessPool) -> None:
         TrainItem("small", [], "cross_entropy"),
     ]
     answers, alone = two.run(own_share_of_all, DATA, items), own_share_of_all({}, items)
-    joined = Division.by_tokens(items, 2).join([results for results, _ in answers])
+    joined = RequestShards.by_tokens(items, 2).join([results for results, _ in answers])
     for ours, theirs in zip(joined[:3], alone[0][:3], strict=True):
         assert ours.metrics == pytest.approx(theirs.metrics, rel=TOLERANCE, abs=TOLERANCE)
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):

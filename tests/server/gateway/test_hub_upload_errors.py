@@ -8,7 +8,7 @@ import pytest
 
 from twinkle.errors import UploadError
 from twinkle.hub import HubOperation
-from twinkle.server.gateway.hub_uploads import Uploads
+from twinkle.server.gateway.hub_uploads import HubUploads
 from twinkle.server.tenancy.work_pools import WorkPools
 
 ADDRESS = "twinkle://s-1/weights/ck"
@@ -16,7 +16,7 @@ ADDRESS = "twinkle://s-1/weights/ck"
 
 def told(directory: Path) -> str:
     async def scenario() -> str:
-        uploads = Uploads(WorkPools().hub)
+        uploads = HubUploads(WorkPools().hub)
         request_id = uploads.start("t", None, directory, ADDRESS, "hf://org/name", "token")
         while (status := uploads.status("t", request_id)).status == "running":
             await asyncio.sleep(0.01)

@@ -119,9 +119,9 @@ def test_a_rate_is_of_the_last_minute() -> None:
     assert rate.rate(50, 0.5) == 50.0  # at first, of less than a second: no division by nothing
     assert rate.rate(100, 10.0) == 10.0
     for seconds in range(15, 301, 15):
-        rate.note(100 * seconds, seconds)
+        rate.record(100 * seconds, seconds)
     assert rate.rate(30_000, 300) == 100.0
     assert rate.rate(30_000, 360) == 50.0  # nothing came since
     for seconds in range(315, 361, 15):
-        rate.note(30_000, seconds)
+        rate.record(30_000, seconds)
     assert rate.rate(30_000, 360) == 0.0

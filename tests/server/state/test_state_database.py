@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, insert, make_url, select
 from tests.support.servers.state_samples import accept, begin, integrity_error, op, opened, session, url_of, with_store
 from twinkle.server.state.database import sqlite as sqlite_module
 from twinkle.server.state.database.database import Cursor, Database
-from twinkle.server.state.database.driver import Part
+from twinkle.server.state.database.driver import Role
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.database.tables import SCHEMA_VERSION, SESSIONS
 from twinkle.server.state.errors import StorageFullError, StoreClosedError
@@ -31,7 +31,7 @@ def with_database(tmp_path, test, is_new=True):
 
     async def main():
         url = url_of(tmp_path)
-        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), Part.SERVER)
+        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), Role.SERVER)
         database = Database(driver, asyncio.get_running_loop())
         try:
             await test(database)

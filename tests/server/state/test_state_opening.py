@@ -14,7 +14,7 @@ from sqlalchemy import Connection, make_url
 from tests.support.paths import ROOT
 from tests.support.servers.state_samples import begin, opened, query, run, url_of, with_store
 from twinkle.errors import UnsupportedError
-from twinkle.server.state.database.driver import Part
+from twinkle.server.state.database.driver import Role
 from twinkle.server.state.database.migrations import MIGRATIONS, migrate
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DataDirInUseError, SchemaVersionError
@@ -116,7 +116,7 @@ def test_a_database_can_be_elsewhere_and_must_be_a_file_or_postgresql(tmp_path):
 def migrated(data_dir: Path, *more) -> None:
     """Open the database as a Twinkle would that knows more migrations."""
     url = url_of(data_dir)
-    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), Part.SERVER)
+    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), Role.SERVER)
     with driver.connect() as connection:
         driver.begin_migration(connection)
         migrate(connection, [*MIGRATIONS, *more])

@@ -258,7 +258,7 @@ def test_both_forms_know_a_reference():
     assert op.payload.preference is not None
     assert (op.payload.preference.beta, op.payload.preference.sft_weight) == (0.25, 0.0)
     assert [row.tolist() for row in op.payload.preference.ref_logps] == [[-1, -2, -3]] * 2
-    assert not op.payload.base_model
+    assert not op.payload.without_adapter
     forward = pb.ForwardBackwardRequest(
         model_id="m",
         seq_id=1,
@@ -269,7 +269,7 @@ def test_both_forms_know_a_reference():
     )
     op = decode_forward_backward(forward.SerializeToString())
     assert isinstance(op.payload, TrainPass), op.payload
-    assert op.payload.base_model
+    assert op.payload.without_adapter
 
 
 def test_weights_that_the_loss_does_not_read_are_no_danger(tenant):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.losses.traced import call, calls, decode_graph, ref
 from twinkle.errors import UserError
-from twinkle.loss.graph.nodes import Call, DType, Items, Ref, Slice
+from twinkle.loss.graph.nodes import DType, GraphCall, Items, Ref, Slice
 from twinkle.server.wire.custom_losses import MAX_INPUTS, MAX_METRICS, MAX_NODES, decode_custom_loss
 
 GOOD = calls(call("p", "operator.mul", ref("logprobs"), ref("w")), call("s", ".sum", ref("p")), loss="s", w=1)
@@ -30,8 +30,8 @@ def test_a_graph() -> None:
     graph = decode_custom_loss(json.dumps(GOOD).encode())
     assert [each.name for each in graph.inputs] == ["logprobs", "w"]
     assert graph.calls == (
-        Call("p", "operator.mul", (Ref("logprobs"), Ref("w")), {}),
-        Call("s", ".sum", (Ref("p"),), {}),
+        GraphCall("p", "operator.mul", (Ref("logprobs"), Ref("w")), {}),
+        GraphCall("s", ".sum", (Ref("p"),), {}),
     )
     assert graph.loss == Ref("s")
 

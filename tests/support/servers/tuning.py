@@ -18,7 +18,7 @@ from twinkle.server.services.training import snapshots
 from twinkle.server.state.database import database
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.records import keys
-from twinkle.server.state.records.ops import Accepted, Ops
+from twinkle.server.state.records.ops import AcceptedOp, Ops
 from twinkle.server.types import Op
 
 
@@ -26,7 +26,7 @@ def fill_disk_at(number: float) -> None:
     """There is no room for op ``number`` of any adapter the first time that it comes."""
     accept, refused = Ops.accept, set()
 
-    async def accept_unless_full(self: Ops, op: Op, digest: bytes, now: float) -> Accepted:
+    async def accept_unless_full(self: Ops, op: Op, digest: bytes, now: float) -> AcceptedOp:
         if op.seq == number and op.adapter_id not in refused:
             refused.add(op.adapter_id)
             raise StorageFullError(28, "no room in the journal")

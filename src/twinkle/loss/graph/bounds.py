@@ -239,14 +239,14 @@ def _index(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bo
         size = values.numel() * max(1, *(pick.dim() for pick in many if isinstance(pick, Tensor)))
         return Bound(size, size)
     size = values.numel()
-    return _rehearsed(operation, (values, tuple(picks)), keywords) if many else Bound(size, size)
+    return _measured_on_meta(operation, (values, tuple(picks)), keywords) if many else Bound(size, size)
 
 
 def _is_one_integer(value: Value) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int32, torch.int64)
 
 
-def _rehearsed(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+def _measured_on_meta(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
     """Run the operation on meta tensors, which have a shape but no data, to get the size of its result.
 
     The work includes the inputs, because the backward pass makes a gradient of their size.
@@ -353,7 +353,7 @@ BOUNDS: Mapping[str, BoundOf] = {
     "operator": _broadcast,
     "quantile": _quantile,
     "quotient": _quotient,
-    "rehearsed": _rehearsed,
+    "measured": _measured_on_meta,
     "roll": _roll,
     "same": _same,
     "scanned": _scanned,

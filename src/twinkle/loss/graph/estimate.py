@@ -16,7 +16,7 @@ from twinkle.errors import UserError
 from twinkle.loss.graph.bounds import BOUNDS, shapes_of
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import CALL_WORK, Limits, resolved
-from twinkle.loss.graph.nodes import Call, LossGraph
+from twinkle.loss.graph.nodes import GraphCall, LossGraph
 from twinkle.loss.graph.operations import OPERATIONS
 from twinkle.loss.graph.weights import weight_of
 
@@ -76,7 +76,7 @@ def _work_of_one(graph: LossGraph, sizes: Sizes, limits: Limits) -> int:
     }
     with torch.no_grad(), _META:
         for call in graph.calls:
-            made, cost, values[call.name] = _rehearsed(call, values, largest, limits)
+            made, cost, values[call.name] = _measured_on_meta(call, values, largest, limits)
             work += cost + CALL_WORK
             largest = max(largest, made)
             if made > limits.tensor or work > limits.work:
@@ -84,7 +84,7 @@ def _work_of_one(graph: LossGraph, sizes: Sizes, limits: Limits) -> int:
     return work
 
 
-def _rehearsed(call: Call, values: Mapping[str, Any], largest: int, limits: Limits) -> tuple[int, int, Any]:
+def _measured_on_meta(call: GraphCall, values: Mapping[str, Any], largest: int, limits: Limits) -> tuple[int, int, Any]:
     """Return the numbers made by a call, its work, and its result as a meta tensor."""
     operation = OPERATIONS[call.target]
     arguments = tuple(_placed(resolved(argument, values)) for argument in call.arguments)

@@ -18,7 +18,7 @@ from torch import Tensor
 from twinkle.errors import NonFiniteError, UserError
 from twinkle.loss.graph.bounds import BOUNDS, CannotComputeError
 from twinkle.loss.graph.catalog import CATALOG
-from twinkle.loss.graph.nodes import LOGPROBS, Argument, Call, Device, Dots, DType, Items, LossGraph, Ref, Slice
+from twinkle.loss.graph.nodes import LOGPROBS, Argument, Device, Dots, DType, GraphCall, Items, LossGraph, Ref, Slice
 from twinkle.loss.graph.operations import OPERATIONS, as_dtype
 from twinkle.loss.graph.weights import weight_of
 
@@ -111,7 +111,7 @@ def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, m
     return DatumLoss(float(loss.detach()), slope, metrics)
 
 
-def _computed(call: Call, values: Mapping[str, Any], where: str, meter: Meter) -> Any:
+def _computed(call: GraphCall, values: Mapping[str, Any], where: str, meter: Meter) -> Any:
     rule, operation = CATALOG[call.target], OPERATIONS[call.target]
     arguments = tuple(resolved(argument, values) for argument in call.arguments)
     keywords = {name: resolved(argument, values) for name, argument in call.keywords.items()}

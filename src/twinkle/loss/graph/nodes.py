@@ -3,7 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LOGPROBS", "Argument", "Call", "DType", "Device", "Dots", "Items", "LossGraph", "LossInput", "Ref", "Slice"]
+__all__ = [
+    "LOGPROBS",
+    "Argument",
+    "DType",
+    "Device",
+    "Dots",
+    "GraphCall",
+    "Items",
+    "LossGraph",
+    "LossInput",
+    "Ref",
+    "Slice",
+]
 
 LOGPROBS = "logprobs"  # the first input of every loss, and the only one with a gradient
 
@@ -49,7 +61,7 @@ Argument = None | bool | int | float | str | Ref | Items | Slice | Dots | DType 
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphCall:
     """One operation. ``target`` is its name in the catalog: ``torch.exp``, or ``.exp`` for a method."""
 
     name: str
@@ -72,6 +84,6 @@ class LossGraph:
 
     name: str
     inputs: tuple[LossInput, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[GraphCall, ...]
     loss: Argument
     metrics: Mapping[str, Argument]

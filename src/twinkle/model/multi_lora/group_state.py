@@ -34,7 +34,7 @@ class SetUp:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def note(self, verb: str, arguments: Mapping[str, object]) -> None:
+    def record(self, verb: str, arguments: Mapping[str, object]) -> None:
         """Record a call. ``set_optimizer`` also removes the scheduler, which belongs to the old optimizer."""
         replaced = {verb} if verb != "add_metric" else set()
         if verb == "set_optimizer":

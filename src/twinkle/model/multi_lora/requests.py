@@ -36,14 +36,20 @@ class LoraRequests:
         self._max_length = max_length
 
     def forward_item(
-        self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, temperature: float, *, base_model: bool
+        self,
+        group: OptimizerGroup,
+        status: TrainStatus,
+        batch: SequenceBatch,
+        temperature: float,
+        *,
+        without_adapter: bool,
     ) -> TrainItem:
         return TrainItem(
             group.adapter_name,
             self._data(batch),
             temperature=temperature,
             statistics=_needs_statistics(group, status),
-            base_model=base_model,
+            base_model=without_adapter,
         )
 
     def train_request(

@@ -122,7 +122,7 @@ class LoraVerbs(TwinkleModel):
         _check_asked(return_logits, task)
         group = self._group(adapter_name)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
-        item = self._requests.forward_item(group, status, batch, temperature, base_model=disable_lora)
+        item = self._requests.forward_item(group, status, batch, temperature, without_adapter=disable_lora)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             outputs = self._requests.outputs(group, status, batch, result)

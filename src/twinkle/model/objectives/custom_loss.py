@@ -31,7 +31,7 @@ class Evaluation:
         """``sequences``: the number of sequences of the request."""
         self._objective = objective
         self._sequences = sequences
-        self._noted: dict[int, TokenValues] = {}  # values collected so far, by number of the sequence
+        self._recorded: dict[int, TokenValues] = {}  # values collected so far, by number of the sequence
         self.value: ObjectiveValue | None = None
         self.error: TwinkleError | None = None
 
@@ -44,12 +44,12 @@ class Evaluation:
         assert self.value is not None
         return {"loss:sum": self.value.loss, **self.value.metrics}
 
-    def note(self, values: Mapping[int, TokenValues]) -> None:
+    def record_values(self, values: Mapping[int, TokenValues]) -> None:
         """Collect the values of some sequences, by their numbers, and call the objective when all are there."""
-        self._noted |= values
-        if len(self._noted) == self._sequences:
-            self.run([self._noted[number] for number in range(self._sequences)])
-            self._noted = {}
+        self._recorded |= values
+        if len(self._recorded) == self._sequences:
+            self.run([self._recorded[number] for number in range(self._sequences)])
+            self._recorded = {}
 
     def run(self, values: Sequence[TokenValues]) -> None:
         """Call the objective with ``values``, one entry per datum in the order of the data, and store the result."""
@@ -97,11 +97,11 @@ class CustomPart:
     def pointwise(self) -> bool:
         return self._evaluation.done
 
-    def note(self, values_nM: Tensor, width: int) -> None:
+    def record_values(self, values_nM: Tensor, width: int) -> None:
         if not self._evaluation.done:
             rows = np.split(values_nM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
             values = map(token_values, rows, [width] * len(rows), self._shapes)
-            self._evaluation.note(dict(zip(self._numbers, values, strict=True)))
+            self._evaluation.record_values(dict(zip(self._numbers, values, strict=True)))
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
         assert self._evaluation.done, "an objective needs its whole request"

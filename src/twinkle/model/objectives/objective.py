@@ -28,7 +28,7 @@ _MOST_CELLS = 2**20  # targets whose loss is computed at once by `evaluate`
 
 
 @dataclass(frozen=True)
-class LossRun:
+class LossSpan:
     """Rows ``start``…``stop`` share a loss. Inputs are (n,), or (n, K) where the loss allows several targets."""
 
     loss: TokenLoss
@@ -37,7 +37,7 @@ class LossRun:
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def from_parts(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
+    def from_parts(cls, members: Sequence["LossPart"], start: int) -> "LossSpan":
         loss = members[0].item.loss
         data = [datum for part in members for datum in part.data]
         columns = [_inputs(part.item, part.data) for part in members]
@@ -51,10 +51,10 @@ class LossRun:
     def pointwise(self) -> bool:
         return self.loss.pointwise
 
-    def note(self, values_nM: Tensor, width: int) -> None:
+    def record_values(self, values_nM: Tensor, width: int) -> None:
         """Do nothing: a named loss computes its coefficients from the rows it is given then."""
 
-    def to(self, device: torch.device) -> "LossRun":
+    def to(self, device: torch.device) -> "LossSpan":
         return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
 
     def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
@@ -72,7 +72,7 @@ class CustomLoss(Protocol):
     @property
     def pointwise(self) -> bool: ...
 
-    def note(self, values_nM: Tensor, width: int) -> None:
+    def record_values(self, values_nM: Tensor, width: int) -> None:
         """Take the values of all rows of this object. If it is not pointwise, this comes before :meth:`coefficients`.
 
         A request whose rows are in several blocks has one such object per block; each gets the values of its own rows.
@@ -85,7 +85,7 @@ class CustomLoss(Protocol):
 
 
 @dataclass(frozen=True)
-class CustomRun:
+class CustomLossSpan:
     """Rows ``start``…``stop`` belong to one request with an objective."""
 
     custom: CustomLoss
@@ -96,10 +96,10 @@ class CustomRun:
     def pointwise(self) -> bool:
         return self.custom.pointwise
 
-    def note(self, values_nM: Tensor, width: int) -> None:
-        self.custom.note(values_nM, width)
+    def record_values(self, values_nM: Tensor, width: int) -> None:
+        self.custom.record_values(values_nM, width)
 
-    def to(self, device: torch.device) -> "CustomRun":
+    def to(self, device: torch.device) -> "CustomLossSpan":
         return self  # a CustomLoss moves its coefficients to the device itself
 
     def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
@@ -124,44 +124,44 @@ class LossPart:
 class BatchObjective:
     """The losses of one block of rows, all of which have ``width`` targets (K)."""
 
-    runs: tuple[LossRun | CustomRun, ...]
+    spans: tuple[LossSpan | CustomLossSpan, ...]
     width: int
 
     @classmethod
     def from_parts(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
         """Group neighbouring parts with the same loss. ``parts`` are in row order."""
-        runs: list[LossRun | CustomRun] = []
+        spans: list[LossSpan | CustomLossSpan] = []
         start = 0
-        for _, run in groupby(parts, key=lambda part: part.kind):
-            members = list(run)
+        for _, span in groupby(parts, key=lambda part: part.kind):
+            members = list(span)
             custom = members[0].custom
             if custom is None:
-                runs.append(LossRun.from_parts(members, start))
+                spans.append(LossSpan.from_parts(members, start))
             else:
-                runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
-            start = runs[-1].stop
-        return cls(tuple(runs), width)
+                spans.append(CustomLossSpan(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
+            start = spans[-1].stop
+        return cls(tuple(spans), width)
 
     @property
     def pointwise(self) -> bool:
-        return all(run.pointwise for run in self.runs)
+        return all(span.pointwise for span in self.spans)
 
     def to(self, device: torch.device) -> "BatchObjective":
-        return replace(self, runs=tuple(run.to(device) for run in self.runs))
+        return replace(self, spans=tuple(span.to(device) for span in self.spans))
 
-    def note(self, values_nM: Tensor) -> None:
+    def record_values(self, values_nM: Tensor) -> None:
         """Give every loss the values of its rows in this block."""
-        for run in self.runs:
-            run.note(values_nM[run.start : run.stop], self.width)
+        for span in self.spans:
+            span.record_values(values_nM[span.start : span.stop], self.width)
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor) -> Tensor:
         """Return dL/dvalue of the rows ``start``…``stop``, (C, M)."""
         result_CM = torch.zeros_like(values_CM)
-        for run in self.runs:
-            low, high = max(start, run.start), min(stop, run.stop)
+        for span in self.spans:
+            low, high = max(start, span.start), min(stop, span.stop)
             if low < high:
                 rows = slice(low - start, high - start)
-                gradient = run.coefficients(low, high, values_CM[rows], self.width)
+                gradient = span.coefficients(low, high, values_CM[rows], self.width)
                 result_CM[rows, : gradient.shape[1]] = gradient
         return result_CM
 

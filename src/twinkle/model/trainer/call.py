@@ -102,7 +102,7 @@ class _RankReport:
         return cls(name, len(result.logprobs), None)
 
 
-class Call:
+class TrainerCall:
     """Runs the requests of one call. ``budget`` shrinks when the device turns out to hold less than was measured."""
 
     def __init__(
@@ -283,7 +283,7 @@ class Call:
         present = len(batch.by_item[index])
         if evaluation is None or evaluation.done or not self._train or present == len(item.data):
             return
-        first = Call(self._engine, self._pool, self.budget, train=False, give_way=self._give_way)
+        first = TrainerCall(self._engine, self._pool, self.budget, train=False, give_way=self._give_way)
         first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
         yield from first._compute_all(limit)
         self.budget = first.budget

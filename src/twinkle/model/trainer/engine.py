@@ -145,7 +145,7 @@ class Engine:
             # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
             first = [_logprobs(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
             for objective, values_nM in zip(objectives, first, strict=True):
-                objective.note(values_nM)
+                objective.record_values(values_nM)
             coefficients = [
                 _known(objective.coefficients(0, len(values_nM), values_nM).to(self.device))
                 for objective, values_nM in zip(objectives, first, strict=True)

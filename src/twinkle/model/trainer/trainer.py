@@ -34,7 +34,7 @@ from twinkle.model.decoder.loading import load_model, read_dtype
 from twinkle.model.decoder.lora.stacks import RowLayout, initial_row, rank_bucket
 from twinkle.model.decoder.targets import check_spec, select_targets, short_names
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
-from twinkle.model.trainer.call import Call
+from twinkle.model.trainer.call import TrainerCall
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.host_memory import host_memory_limit
 from twinkle.model.trainer.lockstep import Lockstep
@@ -47,7 +47,7 @@ from twinkle.model.trainer.memory import (
     parameter_bytes,
 )
 from twinkle.model.trainer.packing import Budget
-from twinkle.model.trainer.rehearsal import compile_layers, measure_token_cost
+from twinkle.model.trainer.probe import compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
 from twinkle.model.types import (
@@ -266,7 +266,7 @@ class Trainer:
                 self._budget = budget
 
         interrupted = give_way is not None and self._engine.device.type == "cpu"
-        call = Call(
+        call = TrainerCall(
             self._engine,
             self._pool,
             self._budget,
@@ -464,7 +464,7 @@ class Trainer:
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
         passes = Lockstep(self._engine, self._parallel.shards) if self._parallel.sharded else self._engine
-        call = Call(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        call = TrainerCall(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
         results = call.run(items)
         self._budget = call.budget
         return results

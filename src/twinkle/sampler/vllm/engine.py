@@ -35,7 +35,7 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Piece:
+class NewTokens:
     """New tokens of a generation. ``finish``: vLLM's finish reason, set on the last piece."""
 
     number: int
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Failed:
     """A generation that failed."""
 
     number: int
@@ -59,7 +59,7 @@ class Ended:
     number: int
 
 
-Arrival = Piece | Broken | Ended
+Arrival = NewTokens | Failed | Ended
 
 
 class Engine:
@@ -115,7 +115,7 @@ class Engine:
         except Empty:
             return taken
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> Piece:
+    def generate(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> NewTokens:
         """Generate and wait for the end. ``params`` must ask for one final output, not for pieces."""
         number = next(self._numbers)
         return self._call(lambda: self._all_of(number, _prompt(prompt, ""), params, lora))
@@ -190,11 +190,11 @@ class Engine:
                 self._arrived.put(_piece(number, output))
         except Exception as error:  # noqa: BLE001 - any error fails only its own request
             broken = _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}")
-            self._arrived.put(Broken(number, broken))
+            self._arrived.put(Failed(number, broken))
 
     async def _all_of(
         self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
-    ) -> Piece:
+    ) -> NewTokens:
         outputs = [out async for out in self._llm.generate(prompt, params, str(number), lora_request=lora)]
         return _piece(number, outputs[-1])
 
@@ -204,13 +204,13 @@ def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
     return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # vLLM refuses an empty salt
 
 
-def _piece(number: int, output: Any) -> Piece:
+def _piece(number: int, output: Any) -> NewTokens:
     completion = output.outputs[0]
     tokens = tuple(
         Reported(token, {other: entry.logprob for other, entry in entries.items() if entry.logprob > -float("inf")})
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True)
     )
-    return Piece(number, tokens, completion.finish_reason, output.num_cached_tokens or 0)
+    return NewTokens(number, tokens, completion.finish_reason, output.num_cached_tokens or 0)
 
 
 def _died() -> TwinkleServerError:

@@ -11,7 +11,7 @@ from twinkle.sampler.torch_sampler.jobs import Tokenizer, holds_one_of, longest_
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 from twinkle.sampler.vllm import message
-from twinkle.sampler.vllm.engine import Piece
+from twinkle.sampler.vllm.engine import NewTokens
 from twinkle.sampler.vllm.message import Told
 from twinkle.sampler.vllm.processor import DrawSettings
 from twinkle.sampler.vllm.versions import Version
@@ -57,7 +57,7 @@ class Request:
         watched = checked.stream or bool(params.stop_strings)
         return engine_params(draw, checked.max_tokens, self.end_tokens, watched=watched)
 
-    def absorb(self, piece: Piece) -> list[Progress]:
+    def absorb(self, piece: NewTokens) -> list[Progress]:
         """Store new tokens of a sample and return the events to stream. A finished sample leaves ``numbers``."""
         sample = self.numbers[piece.number]
         if sample.index == 0:

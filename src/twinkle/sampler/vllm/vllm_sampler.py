@@ -34,7 +34,7 @@ try:
 except ImportError as missing:
     raise MissingDependencyError("vllm", "vllm", "sampler_type: vllm") from missing
 
-from twinkle.sampler.vllm.engine import Arrival, Broken, Ended, Engine
+from twinkle.sampler.vllm.engine import Arrival, Ended, Engine, Failed
 from twinkle.sampler.vllm.engine_args import base_folder, make_engine_args
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
@@ -278,12 +278,12 @@ class VllmSampler:
                 version.users += 1
 
     def _absorb(self, piece: Arrival) -> list[Finished | Progress]:
-        if isinstance(piece, Ended | Broken) or piece.finish is not None:
+        if isinstance(piece, Ended | Failed) or piece.finish is not None:
             self._release(piece.number)
         request = self._by_number.get(piece.number)
         if request is None or isinstance(piece, Ended):  # cancelled, or finished with an earlier piece
             return []
-        if isinstance(piece, Broken):
+        if isinstance(piece, Failed):
             return [self._finish(request, SampleFailure(piece.error))]
         try:
             events: list[Finished | Progress] = [*request.absorb(piece)]

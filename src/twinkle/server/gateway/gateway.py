@@ -24,7 +24,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
-from twinkle.server.gateway.hub_uploads import Uploads
+from twinkle.server.gateway.hub_uploads import HubUploads
 from twinkle.server.gateway.identity import Identity, SignedUrls
 from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
@@ -118,7 +118,7 @@ class Gateway:
         self.copying = TenantTurns(at_once=1)  # a tenant copies one checkpoint at a time
         self.started_at = time.time()
         self.stopping = False
-        self.uploads = Uploads(self.tenants.pools.hub)
+        self.uploads = HubUploads(self.tenants.pools.hub)
         self.replica = replica
         self.fleet: Fleet = fleet or self
         self.fleet_of_all: Fleet = fleet_of_all or self.fleet
@@ -154,8 +154,8 @@ class Gateway:
         """Evict the adapters and release the versions that the services of this process hold for an ended session."""
         for run in await self.store.runs.of_session(session.session_id):
             await self.evict(run, f"session {session.session_id} {state}")
-        for sampling in await self.store.sampling_sessions.of_session(session.session_id):
-            await self._release(sampling)
+        for sampling_session in await self.store.sampling_sessions.of_session(session.session_id):
+            await self._release(sampling_session)
 
     async def evict(self, run: RunRecord, why: str) -> None:
         """Evict an adapter, if a service of this process has its base model.
@@ -287,18 +287,18 @@ class Gateway:
             await self.processors.end_session(session.session_id)
         await self.fleet.release_session(session, state)
 
-    async def _release(self, sampling: SamplingSessionRecord) -> None:
-        """Release the version of a sampling session, unless other sampling sessions use it.
+    async def _release(self, sampling_session: SamplingSessionRecord) -> None:
+        """Release the version of a sampling_session session, unless other sampling_session sessions use it.
 
         As long as its files exist, a later request can load the version again.
         """
-        self._samplers.pop(sampling.sampling_session_id, None)
-        self._sampling_clients.forget(sampling.sampling_session_id)
-        entry = self.services.get(sampling.model_name)
-        if sampling.version_id is None or sampling.directory is None or entry is None:
+        self._samplers.pop(sampling_session.sampling_session_id, None)
+        self._sampling_clients.forget(sampling_session.sampling_session_id)
+        entry = self.services.get(sampling_session.model_name)
+        if sampling_session.version_id is None or sampling_session.directory is None or entry is None:
             return
-        if not await self.store.sampling_sessions.refer_to(sampling.directory):
-            entry.release_versions([sampling.version_id])
+        if not await self.store.sampling_sessions.refer_to(sampling_session.directory):
+            entry.release_versions([sampling_session.version_id])
 
     async def resume_interrupted_evictions(self) -> None:
         """Evict live adapters whose session has ended, and continue unloads that clients asked for.
@@ -375,7 +375,7 @@ class Gateway:
             await self.evict(run, f"session {session.session_id} {session.state}")
         return request_id
 
-    async def run(self, run_id: str, tenant_id: str) -> RunRecord:
+    async def run_record(self, run_id: str, tenant_id: str) -> RunRecord:
         for entry in self.services.values():
             live = entry.training.adapters.get(run_id)
             if live is not None and live.run.tenant_id == tenant_id:
@@ -387,7 +387,7 @@ class Gateway:
 
     async def tinker_run(self, run_id: str, tenant_id: str) -> RunRecord:
         """Return a run that Tinker's requests may change; InvalidInputError for runs of the native protocol."""
-        run = await self.run(run_id, tenant_id)
+        run = await self.run_record(run_id, tenant_id)
         if not ids.is_tinker_run(run.run_id):
             raise InvalidInputError("model_id", run.run_id, "a model of Tinker's protocol, not of the native client")
         return run
@@ -530,11 +530,11 @@ class Gateway:
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
         abandoned = await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds)
-        for sampling in (*abandoned, *await self.store.sampling_sessions.orphaned()):
-            assert sampling.directory is not None, "a version has files"
-            await asyncio.to_thread(self.files.remove, sampling.directory)
-            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
-            await self._release(sampling)
+        for sampling_session in (*abandoned, *await self.store.sampling_sessions.orphaned()):
+            assert sampling_session.directory is not None, "a version has files"
+            await asyncio.to_thread(self.files.remove, sampling_session.directory)
+            await self.store.sampling_sessions.delete(sampling_session.sampling_session_id)
+            await self._release(sampling_session)
         await self.checkpoint_actions.delete_expired(now)
         forgotten = await self.store.retention.delete_ended(now - limits.ended_session_retention_seconds)
         if forgotten:

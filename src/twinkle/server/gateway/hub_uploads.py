@@ -37,7 +37,7 @@ class _Upload:
         return text[:_MESSAGE]
 
 
-class Uploads:
+class HubUploads:
     """The uploads of all tenants. They are in memory only: a restart forgets them."""
 
     def __init__(self, threads: FairPool) -> None:

@@ -148,11 +148,11 @@ async def _read_state(gateway: Gateway) -> list[Reading]:
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):
             sessions = await gateway.store.sessions.active()
-            sampling = await gateway.store.sampling_sessions.active()
+            sampling_sessions = await gateway.store.sampling_sessions.active()
     except (TimeoutError, DatabaseUnavailableError):
         return [Reading(instruments.STATE_UP, 0)]
     return [
         Reading(instruments.STATE_UP, 1),
         Reading(instruments.SESSIONS, sessions),
-        Reading(instruments.SAMPLING_SESSIONS, sampling),
+        Reading(instruments.SAMPLING_SESSIONS, sampling_sessions),
     ]

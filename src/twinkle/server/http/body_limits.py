@@ -18,7 +18,7 @@ _KEY = "twinkle.upload"
 
 
 @dataclass
-class Upload:
+class BodyUpload:
     """The body of one request. Until the tenant is known, it counts for the tenant with the empty id."""
 
     sizes: Tally  # bytes of all uploads under way, by tenant
@@ -58,16 +58,16 @@ class UploadCounter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        upload = scope[_KEY] = Upload(self._sizes)
+        upload = scope[_KEY] = BodyUpload(self._sizes)
         try:
             await self._app(scope, receive, send)
         finally:
             upload.end()
 
 
-def upload_of(request: Request) -> Upload:
+def upload_of(request: Request) -> BodyUpload:
     """Return the upload that :class:`UploadCounter` attached to a request."""
-    upload: Upload = request.scope[_KEY]
+    upload: BodyUpload = request.scope[_KEY]
     return upload
 
 

@@ -75,7 +75,7 @@ class Connections:
         # Idle connections, without a request under way, and the time since when; the longest idle one comes first.
         self._waiting: OrderedDict[BoundedProtocol, float] = OrderedDict()
 
-    def admit(self, connection: "BoundedProtocol", address: str, now: float) -> "Refusal | None":
+    def admit(self, connection: "BoundedProtocol", address: str, now: float) -> "ConnectionRefusal | None":
         """Register a new connection, or return the refusal if a limit is reached.
 
         At the limit of all connections, the longest idle connection is closed to make room.
@@ -84,9 +84,10 @@ class Connections:
         if self._by_address[address] >= limits.per_address:
             key = "max_connections_per_address"
             text = f"connections from one address: {limits.per_address} are open (limits.{key})"
-            return Refusal(429, text, key)
+            return ConnectionRefusal(429, text, key)
         if len(self._open) >= limits.total and not self._evict(now):
-            return Refusal(503, f"connections: {limits.total} are open, as many as open files allow", "open_files")
+            text = f"connections: {limits.total} are open, as many as open files allow"
+            return ConnectionRefusal(503, text, "open_files")
         self._open.add(connection)
         self._by_address[address] += 1
         self._waiting[connection] = now
@@ -122,7 +123,7 @@ class Connections:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ConnectionRefusal:
     """An error answer that the connection sends itself, without the application.
 
     ``limit``: the name under which /metrics counts it.
@@ -166,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._registry = connections
         self._limits = connections.limits
         self._address = ""
-        self._refusal: Refusal | None = None
+        self._refusal: ConnectionRefusal | None = None
         self._clock: asyncio.TimerHandle | None = None
         # The request that is being received:
         self._receiving = True  # it is not complete yet; a new connection counts as the beginning of a request
@@ -221,24 +222,24 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._refuse(self._refusal)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: ConnectionRefusal) -> None:
         self._registry.refused(refusal.limit)
         logger.debug("%s: %s", self._address, refusal.text)
         if self.cycle is None or self.cycle.response_complete:  # else it would end up inside the answer under way
             self.transport.write(refusal.response())
         self.transport.close()
 
-    def _stop(self, refusal: Refusal) -> None:
+    def _stop(self, refusal: ConnectionRefusal) -> None:
         """Stop the parser from inside one of its callbacks; ``send_400_response`` then sends the refusal."""
         self._refusal = refusal
         raise _RefusedError
 
-    def _too_large(self) -> Refusal:
+    def _too_large(self) -> ConnectionRefusal:
         limit = self._limits.header_bytes
-        return Refusal(431, f"headers: more than {limit} bytes (limits.max_header_bytes)", "max_header_bytes")
+        return ConnectionRefusal(431, f"headers: more than {limit} bytes (limits.max_header_bytes)", "max_header_bytes")
 
-    def _too_many(self) -> Refusal:
-        return Refusal(431, f"headers: more than {self._limits.header_count} of them", "max_header_bytes")
+    def _too_many(self) -> ConnectionRefusal:
+        return ConnectionRefusal(431, f"headers: more than {self._limits.header_count} of them", "max_header_bytes")
 
     # --- callbacks of the parser --------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self._head_bytes += len(url)
         if self._head_bytes > self._limits.url_bytes:
-            self._stop(Refusal(414, f"URL: more than {self._limits.url_bytes} bytes", "max_header_bytes"))
+            self._stop(ConnectionRefusal(414, f"URL: more than {self._limits.url_bytes} bytes", "max_header_bytes"))
         super().on_url(url)
 
     def on_headers_complete(self) -> None:
@@ -262,7 +263,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.headers) > self._limits.header_count:
             self._stop(self._too_many())
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._stop(Refusal(429, f"pipelining: more than {_MAX_PIPELINED} requests", "pipelined_requests"))
+            self._stop(ConnectionRefusal(429, f"pipelining: more than {_MAX_PIPELINED} requests", "pipelined_requests"))
         super().on_headers_complete()
         # httptools will append trailers, which follow a body, to this list. They are ignored: a key in a trailer must
         # not count. uvicorn would look for an upgrade in it, but upgrades are switched off (ws="none").
@@ -275,7 +276,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
         self._made_progress()
         if self.pipeline and len(self.cycle.body) > _MAX_PIPELINED_BODY:
-            self._stop(Refusal(429, "pipelining: a long body behind another request", "pipelined_requests"))
+            self._stop(ConnectionRefusal(429, "pipelining: a long body behind another request", "pipelined_requests"))
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -309,7 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_silent(self) -> None:
         if self._receiving and self._began:
-            self._refuse(Refusal(408, "the request did not come whole in time", "silent_connections"))
+            self._refuse(ConnectionRefusal(408, "the request did not come whole in time", "silent_connections"))
         else:  # an answer without a request would be taken for the answer to the next one
             self._registry.refused("silent_connections")
             self.transport.close()

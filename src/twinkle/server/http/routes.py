@@ -136,8 +136,8 @@ class Routes:
     """The routes of one area of the API, declared by decorators.
 
     A decorated handler stays a plain function: it may be decorated with several paths, and may be called directly. The
-    tenant is identified before the body is read. The parameters of a handler after its :class:`Call` are parameters of
-    path and query, which FastAPI reads.
+    tenant is identified before the body is read. The parameters of a handler after its :class:`Call` are
+    parameters of path and query, which FastAPI reads.
     """
 
     def __init__(self, prefix: str = "", *, key_prefix: str = "tml-", answer_error: AnswerError | None = None) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.database.database import Database
-from twinkle.server.state.database.driver import Driver, Part
+from twinkle.server.state.database.driver import Driver, Role
 from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal, JournalWriters
 from twinkle.server.state.database.migrations import migrate, needs_migration
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
@@ -28,16 +28,16 @@ from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve, is
 from twinkle.server.state.integrity.copies import read_secret
 from twinkle.server.state.integrity.examination import DatabaseCopies, check_before_opening, examine
 from twinkle.server.state.records.audit import Audit
-from twinkle.server.state.records.checkpoints import Checkpoints
+from twinkle.server.state.records.checkpoints import CheckpointRecords
 from twinkle.server.state.records.coordination import Leases, OperatorRequests
 from twinkle.server.state.records.damage import DamageRecords
 from twinkle.server.state.records.keys import Keys
 from twinkle.server.state.records.ops import Ops
 from twinkle.server.state.records.retention import Retention
 from twinkle.server.state.records.run_metrics import RunMetrics
-from twinkle.server.state.records.runs import Runs, Snapshots
+from twinkle.server.state.records.runs import Runs, SnapshotRecords
 from twinkle.server.state.records.sampling import SamplingSessions
-from twinkle.server.state.records.sessions import CustomLosses, Sessions
+from twinkle.server.state.records.sessions import CustomLossRecords, Sessions
 from twinkle.server.state.records.usage import UsageRecords
 
 # Seconds that a process of a server waits for another process, which may be migrating the tables.
@@ -52,7 +52,7 @@ class Store:
     """
 
     def __init__(
-        self, data_dir: Path, url: str | None, part: Part, segment_bytes: int, loop: asyncio.AbstractEventLoop
+        self, data_dir: Path, url: str | None, role: Role, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Open the directory. This blocks, so callers on an event loop use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
@@ -61,30 +61,30 @@ class Store:
         self._copies: DatabaseCopies | None = None
         file = Path(database_url.database or "") if database_url.get_backend_name() == "sqlite" else None
         with ExitStack() as held:  # released here if opening fails, otherwise by close()
-            if part is Part.SERVER:
+            if role is Role.SERVER:
                 held.enter_context(DirectoryLock(data_dir))
             if file is not None and str(file) not in ("", ".", ":memory:"):
-                held.enter_context(_database_lock(data_dir, file, part))
-                _examine(data_dir, file, part)
-            driver = _driver(database_url, part)
+                held.enter_context(_database_lock(data_dir, file, role))
+                _examine(data_dir, file, role)
+            driver = _driver(database_url, role)
             held.callback(driver.engine.dispose)
-            _update_schema(data_dir, driver, part)
-            if part is Part.MEMBER:
+            _update_schema(data_dir, driver, role)
+            if role is Role.MEMBER:
                 held.enter_context(DirectoryLock(data_dir, shared=True, wait_seconds=_MEMBER_SECONDS))
             with driver.connect() as connection:
                 secret = read_secret(data_dir, may_make=_is_unused(connection))
             journal_dir = data_dir / "journal"
             journal_dir.mkdir(mode=0o700, exist_ok=True)
-            writable = part is not Part.TOOL
+            writable = role is not Role.TOOL
             writers = (
-                held.enter_context(closing(JournalWriters(journal_dir / "writers"))) if part is Part.MEMBER else None
+                held.enter_context(closing(JournalWriters(journal_dir / "writers"))) if role is Role.MEMBER else None
             )
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, writers)
             self._database = Database(driver, loop)
-            if part is Part.SERVER:
+            if role is Role.SERVER:
                 driver.fail_damaged_rows()
-            if isinstance(driver, SqliteDriver) and file is not None and part is not Part.TOOL:
+            if isinstance(driver, SqliteDriver) and file is not None and role is not Role.TOOL:
                 self._copies = DatabaseCopies(file, data_dir)
                 self._copies.make()
                 driver.after_maintenance = self._copies.make_if_old
@@ -92,12 +92,12 @@ class Store:
         self.sessions = Sessions(self._database)
         self.runs = Runs(self._database)
         self.run_metrics = RunMetrics(self._database)
-        self.checkpoints = Checkpoints(self._database)
+        self.checkpoints = CheckpointRecords(self._database)
         self.sampling_sessions = SamplingSessions(self._database)
         self.ops = Ops(self._database, self._bodies, self._outcomes, writers)
         self.leases = Leases(self._database)
-        self.custom_losses = CustomLosses(self._database)
-        self.snapshots = Snapshots(self._database)
+        self.custom_losses = CustomLossRecords(self._database)
+        self.snapshots = SnapshotRecords(self._database)
         self.keys = Keys(self._database, secret)
         self.usage = UsageRecords(self._database)
         self.operator_requests = OperatorRequests(self._database)
@@ -121,8 +121,8 @@ class Store:
         the lock (``shared``), and each writes its own segments of the journal. Command-line tools open the store
         without the lock, also while a server runs: they may do everything except journal and prune ops.
         """
-        part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
-        opened = partial(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
+        role = Role.TOOL if not lock else Role.MEMBER if shared else Role.SERVER
+        opened = partial(cls, data_dir, url, role, segment_bytes, asyncio.get_running_loop())
         give_up_reserve(data_dir, only_if_low=True)
         try:
             return await asyncio.to_thread(opened)
@@ -156,33 +156,33 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def _driver(url: URL, part: Part) -> Driver:
+def _driver(url: URL, role: Role) -> Driver:
     if url.get_backend_name() == "sqlite":
         return SqliteDriver(url)
     try:
         from twinkle.server.state.database.postgres import PostgresDriver  # imports psycopg, which is optional
     except ImportError as error:
         raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
-    return PostgresDriver(url, part)
+    return PostgresDriver(url, role)
 
 
-def _database_lock(data_dir: Path, database: Path, part: Part) -> AbstractContextManager[object]:
+def _database_lock(data_dir: Path, database: Path, role: Role) -> AbstractContextManager[object]:
     """Lock a database file outside the data directory, because servers with other data directories may use it too."""
-    if part is Part.TOOL or database.absolute() == (data_dir / "state.db").absolute():
+    if role is Role.TOOL or database.absolute() == (data_dir / "state.db").absolute():
         return nullcontext()
     database.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return DirectoryLock(database.parent, name=f"{database.name}.lock", shared=part is Part.MEMBER)
+        return DirectoryLock(database.parent, name=f"{database.name}.lock", shared=role is Role.MEMBER)
     except DataDirInUseError:
         raise DatabaseInUseError(str(database)) from None
 
 
-def _examine(data_dir: Path, database: Path, part: Part) -> None:
+def _examine(data_dir: Path, database: Path, role: Role) -> None:
     """Look for damage before the database is opened. If a server has several processes, the first one does this."""
-    check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
-    if part is not Part.TOOL:
+    check_before_opening(database, data_dir, has_lock=role is Role.SERVER)
+    if role is not Role.TOOL:
         # If the directory is in use, another process of this server has examined the database already.
-        with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
+        with suppress(DataDirInUseError), DirectoryLock(data_dir) if role is Role.MEMBER else nullcontext():
             examine(database, data_dir)
 
 
@@ -193,15 +193,15 @@ def _is_unused(connection: Connection) -> bool:
     )
 
 
-def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
+def _update_schema(data_dir: Path, driver: Driver, role: Role) -> None:
     """Migrate the tables to the newest schema version.
 
     Tables never change while a server runs, so only a process that holds the exclusive lock migrates them.
     """
-    deadline = time.monotonic() + (_MEMBER_SECONDS if part is Part.MEMBER else 0)
+    deadline = time.monotonic() + (_MEMBER_SECONDS if role is Role.MEMBER else 0)
     while _is_outdated(driver):
         try:
-            with nullcontext() if part is Part.SERVER else DirectoryLock(data_dir), driver.connect() as connection:
+            with nullcontext() if role is Role.SERVER else DirectoryLock(data_dir), driver.connect() as connection:
                 driver.begin_migration(connection)
                 migrate(connection)
                 driver.finish_migration(connection)

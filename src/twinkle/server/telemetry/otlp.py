@@ -88,7 +88,7 @@ class Export:
                     logger.info("metric %s %s %s", sample.name, dict(sample.labels), sample.value)
             return
         data = _metrics_data(families, self._resource, self._started, time.time_ns())
-        self._metric_watch.note(self._metric_exporter.export(data) is MetricExportResult.SUCCESS)
+        self._metric_watch.record(self._metric_exporter.export(data) is MetricExportResult.SUCCESS)
 
     def close(self) -> None:
         """Send the spans that wait, and end the export. Blocks for ``_CLOSING_SECONDS`` or a little longer."""
@@ -109,7 +109,7 @@ class _Watch:
         self._endpoint = endpoint
         self._away = False
 
-    def note(self, arrived: bool) -> None:
+    def record(self, arrived: bool) -> None:
         if self._away and arrived:
             logger.info("%s are exported to %s again", self._what, self._endpoint)
         elif not self._away and not arrived:
@@ -135,7 +135,7 @@ class _Spans(SpanExporter):
                 logger.info("span %s %.3f ms %s", span.name, (end - start) / 1e6, dict(span.attributes or {}))
             return SpanExportResult.SUCCESS
         result = self._exporter.export(spans)
-        self._watch.note(result is SpanExportResult.SUCCESS)
+        self._watch.record(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:

@@ -86,7 +86,7 @@ class RecentRate:
     def __init__(self, now: float) -> None:
         self._notes: deque[tuple[float, int]] = deque([(now, 0)])  # (time, total), oldest first
 
-    def note(self, total: int, now: float) -> None:
+    def record(self, total: int, now: float) -> None:
         self._notes.append((now, total))
         while len(self._notes) > 1 and now - self._notes[1][0] >= _MINUTE:
             self._notes.popleft()

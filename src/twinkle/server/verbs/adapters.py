@@ -143,7 +143,7 @@ class NativeAdapters:
         """Run a verb that is not a pass, and return its result in a form that JSON can hold."""
         result = self._call(run_id, asked.verb, asked.arguments)
         if verb_named(asked.verb).sets_up:
-            self._set_up[run_id].note(asked.verb, asked.arguments)
+            self._set_up[run_id].record(asked.verb, asked.arguments)
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
         if asked.verb == "get_state_dict":

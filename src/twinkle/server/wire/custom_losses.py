@@ -15,10 +15,10 @@ from twinkle.loss.graph.catalog import DTYPES, INERT, rule_of
 from twinkle.loss.graph.nodes import (
     LOGPROBS,
     Argument,
-    Call,
     Device,
     Dots,
     DType,
+    GraphCall,
     Items,
     LossGraph,
     LossInput,
@@ -60,14 +60,14 @@ class _Graph(Request):
     nodes: Annotated[list[_Node], Field(max_length=MAX_NODES + MAX_INPUTS + 1, fail_fast=True)]
 
 
-class Place(Request):
+class CustomLossPlace(Request):
     """The fields that name the future of the request. They must be valid; other mistakes become a failed future."""
 
     session_id: Id
     custom_loss_seq_id: Number
 
 
-class CreateCustomLossRequest(Place):
+class CreateCustomLossRequest(CustomLossPlace):
     name: Annotated[str, Field(max_length=_MAX_TEXT)] = ""
     inputs: Annotated[list[_Input], Field(min_length=1, max_length=MAX_INPUTS)]
     graph: _Graph
@@ -81,7 +81,7 @@ def decode_custom_loss(body: bytes) -> LossGraph:
         raise InvalidInputError("graph.format", request.graph.format, str(_FORMAT))
     inputs = _inputs(request.inputs)
     reader = _Reader()
-    calls: list[Call] = []
+    calls: list[GraphCall] = []
     for number, node in enumerate(request.graph.nodes):
         where = f"graph.nodes[{number}]"
         if not _NAME.fullmatch(node.name) or node.name in reader.known:
@@ -117,7 +117,7 @@ def _check_placeholder(node: _Node, inputs: Sequence[LossInput], number: int, wh
         )
 
 
-def _needed(calls: Sequence[Call], loss: Argument, metrics: Mapping[str, Argument]) -> tuple[Call, ...]:
+def _needed(calls: Sequence[GraphCall], loss: Argument, metrics: Mapping[str, Argument]) -> tuple[GraphCall, ...]:
     """Return the calls whose values the loss or a metric depends on, directly or through other calls."""
     read = set(_references((loss, *metrics.values())))
     kept = []
@@ -146,7 +146,7 @@ class _Reader:
         self.known: set[str] = set()
         self._left = _MAX_ARGUMENTS
 
-    def call(self, node: _Node, where: str) -> Call:
+    def call(self, node: _Node, where: str) -> GraphCall:
         if node.op not in ("call_function", "call_method"):
             raise InvalidInputError(f"{where}.op", node.op, "placeholder, call_function, call_method or output")
         target = f".{node.target}" if node.op == "call_method" else node.target
@@ -160,7 +160,7 @@ class _Reader:
                 raise InvalidInputError(f"{where}.kwargs", f"{key[:_MAX_TEXT]}={short(given[key])}", allowed)
         arguments = tuple(self.argument(value, f"{where}.args[{n}]") for n, value in enumerate(node.args))
         keywords = {key: self.argument(value, f"{where}.kwargs[{key!r}]") for key, value in given.items()}
-        return Call(node.name, target, arguments, keywords)
+        return GraphCall(node.name, target, arguments, keywords)
 
     def output(self, node: _Node, where: str) -> tuple[Argument, dict[str, Argument]]:
         """Return the loss and the metrics by name, from an output node of the form ``(loss, {name: metric})``."""

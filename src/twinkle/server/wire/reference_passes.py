@@ -24,17 +24,17 @@ _LOSS = "importance_sampling"
 
 def named_pass(data: Sequence[Datum], loss: str, config: Mapping[str, float], *, trains: bool) -> TrainPass:
     """Return a pass with one of the server's own losses, ``loss``. ``trains``: whether it computes a gradient."""
-    base_model = _without_adapter(config, trains)
+    without_adapter = _without_adapter(config, trains)
     config = {key: value for key, value in config.items() if key != _DISABLE_LORA}
     if any(REF_LOGPS in datum.extras for datum in data):
         preference = _preference(data, loss, config)
         plain = tuple(replace(datum, extras={}) for datum in data)
-        return TrainPass(plain, loss, {}, preference=preference, base_model=base_model)
+        return TrainPass(plain, loss, {}, preference=preference, without_adapter=without_adapter)
     for key in (_BETA, _SFT_WEIGHT):
         if key in config:
             allowed = f"{key} only together with {REF_LOGPS} in every datum"
             raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], allowed)
-    return TrainPass(tuple(data), loss, config, base_model=base_model)
+    return TrainPass(tuple(data), loss, config, without_adapter=without_adapter)
 
 
 def _without_adapter(config: Mapping[str, float], trains: bool) -> bool:

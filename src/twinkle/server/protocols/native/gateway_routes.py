@@ -191,13 +191,13 @@ async def training_runs(call: Call[bytes], limit: Limit = 20, offset: Offset = 0
 
 @routes.get(f"{_TWINKLE}/training_runs/{{run_id}}", anybody)
 async def training_run(call: Call[bytes], run_id: str) -> Response:
-    return wire_response(await _training_run(call.gateway, await call.gateway.run(run_id, call.tenant_id)))
+    return wire_response(await _training_run(call.gateway, await call.gateway.run_record(run_id, call.tenant_id)))
 
 
 @routes.get(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints", anybody)
 async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
     """List a run's checkpoints, oldest first: the last one is the newest."""
-    run = await call.gateway.run(run_id, call.tenant_id)
+    run = await call.gateway.run_record(run_id, call.tenant_id)
     records = await call.gateway.store.checkpoints.of_run(run_id)
     listed = [_checkpoint(record, run) for record in reversed(records)]
     return wire_response(run_types.CheckpointsListResponse(checkpoints=listed))
@@ -272,7 +272,7 @@ def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoin
 @routes.get(_METRICS, anybody, traced=False)
 async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
     """Return the points after number ``since``, oldest first."""
-    run = await call.gateway.run(run_id, call.tenant_id)
+    run = await call.gateway.run_record(run_id, call.tenant_id)
     points = await call.gateway.store.run_metrics.since(run.run_id, since, limit + 1)
     answer = partial(_response, points[:limit], since, len(points) > limit)
     return await call.gateway.reading.in_thread(call.tenant_id, answer)
@@ -282,7 +282,7 @@ async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Point
 @routes.post(_METRICS, by_run_in_path, raw_body(run_types.LogMetricsRequest), traced=False)
 async def log_metrics(call: Call[bytes], run_id: str) -> Response:
     """Log values that the client has measured, for a run that may have ended."""
-    run = await call.gateway.run(run_id, call.tenant_id)
+    run = await call.gateway.run_record(run_id, call.tenant_id)
     # Parsed only now, so that another tenant's run is answered as unknown, even if the body is wrong, too.
     logged = fields.parse(run_types.LogMetricsRequest, call.raw)
     for name in logged.values:

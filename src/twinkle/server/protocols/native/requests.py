@@ -132,7 +132,7 @@ class AdapterCall:
         ``live``: NotFoundError if the adapter is evicted and accepts no ops any more.
         """
         model, training = self.services.model, self.services.training
-        run = await self.gateway.run(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)
+        run = await self.gateway.run_record(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)
         if run.model_name != model.name or (live and run.run_id not in training.adapters):
             raise NotFoundError("adapter", f"{adapter_name} of {model.name}", run.note or "")
         return run

@@ -81,7 +81,7 @@ async def create(call: Call[bytes], model: str) -> Response:
 async def set_template(call: Call[SetTemplate], model: str) -> Response:
     session_id, services = await session_of(call), sampling_services_of(call.gateway, model)
     choice = await usable_template(call.gateway, call.tenant_id, services, call.body)
-    await call.gateway.store.sessions.note(session_id, TEMPLATES_KEY, services.model.name, choice.model_dump())
+    await call.gateway.store.sessions.remember(session_id, TEMPLATES_KEY, services.model.name, choice.model_dump())
     return wire_response(types.SamplerSetTemplateResponse())
 
 
@@ -152,10 +152,10 @@ class AskedSamples:
             raise InvalidInputError("num_samples", self.params.num_samples, "1: a stream is one sample")
         if self.params.max_tokens == 0:
             raise InvalidInputError("max_tokens", 0, "at least 1: there is nothing to stream")
-        sampling = await self.understood()
-        if len(sampling.features) != 1:
-            raise InvalidInputError("inputs", f"{len(sampling.features)} of them", "one: a stream is one sample")
-        async with aclosing(sampling.lines()) as lines:
+        request = await self.understood()
+        if len(request.features) != 1:
+            raise InvalidInputError("inputs", f"{len(request.features)} of them", "one: a stream is one sample")
+        async with aclosing(request.lines()) as lines:
             async for line in lines:
                 yield line
 

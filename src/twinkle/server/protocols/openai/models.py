@@ -41,7 +41,7 @@ async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | Check
         if path.kind in SAMPLED_KINDS:
             return await readable_checkpoint(gateway.store, path, tenant_id)
     with suppress(NotFoundError):
-        return await gateway.run(name, tenant_id)
+        return await gateway.run_record(name, tenant_id)
     raise ModelNotFoundError(f"unknown model {short(name)}; GET /v1/models lists base models and what is yours")
 
 

@@ -82,7 +82,7 @@ async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
     gateway, tenant_id, request_id = call.gateway, call.tenant_id, call.body.request_id
     request = RequestId.parse(request_id)
     if not request.is_sample:
-        await gateway.run(request.owner, tenant_id)
+        await gateway.run_record(request.owner, tenant_id)
         raise InvalidInputError("request_id", request_id, "the id of a sample: ops on a model cannot be cancelled")
     session = await gateway.sampling_session(request.owner, tenant_id)
     gateway.sampler_of(session).cancel(request_id)
@@ -119,7 +119,7 @@ async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> tupl
     elif request.is_custom_loss:
         outcome = await gateway.custom_losses.outcome(request_id, tenant_id)
     else:
-        run = await gateway.run(request.owner, tenant_id)
+        run = await gateway.run_record(request.owner, tenant_id)
         if request.is_unload:
             outcome = await gateway.unloading.outcome(run, seconds)
         else:

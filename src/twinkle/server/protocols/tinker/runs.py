@@ -52,12 +52,12 @@ async def training_runs(
 
 @routes.get("/training_runs/{run_id}", anybody)
 async def training_run(call: Call[bytes], run_id: str, access_scope: Scope = "owned") -> Response:
-    return json_response(await _training_run(call.gateway, await call.gateway.run(run_id, call.tenant_id)))
+    return json_response(await _training_run(call.gateway, await call.gateway.run_record(run_id, call.tenant_id)))
 
 
 @routes.get("/training_runs/{run_id}/checkpoints", anybody)
 async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
-    await call.gateway.run(run_id, call.tenant_id)
+    await call.gateway.run_record(run_id, call.tenant_id)
     records = await call.gateway.store.checkpoints.of_run(run_id)
     return json_response({"checkpoints": [checkpoint_body(record) for record in records]})
 

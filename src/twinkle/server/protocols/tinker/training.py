@@ -11,7 +11,7 @@ from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_resp
 from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
 from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields, requests
-from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
+from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, CustomLossPlace
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.training import Allowance, decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
@@ -95,7 +95,7 @@ async def unload_model(call: Call[requests.UnloadModelRequest]) -> Response:
 
 @routes.post("/get_info", by_model_id, json_body(requests.GetInfoRequest), soon=True)
 async def get_info(call: Call[requests.GetInfoRequest]) -> Response:
-    run = await call.gateway.run(call.body.model_id, call.tenant_id)
+    run = await call.gateway.run_record(call.body.model_id, call.tenant_id)
     model = call.gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
     tokenizer_id = model.tokenizer_dir if is_loopback(call.request) else model.tokenizer_id
@@ -133,7 +133,7 @@ async def weights_info(call: Call[requests.WeightsInfoRequest]) -> Response:
 
 @routes.post("/create_custom_loss", anybody, raw_body(CreateCustomLossRequest, MAX_BODY_BYTES))
 async def create_custom_loss(call: Call[bytes]) -> Response:
-    place = fields.parse(Place, call.raw)
+    place = fields.parse(CustomLossPlace, call.raw)
     session = await call.gateway.active_session(place.session_id, call.tenant_id)
     request_id = await call.gateway.custom_losses.create(session, place.custom_loss_seq_id, call.raw)
     return json_response({"request_id": request_id})

@@ -17,7 +17,7 @@ from twinkle.errors import QuotaError, TwinkleError
 from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
-from twinkle.server.http.body_limits import Upload, read_body
+from twinkle.server.http.body_limits import BodyUpload, read_body
 from twinkle.server.http.requests import SMALL_BODY, gateway_of, json_response, key_of, refuse_rebinding, status_of
 from twinkle.server.http.routes import RouteFacts
 from twinkle.server.http.streams import unless_gone
@@ -72,13 +72,13 @@ class Router:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Until then, a long body counts against its tenant's limit of uploads."""
-        upload = Upload(self._uploading)
+        upload = BodyUpload(self._uploading)
         try:
             await self._counted(scope, receive, send, upload)
         finally:
             upload.end()
 
-    async def _counted(self, scope: Scope, receive: Receive, send: Send, upload: Upload) -> None:
+    async def _counted(self, scope: Scope, receive: Receive, send: Send, upload: BodyUpload) -> None:
         facts, _ = ROUTES.find(scope["method"], scope["path"])
         most = self._max_body_bytes if facts.limit is None else min(facts.limit, self._max_body_bytes)
         limit = sys.maxsize

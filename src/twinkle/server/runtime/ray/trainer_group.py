@@ -140,16 +140,16 @@ class TrainerGroup(TrainingBackend):
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         from twinkle.model.multi_lora.library_objective import LibraryObjective
-        from twinkle.model.trainer.division import Division  # here, because it imports torch
+        from twinkle.model.trainer.shard_requests import RequestShards  # here, because it imports torch
 
-        division = Division.by_tokens(items, len(self._ranks))
-        shares = [division.share(number) for number in range(len(self._ranks))]
+        shards = RequestShards.by_tokens(items, len(self._ranks))
+        shares = [shards.share(number) for number in range(len(self._ranks))]
         answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
         for index, item in enumerate(items):
             if isinstance(item.objective, LibraryObjective):  # all its rows are on one rank, which counted tokens
-                owner = (division.owners[index] or (0,))[0]
+                owner = (shards.owners[index] or (0,))[0]
                 item.objective.num_tokens = answers[owner][1][index].num_tokens
-        joined = division.join([results for results, _ in answers])
+        joined = shards.join([results for results, _ in answers])
         done = [result for result in joined if isinstance(result, TrainResult)]
         self._rows += sum(len(logprobs) for result in done for logprobs in result.logprobs)
         return joined

@@ -283,7 +283,7 @@ class SamplerService:
         self._futures.take_delivered()
         if self.completions is not None:
             self.completions.sweep(now, self._futures.delivered)
-        self._rate.note(self.tokens_sampled, now)
+        self._rate.record(self.tokens_sampled, now)
         under_way = {job.session.sampling_session_id for job in self._jobs.values()}
         self._asked = {name: at for name, at in self._asked.items() if name in under_way}
         self._turn_due = True  # a turn drops old versions; they are published and expire without any sampling, too

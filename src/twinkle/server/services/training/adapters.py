@@ -244,7 +244,8 @@ class LiveAdapters:
     def add(self, run: RunRecord, plan: Plan | None = None) -> LiveAdapter:
         """Add an adapter: a new one, or one that a restart found, with the plan of its recovery."""
         plan = plan or Plan()
-        place = Place.DISK if plan.has_snapshot else Place.NOWHERE  # without a snapshot, a replay creates the adapter
+        # Without a snapshot, the replay begins with the op that creates the adapter.
+        place = Place.DISK if plan.has_snapshot else Place.NOWHERE
         replays = {replay.seq: replay for replay in plan.replays}
         adapter = LiveAdapter(run, place, self._context.kinds.find(run.run_id), highest_seq=plan.last, replays=replays)
         self._adapters[run.run_id] = adapter

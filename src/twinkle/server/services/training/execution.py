@@ -107,7 +107,7 @@ class Execution:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
-            if isinstance(op.payload, TrainPass) and not op.payload.base_model:
+            if isinstance(op.payload, TrainPass) and not op.payload.without_adapter:
                 self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
         except Exception as error:  # noqa: BLE001 - an edge: a result that cannot be encoded fails its own request alone
@@ -169,8 +169,8 @@ def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
 
         objective = PreferenceObjective(asked.data, asked.preference)
     else:
-        return TrainItem(adapter_id, asked.data, asked.loss, asked.loss_config, base_model=asked.base_model)
-    return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.base_model)
+        return TrainItem(adapter_id, asked.data, asked.loss, asked.loss_config, base_model=asked.without_adapter)
+    return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.without_adapter)
 
 
 def _rounds(ops: Sequence[Op], kinds: RunKinds) -> list[list[int]]:

@@ -286,7 +286,7 @@ class ModelService:
         Return (run id, sequence number) of the ops whose outcome was fetched since the last call.
         """
         self._futures.sweep(now)
-        self._rate.note(self._trained_tokens(), now)
+        self._rate.record(self._trained_tokens(), now)
         delivered = map(RequestId.parse, self._futures.take_delivered())
         return [(request.owner, request.number) for request in delivered if not request.is_refusal]
 

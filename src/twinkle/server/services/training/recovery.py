@@ -184,7 +184,7 @@ async def _usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> Snap
         what = f"its snapshot is damaged ({error}); it is brought back from its journal, from its creation on"
         logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, what)
         damage = Damage(f"snapshot of {run.run_id}", f"model {run.run_id}: {what}", time.time(), run.tenant_id)
-        await store.damage.note(damage)
+        await store.damage.record(damage)
         # Delete the snapshot's record: while it covers the ops, maintenance would delete their bodies as unneeded.
         await store.snapshots.delete(run.run_id)
         return None

@@ -121,5 +121,5 @@ class ReplayFeed:
             return op, replay
         message = f"request {op.request_id}: its body in the journal is damaged; send it again"
         damage = Damage(f"request {op.request_id}", message, time.time(), run.tenant_id, run.run_id)
-        await self._store.damage.note(damage)
+        await self._store.damage.record(damage)
         return op, replace(replay, repeated=Outcome.failure(message, "server", Ending.REFUSED))

@@ -70,7 +70,7 @@ class Settlement:
         # A forward pass that leaves no state behind does not change the adapter, so that the present snapshot can cover
         # its number.
         changed = op.kind is not OpKind.FORWARD or adapter.kind.passes_leave_state
-        self._snapshots.note(op.adapter_id, time.monotonic(), changed=changed)
+        self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Write an outcome to the journal; retry as long as the disk is full or the database is unavailable."""
@@ -377,7 +377,7 @@ class OpRunner:
             self._running.forgive(task.op.request_id)
             self._settlement.settle(task.adapter, task.op, outcome)
             # Until the next snapshot, a replay after a restart would give up the gap again: take the snapshot soon.
-            self._snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
+            self._snapshots.schedule(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
 
     def _task(self, op: Op) -> Task:
         adapter = self._adapters.get(op.adapter_id)

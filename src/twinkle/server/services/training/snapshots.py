@@ -33,7 +33,7 @@ class Snapshots:
         self._turn = asyncio.Lock()  # held from the copying of an adapter until its snapshot is written
 
     @event_loop
-    def note(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
+    def schedule(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
         """Note that an op of this adapter has ended, so that its snapshot will be due.
 
         ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once.

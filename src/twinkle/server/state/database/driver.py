@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
 
-class Part(Enum):
+class Role(Enum):
     """The role of a process that opens the state."""
 
     SERVER = "server"  # a server with one process

@@ -37,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 
 from twinkle.errors import UserError
-from twinkle.server.state.database.driver import Part
+from twinkle.server.state.database.driver import Role
 from twinkle.server.state.database.tables import DAMAGE, METADATA, RUNS
 from twinkle.server.state.errors import (
     Damage,
@@ -90,9 +90,9 @@ SET idle_in_transaction_session_timeout = '60s'
 class PostgresDriver:
     """The driver of one PostgreSQL database."""
 
-    def __init__(self, url: URL, part: Part) -> None:
+    def __init__(self, url: URL, role: Role) -> None:
         self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password
-        self._part = part
+        self._role = role
         self._writer = secrets.token_hex(16)
         self._is_registered = False
         self._number = 0  # number of the last transaction that was begun
@@ -131,8 +131,8 @@ class PostgresDriver:
         try:
             with self._connecting(psycopg.OperationalError):
                 cursor = connection.cursor()
-                if self._part is not Part.TOOL:
-                    shared = "_shared" if self._part is Part.MEMBER else ""
+                if self._role is not Role.TOOL:
+                    shared = "_shared" if self._role is Role.MEMBER else ""
                     self._take_lock(cursor, f"pg_try_advisory_lock{shared}")
                 self._register(cursor)
         except BaseException:
@@ -160,8 +160,8 @@ class PostgresDriver:
             if cursor.fetchone() is None:
                 raise DatabaseInUseError(self.name)
             return
-        earlier = "DELETE FROM writers WHERE is_server = 1;" if self._part is Part.SERVER else ""
-        row = f"INSERT INTO writers VALUES ('{self._writer}', {int(self._part is not Part.TOOL)}, 0)"
+        earlier = "DELETE FROM writers WHERE is_server = 1;" if self._role is Role.SERVER else ""
+        row = f"INSERT INTO writers VALUES ('{self._writer}', {int(self._role is not Role.TOOL)}, 0)"
         cursor.execute(f"{_BEGIN_WRITE}; {earlier} {row}; COMMIT")
         self._is_registered = True
 

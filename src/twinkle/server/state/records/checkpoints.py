@@ -33,7 +33,7 @@ _SUMS = (
 _DELETED = 0.0  # ``expires_at`` of a checkpoint that is being deleted
 
 
-class Checkpoints(Area):
+class CheckpointRecords(Area):
     """The records of checkpoints. A caller that deletes a record must delete its directory too."""
 
     @in_write

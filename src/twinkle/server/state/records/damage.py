@@ -20,7 +20,7 @@ class DamageRecords(Area):
     """The damage that was found, one entry for each subject."""
 
     @in_write
-    def note(self, cursor: Cursor, damage: Damage) -> None:
+    def record(self, cursor: Cursor, damage: Damage) -> None:
         """Store an entry. It replaces an earlier one about the same subject."""
         cursor.delete(DAMAGE, subject=damage.subject)
         _DAMAGE.insert(cursor, damage)
@@ -36,7 +36,7 @@ class DamageRecords(Area):
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
         """Record that a run cannot continue because of damage; return the message for its client."""
         message = lost_run(run_id, what)
-        await self.note(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
+        await self.record(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
         return message
 
 

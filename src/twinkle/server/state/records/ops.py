@@ -74,7 +74,7 @@ _BYTES_BY_TENANT = (
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedOp:
     """The op on record. If not ``created``, it was on record before, and the caller must compare its digest."""
 
     record: OpRecord
@@ -125,7 +125,7 @@ class Ops(Area):
         self._outcomes = outcomes
         self._writers = writers
 
-    async def accept(self, op: Op, digest: bytes, now: float) -> Accepted:
+    async def accept(self, op: Op, digest: bytes, now: float) -> AcceptedOp:
         """Store an op. When this returns, the op survives the death of the process.
 
         An op with this sequence number that is on record already stays unchanged, and is returned.
@@ -267,15 +267,15 @@ class Ops(Area):
             self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
         return Pruned(rows, len(bodies), len(outcomes), freed)
 
-    def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
+    def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> AcceptedOp:
         """Append an op's body to the journal and insert its row, unless it is on record. In the writer's thread."""
         known = _OP.find(cursor, adapter_id=op.adapter_id, seq=op.seq)
         if known is not None:
-            return Accepted(known, created=False)
+            return AcceptedOp(known, created=False)
         (body,) = self._bodies.append([op.body])
         record = OpRecord(op.adapter_id, op.seq, op.kind, digest, body, accepted_at=now)
         _OP.insert(cursor, record)
-        return Accepted(record, created=True)
+        return AcceptedOp(record, created=True)
 
 
 def _at(adapter_id: str, seq: int) -> Row:

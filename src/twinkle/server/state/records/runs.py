@@ -148,7 +148,7 @@ _MATTERING = (
 )
 
 
-class Snapshots(Area):
+class SnapshotRecords(Area):
     """The records of snapshots, one for each adapter that has one."""
 
     @in_write

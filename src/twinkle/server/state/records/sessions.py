@@ -125,7 +125,7 @@ class Sessions(Area):
         return True
 
     @in_write
-    def note(self, cursor: Cursor, session_id: str, key: str, name: str, value: object) -> None:
+    def remember(self, cursor: Cursor, session_id: str, key: str, name: str, value: object) -> None:
         """Set ``user_metadata[key][name]`` of an existing session."""
         metadata: dict[str, object] = dict(_existing(cursor, session_id).user_metadata)
         noted = metadata.get(key, {})
@@ -168,7 +168,7 @@ _PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
 )
 
 
-class CustomLosses(Area):
+class CustomLossRecords(Area):
     """The custom losses of all sessions: the request bodies from which loss graphs are built."""
 
     @in_write

@@ -19,7 +19,7 @@ _ANY = 2**62  # stands for limits that the ranks have checked already
 
 
 @dataclass(frozen=True)
-class Division:
+class RequestShards:
     """Which rank computes which sequences. ``owners`` has, for each request, the rank of each of its sequences."""
 
     items: tuple[TrainItem, ...]
@@ -27,7 +27,7 @@ class Division:
     count: int
 
     @classmethod
-    def by_tokens(cls, items: Sequence[TrainItem], count: int) -> "Division":
+    def by_tokens(cls, items: Sequence[TrainItem], count: int) -> "RequestShards":
         """Assign sequences to ranks, longest first, each to the rank that has the fewest tokens so far.
 
         Malformed sequences count as length 0; the rank that gets them reports the error.

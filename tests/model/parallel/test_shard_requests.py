@@ -5,7 +5,7 @@ import pytest
 
 from tests.model.parallel.lora_programs import datum, spread
 from twinkle.model import Datum, TrainItem
-from twinkle.model.trainer.division import Division
+from twinkle.model.trainer.shard_requests import RequestShards
 
 
 def requests(*lengths: tuple[int, ...]) -> list[TrainItem]:
@@ -23,8 +23,8 @@ def tokens(items: list[TrainItem]) -> int:
 def test_ranks_get_about_the_same(count: int) -> None:
     generator = np.random.default_rng(count)
     items = requests(*(tuple(generator.integers(1, 200, 9)) for _ in range(7)))
-    division = Division.by_tokens(items, count)
-    shares = [division.share(rank) for rank in range(count)]
+    shards = RequestShards.by_tokens(items, count)
+    shares = [shards.share(rank) for rank in range(count)]
     longest = max(len(each.tokens) for item in items for each in item.data)
     loads = [tokens(share) for share in shares]
     assert sum(loads) == tokens(items)
@@ -39,13 +39,13 @@ def test_ranks_get_about_the_same(count: int) -> None:
 def test_an_objective_stays_whole() -> None:
     (many,) = requests((50, 40, 30, 20))
     whole = TrainItem("whole", many.data, objective=spread)
-    shares = [Division.by_tokens([whole, *requests((10, 10))], 2).share(rank) for rank in range(2)]
+    shares = [RequestShards.by_tokens([whole, *requests((10, 10))], 2).share(rank) for rank in range(2)]
     assert sorted(len(share[0].data) for share in shares) == [0, 4]
 
 
 def test_what_cannot_be_measured_goes_on_to_be_refused() -> None:
     ragged = Datum([[1], [1, 2]], np.array([1]))  # type: ignore[arg-type]
     wrong = [TrainItem("a", [ragged]), TrainItem("b", 5), TrainItem("c", ["text"])]  # type: ignore[arg-type,list-item]
-    shares = [Division.by_tokens(wrong, 2).share(rank) for rank in range(2)]
+    shares = [RequestShards.by_tokens(wrong, 2).share(rank) for rank in range(2)]
     assert [item.data for item in shares[0]][1] == 5
     assert sum(len(share[0].data) + len(share[2].data) for share in shares) == 2

@@ -33,7 +33,7 @@ class TokenCost:
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     small, large = _PROBE_TOKENS[engine.device.type]
     if engine.device.type == "cuda":  # different lengths: compile the kernels for those now, not during a request
-        rehearse(engine, dtype, [_RANK, _RANK], [small, small // 2])
+        run_probe(engine, dtype, [_RANK, _RANK], [small, small // 2])
     adapters = _adapters(engine, dtype, [_RANK], head=True)
 
     def run(tokens: int, recompute: bool) -> None:
@@ -59,7 +59,7 @@ def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
         engine.head = head
 
 
-def rehearse(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
+def run_probe(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
     """Run one training batch and one scoring batch, with one sequence per adapter."""
     parts = _parts(engine, _adapters(engine, dtype, ranks), lengths)
     engine.forward_backward(parts, recompute=False)
@@ -75,7 +75,7 @@ def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: boo
         layout = RowLayout(rank, targets)
         stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
         row_P = initial_row(layout, rank, seed=number).to(engine.device)
-        adapter = Adapter.fresh(f"rehearsal-{number}", LoraSpec(rank, seed=number), stack, row_P)
+        adapter = Adapter.fresh(f"probe-{number}", LoraSpec(rank, seed=number), stack, row_P)
         if not stack.has_free_slot:
             stack.add_block()
         adapter.slot = stack.take()
@@ -105,5 +105,5 @@ def compile_layers(engine: Engine, dtype: torch.dtype) -> None:
     for layer in engine.layers:
         layer.compiled = compiled
     for lengths, rank in _REHEARSALS:
-        rehearse(engine, dtype, [rank] * len(lengths), lengths)
+        run_probe(engine, dtype, [rank] * len(lengths), lengths)
     engine.freeze_compilation()
