@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import twinkle
 from tests.support.models.plain_training import LORA, MODEL, assert_close, features, logps, plain_model
 from tests.support.models.tiny_models import tiny_model
 from twinkle.errors import (
@@ -175,7 +176,8 @@ def test_a_loss_that_reads_logits_gets_them():
     assert gradients(model.model)
 
 
-def test_bf16_keeps_what_is_trained_in_fp32():
+def test_bf16_keeps_what_is_trained_in_fp32(monkeypatch):
+    monkeypatch.setattr("twinkle.model.transformers.model.bf16_is_slow", lambda device_type: False)
     full, lora = make(mixed_precision="bf16"), with_lora(mixed_precision="bf16")
     assert {p.dtype for p in full.model.parameters()} == {torch.float32}
     kinds = {(p.requires_grad, p.dtype) for p in lora.model.parameters()}
@@ -187,6 +189,16 @@ def test_bf16_keeps_what_is_trained_in_fp32():
         assert {gradient.dtype for gradient in gradients(model.model).values()} == {torch.float32}
     expected = exact.forward_backward(inputs=batch)["loss"]
     assert full.optimizer_group[""].train_status.outputs["loss"] == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch):
+    lines = []
+    monkeypatch.setattr(twinkle.get_logger(), "info", lines.append)
+    monkeypatch.setattr("twinkle.model.transformers.model.bf16_is_slow", lambda device_type: True)
+    model, exact, batch = with_lora(mixed_precision="bf16"), with_lora(mixed_precision="fp32"), features(12, 7)
+    assert lines == ["mixed_precision: this CPU has no bf16 instructions, so the model computes in fp32"]
+    assert {p.dtype for p in model.model.parameters()} == {torch.float32}
+    assert model.forward_backward(inputs=batch)["loss"] == exact.forward_backward(inputs=batch)["loss"]
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

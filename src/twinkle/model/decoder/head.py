@@ -14,11 +14,11 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.segments import BoundLora, Segment, add_lora, add_lora_gradient
+from twinkle.model.decoder.products import linear, mm
 
 # (start, stop, values_CM) → dL/dvalue of these rows
 Coefficients = Callable[[int, int, Tensor], Tensor]
@@ -101,7 +101,7 @@ class ChunkedHead:
             values_TM[rows] = chunk.softmax.values_CM
             coefficients_CM = coefficients(rows.start, rows.stop, chunk.softmax.values_CM)
             dlogits_CV = chunk.softmax.gradient(coefficients_CM, self.spec.weight_VH.dtype)
-            gradient_CH = torch.mm(dlogits_CV, self.spec.weight_VH, out=gradient_TH[rows])
+            gradient_CH = mm(dlogits_CV, self.spec.weight_VH, out=gradient_TH[rows])
             for part in chunk.lora:
                 add_lora_gradient(part, dlogits_CV, chunk.hidden_CH, chunk.h_CR, gradient_CH)
         return values_TM, gradient_TH
@@ -151,7 +151,7 @@ class ChunkedHead:
         if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
             logits = torch.mm(hidden_CH, spec.weight_VH.t(), out_dtype=torch.float32)
             return logits if spec.bias_V is None else logits.add_(spec.bias_V)
-        return F.linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
+        return linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
 
     def _finished(self, logits_CV: Tensor, lora_CV: Tensor | None) -> Tensor:
         """Apply LoRA, scale and soft cap to the logits in place, and return them."""

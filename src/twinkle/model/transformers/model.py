@@ -2,7 +2,8 @@
 
 Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise), so that updates too small for bf16 are
 not lost. With ``mixed_precision="bf16"`` products run under bf16 autocast, and a base model that is frozen under
-adapters is stored in bf16. Losses and log-probabilities are always fp32.
+adapters is stored in bf16. On a CPU without bf16 instructions, where bf16 products are some 200 times slower than fp32
+ones, the model computes in fp32 all the same. Losses and log-probabilities are always fp32.
 
 With a device mesh every process trains on its own data. Along the mesh's dimension fsdp the model is cut into shards
 when it is first used. PEFT adapters are not sharded, and must be added before that.
@@ -32,6 +33,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
 from twinkle.model.decoder.architecture import find_layers
+from twinkle.model.decoder.products import bf16_is_slow
 from twinkle.model.library.components import guarded_loss_value
 from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
@@ -47,6 +49,7 @@ from twinkle.model.transformers.causal_forward import Asked, CausalForward
 from twinkle.model.transformers.loading import load_for_training
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.state import PlainState
+from twinkle.utils.logger import get_logger
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 _ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
@@ -91,6 +94,9 @@ class TransformersModel(TwinkleModel):
         self._parallel = parallel = read_mesh(device_mesh, self.device)
         super().__init__(model_id or "(made from a config)", tokenizer_id or model_id, device_mesh, parallel.ranks)
         self._half = check_precision(mixed_precision) == "bf16"
+        if self._half and bf16_is_slow(self.device.type):
+            get_logger().info("mixed_precision: this CPU has no bf16 instructions, so the model computes in fp32")
+            self._half = False
         place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
         plain = load_for_training(model_id, model_cls, config, place, load_options)
         if model_id is None:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.products import add_product, linear
 
 MAX_WIDTH = 256  # sum of the ranks: beyond that, the products with other versions' A cost more than they save
 
@@ -78,7 +78,7 @@ class DenseRows:
         """Return x A.T with zeros in the columns of other versions, (T, W), and B.T, (W, O)."""
         stacked = self._lora.get(name)
         assert stacked is not None, "layers without adapters are not asked"
-        h_TW = F.linear(x_TI, stacked.a_WI).masked_fill_(self._strangers_of(stacked.members), 0)
+        h_TW = linear(x_TI, stacked.a_WI).masked_fill_(self._strangers_of(stacked.members), 0)
         return h_TW, stacked.b_OW.t()
 
     def _strangers_of(self, members: tuple[int, ...]) -> Tensor:
@@ -106,7 +106,7 @@ class DenseLayer:
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
         h_TW, b_WO = self.rows.product(self.prefix + name, x_TI)
-        torch.addmm(y_TO, h_TW, b_WO, out=y_TO)
+        add_product(y_TO, h_TW, b_WO)
 
 
 def _stack(versions: Sequence[Adapter], name: str) -> _Stacked | None:

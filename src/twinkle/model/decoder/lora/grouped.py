@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from twinkle.model.decoder.products import add_product, needs_fp32
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -35,11 +37,11 @@ def grouped_mm(out_TN: Tensor, rows_TK: Tensor, weights_GKN: Tensor, groups: Gro
     """Compute ``out[t] = beta · out[t] + rows[t] @ weights[group of t]`` in place; with beta 0, ``out`` is not read."""
     if groups.equal:
         batched_GnN = groups.batched(out_TN)
-        torch.baddbmm(batched_GnN, groups.batched(rows_TK), weights_GKN, beta=beta, out=batched_GnN)
+        add_product(batched_GnN, groups.batched(rows_TK), weights_GKN, beta=beta)
     else:
         sizes = list(groups.sizes)
         for out, rows, weights in zip(out_TN.split(sizes), rows_TK.split(sizes), weights_GKN.unbind(), strict=True):
-            torch.addmm(out, rows, weights, beta=beta, out=out)
+            add_product(out, rows, weights, beta=beta)
     return out_TN
 
 
@@ -56,10 +58,11 @@ def add_grouped_outer(out_GKN: Tensor, left_TK: Tensor, right_TN: Tensor, groups
 def _add_bmm(out_GKN: Tensor, left_GKn: Tensor, right_GnN: Tensor) -> None:
     """Add a batched product to ``out``, whose dtype may be wider than that of the factors.
 
-    CUDA then adds the fp32 accumulators; elsewhere the product is first rounded to the dtype of the factors.
+    CUDA then adds the fp32 accumulators, and so does a CPU that computes bf16 products in fp32. Elsewhere the product
+    is first rounded to the dtype of the factors.
     """
-    if out_GKN.dtype == left_GKn.dtype:
-        out_GKN.baddbmm_(left_GKn, right_GnN)
+    if out_GKN.dtype == left_GKn.dtype or needs_fp32(left_GKn):
+        add_product(out_GKN, left_GKn, right_GnN)
     elif out_GKN.is_cuda:
         torch.baddbmm(out_GKN, left_GKn, right_GnN, out_dtype=out_GKN.dtype, out=out_GKN)
     else:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinkle.model.decoder.lora.segments import BoundLora, SegmentLora, add_lora, add_lora_gradient
 from twinkle.model.decoder.lora.table import LoraTable
+from twinkle.model.decoder.products import linear, mm
 
 _SMALLEST_WIDTH = 16  # Triton compiles one kernel for all widths that are multiples of 16
 
@@ -122,19 +122,19 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         lora = self.lora
         if lora is None:
-            return F.linear(x, self.weight_OI, self.bias_O)
+            return linear(x, self.weight_OI, self.bias_O)
         x_TI = x.reshape(-1, self.in_features).contiguous()
         if torch.compiler.is_compiling():
             assert isinstance(lora, LayerLora), "only training is compiled"
             y_TO, _ = _compiled_forward(x_TI, self.weight_OI, self.bias_O, lora.key, self.name, lora.width)
         elif not lora.has(self.name):
-            return F.linear(x, self.weight_OI, self.bias_O)
+            return linear(x, self.weight_OI, self.bias_O)
         elif torch.is_grad_enabled():
             y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         elif isinstance(lora, LayerLora):
             y_TO, _ = _forward(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         else:  # the sampler's LayerAdapters
-            y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
+            y_TO = linear(x_TI, self.weight_OI, self.bias_O)
             lora.add(self.name, x_TI, x_TI.new_empty(len(x_TI), lora.width), y_TO)
         return y_TO.view(*x.shape[:-1], self.out_features)
 
@@ -148,7 +148,7 @@ def _forward(
         y_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
         lora.add(name, x_TI, h_TR, y_TO, beta=0)
         return y_TO.addmm_(x_TI, weight_OI.t()), h_TR
-    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    y_TO = linear(x_TI, weight_OI, bias_O)
     lora.add(name, x_TI, h_TR, y_TO)
     return y_TO, h_TR
 
@@ -160,7 +160,7 @@ def _backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, lora
         dx_TI = torch.empty_like(x_TI)
         lora.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI, beta=0)
         return dx_TI.addmm_(dy_TO, weight_OI)
-    dx_TI = dy_TO @ weight_OI
+    dx_TI = mm(dy_TO, weight_OI)
     lora.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI)
     return dx_TI
 
