@@ -57,7 +57,7 @@ HTTP_SECONDS = _histogram(
     _REQUEST_SECONDS,
     "Time from the head of a request to the end of its answer. Long polls (such as retrieve_future) wait on purpose.",
 )
-LONG_POLLS = _gauge("twinkle_long_polls", "model queue", "Clients that wait for results now.")
+LONG_POLLS = _gauge("twinkle_long_polls", "model queue", "Requests that wait for a result now.")
 REFUSALS = _counter(
     "twinkle_refusals_total",
     "limit",
@@ -77,7 +77,9 @@ OP_WAIT = _histogram(
     _WORK_SECONDS,
     "Time that an op waits, from the journal to the start of its batch: for its turn, for earlier ops, for the device.",
 )
-OP_SECONDS = _histogram("twinkle_op_duration_seconds", "model kind", _WORK_SECONDS, "From the journal to the result.")
+OP_SECONDS = _histogram(
+    "twinkle_op_duration_seconds", "model kind", _WORK_SECONDS, "Time from the journal to the result."
+)
 JOURNAL_SECONDS = _histogram(
     "twinkle_journal_duration_seconds", "model", _REQUEST_SECONDS, "Time to write an op to the journal."
 )
@@ -106,14 +108,14 @@ LOGPROB_KL = _histogram(
     "For the same passes: an estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
 )
 QUEUE_DEPTH = _gauge(
-    "twinkle_queue_depth", "model queue", "Training ops that wait to run, or samples that are not done."
+    "twinkle_queue_depth", "model queue", "Training ops that wait to run, or samples that are not finished."
 )
 MERGE_RATIO = _gauge("twinkle_merge_ratio", "model", "Passes in a batch of passes, on average since the start.")
 PADDING_SHARE = _gauge("twinkle_padding_ratio", "model", "Share of padding among all rows computed since the start.")
 ADAPTERS = _gauge(
     "twinkle_adapters",
     "model place",
-    "Live adapters. place: device, host (paged out) or disk (since a restart, not used yet).",
+    "Live adapters. place: device, host (paged out) or disk (in a snapshot until its next op).",
 )
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -128,9 +130,11 @@ SAMPLE_FIRST_TOKEN = _histogram(
     "twinkle_sample_first_token_seconds",
     "model",
     _WORK_SECONDS,
-    "Time from acceptance to the first token. Only of streamed requests: others get all tokens at once.",
+    "Time from acceptance to the first token. Streamed requests only; others get all tokens at once.",
 )
-SAMPLE_SECONDS = _histogram("twinkle_sample_duration_seconds", "model", _WORK_SECONDS, "Acceptance to the result.")
+SAMPLE_SECONDS = _histogram(
+    "twinkle_sample_duration_seconds", "model", _WORK_SECONDS, "Time from acceptance to the result."
+)
 SAMPLE_RATE = _histogram(
     "twinkle_sample_tokens_per_second",
     "model",
@@ -147,9 +151,14 @@ PROMPT_TOKENS = _counter(
 # --- the process ------------------------------------------------------------------------------------------------------
 
 COMPUTE_SECONDS = _counter(
-    "twinkle_compute_seconds_total", "model lane", "Time of the compute thread. lane: training or sampling.", read=True
+    "twinkle_compute_seconds_total",
+    "model lane",
+    "Time that the compute thread was busy. lane: training or sampling.",
+    read=True,
 )
-COMPUTE_STEP = _gauge("twinkle_compute_step_seconds", "model", "How long the present step has run; 0: none runs.")
+COMPUTE_STEP = _gauge(
+    "twinkle_compute_step_seconds", "model", "How long the current step has been running; 0 if none runs."
+)
 UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "model queue", "Results that no client has fetched yet.")
 DEVICE_MEMORY = _gauge(
     "twinkle_device_memory_bytes",
@@ -160,11 +169,13 @@ HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "kind", "Memory of the machine
 BUDGET_USED = _gauge(
     "twinkle_budget_used_bytes",
     "resource",
-    "What is in use of a resource with a limit for the whole server; resources as in SECURITY.md's table.",
+    "Bytes in use of a resource that has a limit for the whole server. resource: as in SECURITY.md's table.",
 )
 BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "resource", "The limit of the same resource.")
 DISK_FREE = _gauge("twinkle_disk_free_bytes", "", "Free space on the disk that holds data_dir.")
-JOURNAL_BYTES = _gauge("twinkle_journal_bytes", "kind", "Segment files on disk. kind: bodies or outcomes.")
+JOURNAL_BYTES = _gauge(
+    "twinkle_journal_bytes", "kind", "Size of the journal's segment files. kind: bodies or outcomes."
+)
 SESSIONS = _gauge("twinkle_sessions_active", "", "Active sessions.")
 SAMPLING_SESSIONS = _gauge("twinkle_sampling_sessions_active", "", "Sampling sessions of active sessions.")
 STATE_UP = _gauge("twinkle_state_up", "", "1 when the database answered within a second, else 0.")
