@@ -287,7 +287,7 @@ ABSENT = [
         "twinkle.checkpoint_engine",
         "CheckpointEngine CheckpointEngineMixin CheckpointEngineManager NCCLCheckpointEngine HCCLCheckpointEngine "
         "TensorMeta",
-        "weights go to samplers by hand_over or as checkpoints, without an engine",
+        "weights reach samplers through hand_over or as checkpoints, without an engine",
     ),
     (
         "twinkle.model:TransformersModel",
@@ -300,20 +300,20 @@ ABSENT = [
     (
         "twinkle.patch",
         "apply_patch apply_context Patch",
-        "models run as transformers defines them; a model's apply_patch says so",
+        "models run as transformers defines them; a model's apply_patch raises an error",
     ),
-    ("twinkle.model.multi_lora", "MultiLora", "the Trainer keeps adapters in a store of its own, not in PEFT slots"),
+    ("twinkle.model.multi_lora", "MultiLora", "the Trainer keeps adapters in its own store, not in PEFT slots"),
     (
         "twinkle.model.multi_lora_target_parameters",
         "TargetParameterLoraManager",
         "fused experts are not trained yet",
     ),
-    ("twinkle.processor.base", "PackedSeqParams", "a type of Megatron's, for which there is no backend"),
+    ("twinkle.processor.base", "PackedSeqParams", "a Megatron type; there is no Megatron backend yet"),
     ("twinkle.processor:InputProcessor", "split_cp", "rows are not cut along the sequence"),
     (
         "twinkle.processor:InputProcessor",
         "to_transformers_dict",
-        "part of calling a processor, not a step of its own",
+        "part of calling a processor, not a separate step",
     ),
     (
         "twinkle.template:Template",
@@ -328,13 +328,13 @@ ABSENT = [
     (
         "twinkle.sampler:vLLMSampler",
         "sleep wake_up",
-        "vLLM keeps its memory while it lives; shutdown() gives it back",
+        "vLLM keeps its memory until shutdown() frees it",
     ),
-    ("twinkle.sampler:vLLMSampler", "reset_mm_cache reset_encoder_cache", "there are no images, video and audio"),
+    ("twinkle.sampler:vLLMSampler", "reset_mm_cache reset_encoder_cache", "images, video and audio are not supported"),
     (
         "twinkle.sampler:vLLMSampler",
         "sample_stream get_state_keys apply_patch add_adapter_to_sampler encode_trajectory decode_response",
-        "a server streams; weights come by receive_weights; .template encodes and decodes",
+        "only a server streams; weights come through receive_weights; .template encodes and decodes",
     ),
     (
         "twinkle.utils",
@@ -346,17 +346,17 @@ ABSENT = [
         "call_with_supported_kwargs copy_files_by_pattern get_runtime_meta stable_seed load_image load_mm_file "
         "Fp8Dequantizer MxFp4Dequantizer is_last_rank get_timeout_s_from_env configure_zmq_socket "
         "normalize_and_clip_grad_norm",
-        "internals of the existing library; what scripts need of it stands in twinkle",
+        "internals of the existing library; the parts that scripts need are in twinkle",
     ),
     (
         "twinkle.utils",
         "safe_loss nccl_safe nccl_safe_megatron",
-        "TWINKLE_FAIL_FAST=0 does it for TransformersModel; a multi-LoRA pass that fails is refused on all ranks",
+        "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass that fails is refused on all ranks",
     ),
     (
         "twinkle_agentic.rollout",
         "APIMultiTurnRollout MultiTurnCondenseRollout",
-        "sampling through an API gives no tokens to train on; nothing condenses a conversation",
+        "sampling through an API gives no tokens to train on; condensing conversations is not supported",
     ),
 ]
 

@@ -53,35 +53,35 @@ class ServerArgs(Section):
     """Arguments of the gateway (`import_path: server`)."""
 
     supported_models: ModelNames | None = None
-    """Names that get_server_capabilities lists, in this order; null is every name of every model."""
+    """Names that get_server_capabilities lists, in this order; null: every name of every model."""
 
 
 class ModelArgs(Section):
-    """Arguments of a base model that is trained (`import_path: model`)."""
+    """Arguments of a base model to train (`import_path: model`)."""
 
     model_id: Name
-    """The model: `org/name` or `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."""
+    """The model: `org/name`, `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."""
     backend: Literal["transformers", "megatron", "mock"]
-    """What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be configured but
-    not launched yet."""
+    """What runs the model: transformers, mock for tests (made-up numbers from numpy), or megatron, which can be
+    configured but not launched yet."""
     aliases: Names = ()
-    """Other names under which the model answers."""
+    """Other names that clients may use for the model."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Number format; null lets the device decide."""
+    """Number format; null: chosen by device."""
     device: Device | None = None
-    """Device; null is the device_group's, else CUDA if the machine has it."""
+    """Device; null: the device of device_group, or else CUDA if the machine has it, or else the CPU."""
     compiled: bool = False
     """Compile the decoder layers at start: slower start, faster steps on CUDA."""
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
-    """Upper bound of the tokens computed at once; null is what memory allows."""
+    """Most tokens to compute at once; null: as many as fit in memory."""
     memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for weights, adapters and activations together; null is what is free."""
+    """Memory for weights, adapters and activations together; null: the memory that is free."""
     merge: bool = True
     """Compute the requests of several tenants in one device batch."""
     nproc_per_node: int = Field(default=1, ge=1)
     """Processes on each machine; the embedded runtime has one."""
     device_group: DeviceGroup | None = None
-    """Devices of the application; the embedded runtime takes the kind and number of one device from it."""
+    """Devices of the application. The embedded runtime uses one device and takes its kind and index from here."""
     device_mesh: DeviceMesh | None = None
     """Layout of the devices; the embedded runtime has one."""
 
@@ -98,40 +98,41 @@ class ModelArgs(Section):
 
 
 class SamplerArgs(Section):
-    """Arguments of sampling on a base model (`import_path: sampler`). torch can share the trainer's weights."""
+    """Arguments of a sampler (`import_path: sampler`). A torch sampler can share the trainer's weights."""
 
     model_id: Name
     """The `model_id` of a model application."""
     sampler_type: Literal["torch", "mock", "vllm"]
-    """torch or vllm for a model on transformers, mock for one on mock."""
+    """torch or vllm for a model with `backend: transformers`, mock for one with `backend: mock`."""
     engine_args: dict[str, object] | None = None
-    """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights: on a GPU that
-    it shares with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and
-    both must be set; in a process of its own the former is enough."""
+    """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights. If it shares
+    a GPU with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both
+    must be set. If vLLM has its own process, `gpu_memory_utilization` is enough."""
     memory_dir: Directory | None = None
-    """Where vLLM finds the weights of versions: a directory in memory; null is /dev/shm. Only for vllm."""
+    """In-memory directory through which vLLM gets the weights of versions; null: /dev/shm. Only for vllm."""
     nproc_per_node: int = Field(default=1, ge=1)
     """Processes on each machine; the embedded runtime has one."""
     device_group: DeviceGroup | None = None
-    """Devices; the embedded runtime uses the model's. On Ray a group with another name than the model's gives the
-    sampler a process of its own."""
+    """Devices. The embedded runtime uses those of the model. On Ray, a group whose name differs from that of the
+    model's group gives the sampler its own process."""
     device_mesh: DeviceMesh | None = None
     """Layout of the devices; the embedded runtime has one."""
 
 
 class ProcessorArgs(Section):
-    """Arguments of datasets and loaders on the server (`import_path: processor`): a process for each session."""
+    """Arguments of processors: datasets and loaders on the server (`import_path: processor`)."""
 
     max_workers: int = Field(default=16, ge=1)
-    """Sessions that may have processors at the same time; each has a process."""
+    """Most sessions that may have processors at the same time. Each has its own worker process."""
     ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = None
-    """On Ray: number of replicas, unless deployments[0] gives it; no effect on the embedded runtime."""
+    """On Ray: number of replicas, unless deployments[0] sets it. No effect on the embedded runtime."""
     nproc_per_node: int = Field(default=1, ge=1)
-    """The same; the larger number counts. No effect on the embedded runtime."""
+    """The same as `ncpu_proc_per_node`; the larger number is used. No effect on the embedded runtime."""
     device_group: DeviceGroup | None = None
-    """The number of its `ranks` means the same; the largest number counts. No effect on the embedded runtime."""
+    """The number of its `ranks` is a number of replicas too; the largest of the three is used. No effect on the
+    embedded runtime."""
     device_mesh: DeviceMesh | None = None
-    """No effect: processors have no layout."""
+    """No effect: processors use no devices."""
 
     @property
     def processes(self) -> int:
@@ -152,12 +153,12 @@ class ApplicationSpec(Section):
     """One service of the server."""
 
     name: Name
-    """Name of the application; each has its own."""
+    """Name of the application. No two applications share a name."""
     import_path: Literal["server", "model", "sampler", "processor"]
-    """Which service it is; decides the keys of `args`."""
+    """Which service this is. It determines the keys of `args`."""
     route_prefix: Route | None = None
-    """/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME for the others,
-    where NAME becomes another name of the model. null is the same with the model's own name."""
+    """/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME for the others.
+    NAME becomes another name of the model. null: the same path with the model's own name."""
     args: Arguments = Field(default_factory=dict, validate_default=True)
     """Arguments of that service."""
     deployments: Annotated[tuple[DeploymentOptions, ...], Field(strict=False, max_length=1)] = ()

@@ -115,7 +115,7 @@ _BOTH_PROTOCOLS = _dropped_if(
 )
 _PERSISTENCE: dict[str, OlderKey] = {
     "mode": OlderKey(
-        "memory and file: SQLite (`persistence.url`); redis: refused, it is SQLite or PostgreSQL", _persistence_mode
+        "memory and file: SQLite (`persistence.url`); redis: refused, use SQLite or PostgreSQL", _persistence_mode
     ),
     "file_path": _dropped("the state is in the SQLite file of persistence.url, data_dir/state.db by default"),
     "redis_url": OlderKey(
@@ -178,7 +178,7 @@ def older_keys() -> dict[str, str]:
     """Return what becomes of each older key, for the reference page. ARGS stands for applications[].args."""
     model, sampler = (_rate(_RATES[kind], None).words for kind in ("model", "sampler"))
     queue = {key: one.words for key, one in _QUEUE.items()} | {
-        "max_input_tokens": "`limits.max_tokens_per_request`; of a sampler dropped: the model's context is the limit",
+        "max_input_tokens": "`limits.max_tokens_per_request`; sampler: dropped, the model's context is the limit",
         "tps_limit": f"model: {model}; sampler: {sampler}; `task_queue`: both",
     }
     return {
@@ -186,13 +186,13 @@ def older_keys() -> dict[str, str]:
         "telemetry_config": "`telemetry`",
         "persistence_config": "`persistence`",
         **{f"persistence.{key}": one.words for key, one in _PERSISTENCE.items()},
-        "task_queue, ARGS.queue_config": "the rows below; the table itself is gone",
+        "task_queue, ARGS.queue_config": "see the next rows; the section itself is gone",
         **{f"….{key}": words for key, words in queue.items()},
         "applications[].route_prefix": "server: `/server` and `/` become `/api/v1`; `/models/NAME` becomes "
         "`/api/v1/model/NAME`, `/samplers/NAME` becomes `/api/v1/sampler/NAME`",
-        "applications[].deployments[1:]": "dropped: the first entry is the application's",
+        "applications[].deployments[1:]": "dropped: an application is one deployment, its first entry",
         **{f"ARGS.server_config.{key}": one.words for key, one in _SERVER.items()},
-        "ARGS.http_options, ARGS.route_prefix": "dropped where they repeat the top level and `/api/v1`; else refused",
+        "ARGS.http_options, ARGS.route_prefix": "dropped if they repeat the top level and `/api/v1`; else refused",
         "ARGS.use_megatron": "false: `backend: transformers`; true: `backend: megatron`",
         **{f"ARGS.{key}": one.words for key, one in _MODEL.items()},
         **{f"ARGS.adapter_config.{key}": one.words for key, one in _ADAPTER.items()},

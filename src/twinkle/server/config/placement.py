@@ -59,7 +59,7 @@ class DeviceGroup(SparseSection):
     gpus_per_worker: Size = 1
     """Devices of one process."""
     visible_devices: VisibleDevices | None = None
-    """Which devices of the machine; null is all."""
+    """Which devices of the machine; null: all."""
 
     @property
     def processes(self) -> int:
@@ -84,9 +84,9 @@ class DeviceMesh(SparseSection):
     """How the devices are laid out: either sizes, or `mesh` with `mesh_dim_names`."""
 
     device_type: DeviceType | None = None
-    """Kind of device; null is the group's."""
+    """Kind of device; null: that of device_group."""
     world_size: Size | None = None
-    """Number of all processes; null is the product of the sizes."""
+    """Total number of processes; null: the product of the sizes."""
     dp_size: Size | None = None
     """Data parallel size."""
     fsdp_size: Size | None = None
@@ -104,11 +104,11 @@ class DeviceMesh(SparseSection):
     etp_size: Size | None = None
     """Tensor parallel size of the experts."""
     ep_fsdp_size: Size | None = None
-    """Sharding of the experts."""
+    """Sharded data parallel size of the experts."""
     vpp_size: Size | None = None
-    """Virtual pipeline stages."""
+    """Number of virtual pipeline stages."""
     sequence_parallel: bool = False
-    """Split the sequence between tensor parallel ranks."""
+    """Split sequences between tensor parallel ranks."""
     mesh: Annotated[object, Rule(_mesh, "nested lists of ranks")] | None = None
     """The ranks, nested once for each dimension."""
     mesh_dim_names: Annotated[tuple[Dimension, ...], Field(strict=False)] | None = None
@@ -160,22 +160,22 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class AutoscalingConfig(SparseSection):
-    """Serve's autoscaling."""
+    """Autoscaling by Ray Serve."""
 
     min_replicas: Number | None = None
-    """Fewest replicas."""
+    """Minimum number of replicas."""
     max_replicas: Size | None = None
-    """Most replicas."""
+    """Maximum number of replicas."""
     initial_replicas: Number | None = None
     """Replicas at the start."""
     target_ongoing_requests: Factor | None = None
-    """Requests in progress that a replica should have on average."""
+    """Target for the average number of requests in progress on a replica."""
     upscale_delay_s: Seconds | None = None
-    """Seconds of too many requests before a replica is added."""
+    """Seconds above the target before a replica is added."""
     downscale_delay_s: Seconds | None = None
-    """Seconds of too few requests before a replica is removed."""
+    """Seconds below the target before a replica is removed."""
     downscale_to_zero_delay_s: Seconds | None = None
-    """The same for the last replica."""
+    """The same delay for the last replica."""
     upscaling_factor: Factor | None = None
     """How fast replicas are added."""
     downscaling_factor: Factor | None = None
@@ -185,7 +185,7 @@ class AutoscalingConfig(SparseSection):
 
 
 class RuntimeEnv(SparseSection):
-    """The environment of Ray's worker processes."""
+    """The environment of a replica's process."""
 
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables, as text."""
@@ -198,7 +198,7 @@ class RuntimeEnv(SparseSection):
 
 
 class RayActorOptions(SparseSection):
-    """Resources that a replica asks of Ray."""
+    """Resources that Ray reserves for a replica."""
 
     num_cpus: Annotated[float, Field(ge=0)] | None = None
     """Number of CPUs."""
@@ -207,7 +207,7 @@ class RayActorOptions(SparseSection):
     memory: Annotated[float, Field(ge=0)] | None = None
     """Bytes of memory."""
     resources: dict[str, float] | None = None
-    """Other resources of the cluster."""
+    """Custom resources of the cluster."""
     accelerator_type: Text | None = None
     """Kind of GPU, as Ray names it."""
     runtime_env: RuntimeEnv | None = None
@@ -218,13 +218,13 @@ class DeploymentOptions(SparseSection):
     """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
 
     name: str | None = None
-    """Name of the deployment, for readers of the file only."""
+    """Name of the deployment. Only for people who read the file."""
     num_replicas: Size | None = None
     """Number of replicas."""
     max_ongoing_requests: Size | None = None
-    """Requests in progress on one replica: each waiting future is one; null is 4096."""
+    """Most requests in progress on one replica. Each long poll counts as one. null: 4096."""
     max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = None
-    """Requests that wait for a replica at each caller; more are answered with 503."""
+    """Most requests that wait for a replica, in each calling process. Further requests are answered with 503."""
     autoscaling_config: AutoscalingConfig | None = None
     """Autoscaling."""
     ray_actor_options: RayActorOptions | None = None
@@ -232,11 +232,11 @@ class DeploymentOptions(SparseSection):
     health_check_period_s: Factor | None = None
     """Seconds between two health checks of a replica."""
     health_check_timeout_s: Factor | None = None
-    """Seconds that a replica may take to answer one."""
+    """Seconds that a replica may take to answer a health check."""
     graceful_shutdown_wait_loop_s: Seconds | None = None
-    """Seconds between two checks whether a replica that is shutting down has finished."""
+    """While a replica shuts down: seconds between two checks whether it has finished."""
     graceful_shutdown_timeout_s: Seconds | None = None
-    """Seconds that a replica may take to finish its work before it is killed; null is 300."""
+    """Seconds that a replica may take to finish its work before it is killed; null: 300."""
 
     @property
     def replicas(self) -> int | None:

@@ -107,7 +107,7 @@ class HttpOptions(Section):
     host: Host = "localhost"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """TCP port; 0 takes any free one."""
+    """TCP port; 0 picks any free port."""
 
     @property
     def is_loopback(self) -> bool:
@@ -130,75 +130,77 @@ class AuthConfig(Section):
     """Who may use the server."""
 
     mode: Literal["open", "keys"] = "open"
-    """open: any key that begins with tml- is served, and each is its own tenant. keys: only keys made with
-    `twinkle-server keys create`."""
+    """open: any key that begins with tml- is accepted, and each key is a separate tenant. keys: only keys created with
+    `twinkle-server keys create` are accepted."""
     allow_open_on_network: bool = False
-    """Let `mode: open` listen on an address that other machines reach."""
+    """Allow `mode: open` on an address that other machines can reach."""
     jwt: bool = False
     """Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead."""
     jwt_seconds: int = Field(default=3600, ge=600, le=86_400)
-    """Seconds that such a token is valid; SDKs renew it five minutes before its end."""
+    """Lifetime of such a token in seconds; SDKs renew it five minutes before it expires."""
 
 
 class ClientsConfig(Section):
-    """Settings that clients fetch when they connect, and how long their requests for results wait."""
+    """Settings that clients fetch when they connect, and the timeout of their long polls."""
 
     LONGEST_POLL: ClassVar = 25.0  # SDKs give up on an answer after 45 s, and proxies between often after 30
 
     batched_sample_polls: bool = True
-    """A client waits for all of its samples with one request instead of one for each: needed for thousands at a
-    time."""
+    """A client polls for all of its samples with one request instead of one per sample. Needed for thousands of samples
+    at a time."""
     custom_loss_server_side: bool = True
-    """A loss made with `create_custom_loss` runs on the server, in one pass; otherwise in the client, in two passes."""
+    """Run losses made with `create_custom_loss` on the server, in one pass. If false, they run in the client, in two
+    passes."""
     create_model_by_loading: bool = False
-    """A client that begins from a checkpoint creates its model with one request instead of two."""
+    """A client that starts from a checkpoint creates its model with one request instead of two."""
     long_poll_seconds: float = Field(default=LONGEST_POLL, ge=0.1, le=LONGEST_POLL)
-    """Seconds that a request waits for a result; then the client is told to ask again."""
+    """Seconds that a long poll waits for a result. After that, the client is told to poll again."""
 
 
 class LimitsConfig(Section):
     """What one tenant may use. Queues and unfetched results are counted separately for each base model."""
 
     max_request_bytes: Count = 64 * 2**20
-    """Size of one request body, also after decompression."""
+    """Maximum size of one request body, before and after decompression."""
     max_uploading_bytes_per_tenant: Count = 256 * 2**20
-    """Bytes of the bodies of requests that are not answered yet, counted from their first byte on."""
+    """Total body size of requests that are not answered yet. A body counts as soon as its first byte arrives."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
-    """Bytes of request line and headers of one request, with or without a key. Not checked on Ray, see server.md."""
+    """Size of the request line and headers of one request, with or without a key. Not checked on Ray, see server.md."""
     max_connections_per_address: Count = 16_384
     """Connections from one address (IPv6: from one /64 network), with or without a key. Not checked on Ray."""
     max_long_polls_per_tenant: Count = 8192
-    """Requests that wait for results at the same time; each process counts its own."""
+    """Long polls that wait for results at the same time. Each process counts separately."""
     max_sessions_per_tenant: Count = 1000
-    """Sessions that are active."""
+    """Active sessions."""
     max_adapters_per_tenant: Count = 30
-    """Live adapters: runs that are not evicted."""
+    """Live adapters: runs that have not been evicted."""
     max_session_rows_per_tenant: Count = 5000
-    """Sessions on record, active or ended, and as many training runs. At the limit, the oldest that have ended and have
-    no checkpoints are deleted."""
+    """Session records, active or ended; training runs have a separate limit of the same size. At the limit, the oldest
+    ended records without checkpoints are deleted."""
     max_sampling_session_rows_per_tenant: Count = 20_000
-    """Sampling sessions on record. At the limit, the oldest of ended sessions are deleted."""
+    """Records of sampling sessions. At the limit, the oldest ones whose session has ended are deleted."""
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""
     max_queued_bytes_per_tenant: Count = 2**30
-    """Bytes of memory that those ops take: their bodies, raw and decoded."""
+    """Bytes of memory that those ops use: their bodies, raw and decoded."""
     max_queued_bytes: Count | None = None
-    """The same for the ops of all tenants on one base model. null: a fifth of the memory that the process may use."""
+    """The same limit for the ops of all tenants together, per base model. null: a fifth of the memory that the process
+    may use."""
     max_training_tokens_per_minute: Count | None = None
-    """Tokens that a tenant may train on, forward passes too; null: no limit. Passes with many targets for each token or
-    with a custom loss count as the number of tokens that would take as long."""
+    """Tokens that a tenant may train on, including forward passes; null: no limit. A pass with many targets per token
+    or with a custom loss counts as the number of plain tokens that would take the same time."""
     max_sampling_tokens_per_minute: Count | None = None
-    """Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets whose
+    """Tokens of a tenant's samples and of their prompts; null: no limit. Top-k tokens and target tokens whose
     log-probabilities a request asks for count too."""
     max_checkpoint_bytes_per_tenant: Count | None = None
-    """Disk space of a tenant's checkpoints and of the weights its samplers use; null: no limit."""
+    """Disk space for a tenant's checkpoints and for the weights that its samplers use; null: no limit."""
     max_waiting_samples_per_tenant: Count = 4096
     """Accepted sampling requests that are not finished."""
     max_journal_bytes_per_tenant: Count = 4 * 2**30
-    """Disk space of training requests that a restart would need and of results that are kept."""
+    """Disk space for journalled training requests that a restart would replay, and for stored results."""
     sequence_gap_seconds: Seconds = 360.0
-    """Seconds that a training op waits for an earlier sequence number that is missing; then it fails. SDKs retry a
-    request for five minutes."""
+    """Seconds that a training op waits for a missing earlier sequence number before it fails. SDKs retry a request for
+    five minutes."""
     max_rank: int = Field(default=128, ge=1, le=512)
     """LoRA rank of one adapter."""
     max_tokens_per_request: Count = 1_048_576
@@ -206,56 +208,59 @@ class LimitsConfig(Section):
     max_targets_per_token: Count = 1024
     """Targets of one token in a training request (K); never more than the vocabulary."""
     max_targets_per_request: int = Field(default=2**23, ge=1, le=2**24)
-    """Targets of one training request, summed over its tokens: its result has a number for each."""
+    """Targets of one training request, summed over its tokens. The result holds one number for each target."""
     max_custom_losses_per_tenant: Count = 100
-    """Losses made with `create_custom_loss`, until their sessions end."""
+    """Losses made with `create_custom_loss`. A loss counts until its session ends."""
     max_processors_per_tenant: Count = 20
     """Datasets, loaders, templates and the like that live on the server."""
     max_processor_sessions_per_tenant: Count = 4
-    """Sessions that have processors, each in a process of its own."""
+    """Sessions that have processors. Each of them has its own worker process."""
     processor_memory_gib: float = Field(default=4.0, ge=2)
-    """Memory of one such process; torch alone takes more than 1 GiB."""
+    """Memory of one such worker process; torch alone needs more than 1 GiB."""
     processor_disk_gib: float = Field(default=20.0, gt=0)
-    """Disk space of one such process: its datasets and temporary files."""
+    """Disk space of one such worker process: its datasets and temporary files."""
     max_hub_download_bytes: Count = 2**30
-    """Size of a hub's repository, without weights, from which a template takes its tokenizer."""
+    """Size of a hub repository, not counting weights, from which a template may load its tokenizer."""
     max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
-    """Bytes of JSON of the batches that dataloaders keep so that requests can refer to them."""
+    """Bytes of JSON of the batches that dataloaders keep so that later requests can refer to them."""
     max_referenced_batch_bytes: Count = 2 * 2**30
-    """The same for all tenants of the server together."""
+    """The same limit for all tenants of the server together."""
     processor_call_seconds: Seconds = 600.0
-    """Seconds that a call of a processor may take; then its process is ended."""
+    """Seconds that a call of a processor may take. After that, its worker process is killed."""
     session_timeout_seconds: Seconds = 1800.0
-    """Silence after which a session expires and its adapters are evicted; their state stays on disk."""
+    """Seconds without a heartbeat after which a session expires and its adapters are evicted. Their state stays on
+    disk."""
     silent_session_seconds: Seconds = 60.0
-    """Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session counts as silent:
-    at the adapter limit its adapters are evicted first, and its samples that no client waits for are cancelled."""
+    """Seconds without a heartbeat or request after which a session counts as silent (SDKs send a heartbeat every 10 s).
+    At the limit of adapters or sessions, a tenant's silent sessions make room first. Samples of a silent session that
+    no client polls for are cancelled."""
     parked_adapter_seconds: Seconds = 7 * _DAY
-    """How long the adapters of an expired session stay on disk, ready to resume."""
+    """Seconds that the last state of an evicted adapter stays on disk as a checkpoint, so that a client can resume."""
     result_retention_seconds: Seconds = 600.0
-    """How long a result is kept after it was first fetched."""
+    """Seconds that a result is kept after a client has first fetched it."""
     unfetched_result_seconds: Seconds = _DAY
-    """How long a result is kept that no client fetches."""
+    """Seconds that a result is kept if no client fetches it."""
     max_unfetched_result_bytes: Count = 2**30
-    """Bytes of results that the tenant's clients have not fetched completely yet."""
+    """Bytes of results that the tenant's clients have not completely fetched yet."""
     max_result_bytes: Count | None = None
-    """Bytes of results of all tenants in the memory of one process, fetched or not. Beyond it results are only on disk,
-    and samples, which are never on disk, are refused. null: a fifth of the memory that the process may use."""
+    """Bytes of results of all tenants in the memory of one process, fetched or not. Beyond this limit, training results
+    are kept on disk only, and new samples are refused, because samples are never stored on disk. null: a fifth of the
+    memory that the process may use."""
     max_host_adapter_bytes: Count | None = None
-    """Bytes of the adapters of one base model in host memory. Beyond it idle adapters are offloaded to disk until they
-    are used again. null: a quarter of the memory that the process may use."""
+    """Bytes of the adapters of one base model in host memory. Beyond this limit, idle adapters are offloaded to disk
+    until they are used again. null: a quarter of the memory that the process may use."""
     memory_reserve_bytes: Count | None = None
-    """Bytes of memory of the machine or control group that stay free: new work that would need them is refused with
-    503. null: a twentieth of that memory, at least 256 MiB and at most 4 GiB."""
+    """Bytes of memory of the machine or control group to keep free. New work that would need them is refused with 503.
+    null: a twentieth of that memory, at least 256 MiB and at most 4 GiB."""
     max_json_result_bytes: Count = 256 * 2**20
-    """Bytes of one answer in JSON, estimated before it is written. Larger results are available as protobuf."""
+    """Size of one JSON answer, estimated before it is written. Larger results are available as protobuf."""
     sampler_version_retention_seconds: Seconds = _DAY
-    """How long an unnamed sampler version is kept after its session ended."""
+    """Seconds that an unnamed sampler version is kept after its session has ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY
-    """How long a session that ended stays on record with its runs, curves and sampling sessions. Runs that have
-    checkpoints stay as long as those do."""
+    """Seconds that the record of an ended session is kept, with its runs, curves and sampling sessions. Runs that have
+    checkpoints are kept as long as the checkpoints."""
     audit_retention_seconds: Seconds = 90 * _DAY
-    """How long the audit log is kept; at most 100,000 entries of one tenant are kept."""
+    """Seconds that entries of the audit log are kept, at most 100,000 for each tenant."""
 
 
 def _limit(what: str) -> Any:
@@ -266,37 +271,38 @@ class SpecialLimits(SparseSection):
     """Limits of one tenant. They replace the limits of the same names under `limits`."""
 
     max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")
-    max_long_polls_per_tenant: Count | None = _limit("Requests that wait for results")
+    max_long_polls_per_tenant: Count | None = _limit("Long polls that wait for results")
     max_sessions_per_tenant: Count | None = _limit("Active sessions")
     max_adapters_per_tenant: Count | None = _limit("Live adapters")
-    max_session_rows_per_tenant: Count | None = _limit("Sessions on record, and as many runs")
-    max_sampling_session_rows_per_tenant: Count | None = _limit("Sampling sessions on record")
-    max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait")
-    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait")
-    max_training_tokens_per_minute: Count | None = _limit("Tokens to train on")
-    max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and of their prompts")
-    max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space of checkpoints")
-    max_journal_bytes_per_tenant: Count | None = _limit("Disk space of requests and results")
-    max_waiting_samples_per_tenant: Count | None = _limit("Samples that are not finished")
+    max_session_rows_per_tenant: Count | None = _limit("Session records, and as many runs")
+    max_sampling_session_rows_per_tenant: Count | None = _limit("Records of sampling sessions")
+    max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait to run")
+    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait to run")
+    max_training_tokens_per_minute: Count | None = _limit("Training tokens per minute")
+    max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and their prompts per minute")
+    max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space for checkpoints")
+    max_journal_bytes_per_tenant: Count | None = _limit("Disk space for journalled requests and results")
+    max_waiting_samples_per_tenant: Count | None = _limit("Sampling requests that are not finished")
     max_unfetched_result_bytes: Count | None = _limit("Results not fetched yet")
 
 
 class TenantConfig(Section):
-    """A tenant's share among the others, and its own limits."""
+    """The share and the limits of one tenant."""
 
     weight: float = Field(default=1.0, ge=0.01, le=100.0)
-    """Share of the device while other tenants of its priority have work too: twice the weight, twice the tokens."""
+    """Share of the device while other tenants of the same priority have work too: twice the weight, twice the
+    tokens."""
     priority: Literal["low", "normal", "high"] = "normal"
-    """Tenants of a higher priority go first; from time to time the others get a turn."""
+    """Tenants of a higher priority go first. Lower priorities still get a turn from time to time."""
     limits: SpecialLimits = SpecialLimits()
-    """Limits of this tenant alone."""
+    """Limits for this tenant only."""
 
 
 class PersistenceConfig(Section):
     """Where sessions, runs, futures and the index of the journal are kept."""
 
     url: DatabaseUrl | None = Field(default=None, repr=False)  # it may hold a password
-    """The state's database; null is `state.db` in `data_dir`. `data_dir` holds the rest in any case."""
+    """Database of the server's state; null: `state.db` in `data_dir`. Everything else is in `data_dir` in any case."""
 
     @property
     def path(self) -> Path | None:
@@ -330,20 +336,21 @@ class TelemetryConfig(Section):
     resource_attributes: dict[str, str] = Field(default_factory=dict)
     """Attributes added to everything that is exported."""
     metrics: Literal["local", "token", "off"] = "local"
-    """Who may read /metrics. local: callers on this machine, and others with the token. token: only with it. off:
-    nobody."""
+    """Who may read /metrics. local: callers on this machine, and others with the token. token: only callers with the
+    token. off: nobody."""
     metrics_token_file: SecretFile | None = None
-    """A file with the token that a scraper sends as Authorization: Bearer, at least 16 characters. Read at start."""
+    """File with the token that a scraper sends as Authorization: Bearer, at least 16 characters. It is read at
+    start."""
     tenants_in_metrics: int = Field(default=0, ge=0, le=1000)
-    """How many tenants may have usage series of their own; all others share one. 0: there are no series by tenant."""
+    """How many tenants get their own usage series; all others share one series. 0: no series by tenant."""
     stuck_step_seconds: Seconds = 600.0
-    """A step on the device that takes longer makes deep health unhealthy."""
+    """If a step on the device takes longer than this, the deep health check fails."""
 
 
 class LoggingConfig(Section):
     """The log on stderr. --log-level and --log-format on the command line replace these keys."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important level that is written."""
+    """Lowest level that is logged."""
     format: Literal["text", "json"] = "text"
-    """json: one object a line, with the ids of the request it is about."""
+    """json: one JSON object per line, with the ids of the request that the line is about."""

@@ -40,14 +40,15 @@ class ServerConfig(Section):
     """The whole configuration of a server, with all defaults filled in."""
 
     runtime: Literal["embedded", "ray"] = "embedded"
-    """embedded: all services in one process. ray: each application in processes of its own, which Ray Serve manages. A
-    file with `applications` and without `runtime` is for ray."""
+    """embedded: all services in one process. ray: each application in its own processes, managed by Ray Serve. A file
+    that has `applications` but no `runtime` uses ray."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
-    """Where state, journal, snapshots and checkpoints are. Each server needs a directory of its own."""
+    """Directory for state, journal, snapshots and checkpoints. Each server needs its own."""
     public_url: PublicUrl | None = None
-    """Address at which clients reach the server. It is shown at start, and an open server accepts its host."""
+    """URL at which clients reach the server. It is shown at start, and a server in open mode accepts its host name in
+    the Host header."""
     allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
-    """Directories of this machine that native requests may name; all others are refused."""
+    """Directories of this machine that requests of the native protocol may name. All others are refused."""
     http_options: HttpOptions = HttpOptions()
     """Where the server listens."""
     auth: AuthConfig = AuthConfig()
@@ -57,11 +58,11 @@ class ServerConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     """What one tenant may use."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
-    """Tenants with limits, a weight or a priority of their own, by tenant id or by the name of their key."""
+    """Limits, weight and priority of single tenants, by tenant id or by the name of their key."""
     persistence: PersistenceConfig = PersistenceConfig()
     """Where the state is kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """What operators see."""
+    """What operators can observe."""
     logging: LoggingConfig = LoggingConfig()
     """The log on stderr."""
     ray_namespace: str | None = None
@@ -69,7 +70,7 @@ class ServerConfig(Section):
     proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = None
     """Where Ray Serve runs its proxies; no effect on the embedded runtime."""
     applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = ()
-    """The services: a server, models, their samplers and processors."""
+    """The services: the gateway (`server`), models, their samplers, and processors."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "ServerConfig":
