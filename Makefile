@@ -87,7 +87,7 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## unmodified recipes of tinker-cookbook against a Twinkle server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook/recipes
 
-test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker SDKs and the newest one on the same server
+test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker SDKs and the newest on one server
 	@$(VENV)/bin/pytest -q -m compat tests/clients/older_tinker
 
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the unmodified client of twinkle-kit against a Twinkle server
