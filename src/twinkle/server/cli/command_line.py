@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.set_defaults(run=_launch)
     config_commands.config_options(launch)
-    launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: the configured level, else info")
+    launch.add_argument(
+        "--log-level", choices=_LOG_LEVELS, default=None, help="default: the configured level, else info"
+    )
     launch.add_argument(
         "--log-format", choices=("text", "json"), default=None, help="default: the configured format, else text"
     )

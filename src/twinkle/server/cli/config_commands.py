@@ -97,9 +97,7 @@ def add_parsers(commands: Commands) -> None:
     show = commands.add_parser("print-config", help="print the configuration in effect, by default as commented YAML")
     show.set_defaults(run=_print)
     config_options(show)
-    show.add_argument(
-        "--format", choices=("yaml", "json"), default=None, help="default yaml, which a server can load"
-    )
+    show.add_argument("--format", choices=("yaml", "json"), default=None, help="default yaml, which a server can load")
 
 
 def _check(args: argparse.Namespace, _given: list[str]) -> None:

@@ -34,7 +34,9 @@ def add_parsers(commands: Commands) -> None:
     back.add_argument("directory", type=Path, metavar="DIR", help="directory of the backup")
     about = "check all files of a stopped server and list damage"
     check = add_command(commands, "check-data", _check, about)
-    check.add_argument("--repair", action="store_true", help="repair an unusable database, or replace it with its last copy")
+    check.add_argument(
+        "--repair", action="store_true", help="repair an unusable database, or replace it with its last copy"
+    )
     check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
     check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
     actions = commands.add_parser("clear", help="delete the state of unfinished work").add_subparsers(

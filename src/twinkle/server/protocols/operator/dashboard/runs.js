@@ -84,7 +84,7 @@ class Curves {
 }
 
 function byImportance(a, b) {
-  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : 1.5); // other logged curves follow the reward
+  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : 1.5); // other curves follow the reward
   return rank(a) - rank(b) || a.name.localeCompare(b.name) || b.source.localeCompare(a.source);
 }
 
