@@ -123,7 +123,7 @@ for epoch in range(args.epochs):
         batch = train[start : start + args.batch_size]
         data = [datum for i in batch for datum in pairs[i]]
         forward_backward = training.forward_backward_custom(data, partial(dpo_loss, reference=reference[batch]))
-        rate = args.learning_rate * min((progress.n + 1) / 2, 1 - progress.n / steps)  # warm-up of two steps, then decay
+        rate = args.learning_rate * min((progress.n + 1) / 2, 1 - progress.n / steps)  # two warm-up steps, then decay
         optim_step = training.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
         metrics = forward_backward.result().metrics
         optim_step.result()
