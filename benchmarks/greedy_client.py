@@ -1,10 +1,9 @@
-"""A tenant that sends valid but greedy requests: as wide, as many and as dear as the protocol lets it.
+"""A tenant that sends valid but greedy requests: as many, as large and as expensive as the protocol allows.
 
-Nothing here is malformed. It asks for wide targets, sparse ones, bodies that unpack to far more than was sent, losses
-of its own, many long samples, batches by reference, results as JSON, new templates and large metadata, all at once and
-for as long as it is told. Whatever a server answers that is neither success nor a refusal which names its limit or
-field is noted in :attr:`Tally.unexplained`. Every draw comes from one seed. Used by `make fuzz` and by
-tenant_isolation.py.
+Nothing here is malformed. The client sends wide and sparse targets, bodies that unpack to far more than was sent,
+custom losses, many long samples, batches by reference, results as JSON, new templates and large metadata, all at once
+and for a given time. An answer is expected to be a success or a refusal that names its limit or field; all others go
+into :attr:`Tally.unexplained`. All random draws come from one seed. Used by `make fuzz` and by tenant_isolation.py.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 __all__ = ["GreedyClient", "Tally", "greedy"]
 
-_WORKERS = 8  # requests that are under way at a time, apart from the results that are waited for
-_PATIENCE = 20.0  # seconds that it waits for one result before it goes on: hanging up is greedy, too
+_WORKERS = 8  # requests in flight at a time
+_PATIENCE = 20.0  # seconds to wait for one result before giving up on it
 _REFUSALS = (400, 404, 406, 409, 410, 413, 422, 429, 431, 503, 507)
 _WIDTHS = (1, 2, 16, 256, 1024, 4096, 2**16, 2**20, 2**22)
 _LENGTHS = (1, 4, 32, 128, 299, 1000)
@@ -35,12 +34,12 @@ _LENGTHS = (1, 4, 32, 128, 299, 1000)
 
 @dataclass
 class Tally:
-    """What a greedy client sent and what it was answered."""
+    """Counts of what a greedy client sent and of the answers it got."""
 
     sent: Counter[str] = field(default_factory=Counter)  # by kind of request
     answers: Counter[int] = field(default_factory=Counter)  # by status
-    refused: Counter[str] = field(default_factory=Counter)  # by how the text begins
-    failed: Counter[str] = field(default_factory=Counter)  # futures, likewise
+    refused: Counter[str] = field(default_factory=Counter)  # by the beginning of the text
+    failed: Counter[str] = field(default_factory=Counter)  # failed futures, by the beginning of the text
     unexplained: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ class GreedyClient:
         self._session = ""
         self._adapters: list[str] = []
         self._seqs: dict[str, int] = {}
-        self._refused: list[tuple[str, int]] = []  # adapters with numbers that were refused: they are used again
+        self._refused: list[tuple[str, int]] = []  # adapters and refused sequence numbers, to be used again
         self._sampler = ""
         self._samples = 0
         self._losses: list[str] = []
@@ -88,7 +87,7 @@ class GreedyClient:
         }
 
     async def run(self, seconds: float) -> Tally:
-        """Send requests for so long, from several workers."""
+        """Send requests for this many seconds, from several workers."""
         until = time.monotonic() + seconds
         try:
             await self._begin()
@@ -123,11 +122,11 @@ class GreedyClient:
                 self.tally.unexplained.append(f"{name}: no answer within 120 s")
             except httpx.HTTPError as error:
                 self.tally.unexplained.append(f"{name}: {type(error).__name__} {error}")
-                await asyncio.sleep(1)  # a server that is gone is not asked a thousand times a second
+                await asyncio.sleep(1)  # do not flood a dead server with retries
 
     async def _beat(self, until: float) -> None:
         while time.monotonic() < until:
-            with contextlib.suppress(httpx.HTTPError):  # the workers note it
+            with contextlib.suppress(httpx.HTTPError):  # the workers record errors
                 await self._post("session_heartbeat", {"session_id": self._session})
                 if self._native:
                     await self._post("twinkle/session_heartbeat", {"session_id": self._native})
@@ -145,7 +144,7 @@ class GreedyClient:
         await self._train([_datum(length, inputs)] * self.draw.choice((1, 1, 4)))
 
     async def _sparse_targets(self) -> None:
-        """Two datums: one that is wide and short, and one that is long."""
+        """Train on a wide, short datum, and in half of the cases also on a long one."""
         width, rows = self.draw.choice(_WIDTHS), self.draw.choice((1, 8, 64))
         listed = self.draw.choice((0, 1, 4))
         wide = {"target_tokens": _sparse(rows, width, listed, "<i8"), "weights": _sparse(rows, width, listed, "<f4")}
@@ -156,7 +155,7 @@ class GreedyClient:
         await self._train(data)
 
     async def _compressed(self) -> None:
-        """A few kilobytes that unpack to megabytes."""
+        """Send a few kilobytes that unpack to megabytes."""
         size = self.draw.choice((2**20, 2**23, 2**26, 2**27))
         length = 64
         inputs = {"target_tokens": _dense(np.ones(length, "<i8"))}
@@ -199,7 +198,7 @@ class GreedyClient:
         await self._asked("asample", json.dumps(body).encode(), fetch=self.draw.random() < 0.3)
 
     async def _by_reference(self) -> None:
-        """Rows that a processor makes large, used by their name. Without processors there is nothing to ask for."""
+        """Run a pass on rows that a processor made large, by reference. Does nothing on servers without processors."""
         if self._loader is None:
             self._loader = ""
             await self._native_verb(
@@ -230,7 +229,7 @@ class GreedyClient:
                 await self._native_verb("forward_only", adapter_name="a", inputs=batch["result"])
 
     async def _json_fetch(self) -> None:
-        """The last results as JSON, again and again."""
+        """Fetch one of the last results again, as JSON."""
         if self._results:
             request_id = self.draw.choice(self._results[-20:])
             await self._result(request_id, accept="application/json")
@@ -242,7 +241,7 @@ class GreedyClient:
         self._note("template", answer)
 
     async def _metadata(self) -> None:
-        """Sessions that bring as much as they may, and end at once."""
+        """Create a session with large metadata and end it at once."""
         body = {
             "tags": ["t" * self.draw.choice((10, 200, 4000))] * self.draw.choice((1, 30, 100)),
             "user_metadata": {"m": "é" * self.draw.choice((100, 2500, 20_000))},
@@ -260,7 +259,7 @@ class GreedyClient:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[str, int]:
-        """An adapter and its next sequence number. One that was refused comes again, or all after it would wait."""
+        """Return an adapter and its next sequence number. Refused numbers come first: later ops wait for them."""
         if self._refused:
             return self._refused.pop(0)
         adapter = self.draw.choice(self._adapters)
@@ -299,7 +298,7 @@ class GreedyClient:
                 await self._result(request_id)
 
     async def _result(self, request_id: str, accept: str = "application/x-protobuf") -> Any:
-        """What a future holds, if it comes soon; futures that failed are noted."""
+        """Return the result of a future, or None if it takes too long. Records failed futures."""
         until = time.monotonic() + _PATIENCE
         while request_id and time.monotonic() < until:
             answer = await self._http.post(
@@ -359,7 +358,7 @@ class GreedyClient:
 
 
 async def greedy(url: str, key: str, model: str, seed: int, seconds: float) -> Tally:
-    """Be greedy for so many seconds; returns what came of it."""
+    """Run a greedy client for ``seconds`` and return its tally."""
     return await GreedyClient(url, key, model, seed).run(seconds)
 
 
@@ -367,12 +366,12 @@ async def greedy(url: str, key: str, model: str, seed: int, seconds: float) -> T
 
 
 def _names_something(text: str) -> bool:
-    """Whether a refusal says what it is about: a field, a limit or a request, not just that something went wrong."""
+    """Return whether a refusal names its reason (a field, a limit or a request) and not just an internal error."""
     return ":" in text and "internal error" not in text
 
 
 def _beginning(text: str) -> str:
-    """Enough of a text to tell reasons apart, without numbers and ids."""
+    """Return the beginning of a text without numbers and ids, enough to tell reasons apart."""
     words = text.removeprefix('{"detail":"').split(" ")
     return " ".join("…" if any(char.isdigit() for char in word) else word for word in words)[:100]
 
@@ -388,7 +387,7 @@ def _dense(array: np.ndarray) -> pb.Tensor:
 
 
 def _sparse(rows: int, columns: int, listed: int, dtype: str) -> pb.Tensor:
-    """``listed`` values in each row."""
+    """Return a sparse tensor with ``listed`` values in each row."""
     listed = min(listed, columns)
     csr = pb.SparseCsr(
         values=np.ones(rows * listed, dtype).tobytes(),
@@ -400,7 +399,7 @@ def _sparse(rows: int, columns: int, listed: int, dtype: str) -> pb.Tensor:
 
 
 def _field_nobody_knows(size: int) -> bytes:
-    """Zeros in a protobuf field that readers skip: valid, and a thousand times smaller when compressed."""
+    """Return zeros in an unknown protobuf field, which readers skip. They compress to a thousandth of their size."""
     tag, length = (1000 << 3) | 2, size
     encoded = bytearray()
     for number in (tag, length):
@@ -412,7 +411,7 @@ def _field_nobody_knows(size: int) -> bytes:
 
 
 def _loss(session: str, number: int, operations: int) -> dict[str, Any]:
-    """A loss of so many operations over every token."""
+    """Return a request for a custom loss with this many operations per token."""
 
     def call(name: str, target: str, *args: Any, op: str = "call_function") -> dict[str, Any]:
         return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}

@@ -1,8 +1,8 @@
 """Peak memory and time of the chunked head against full logits, for log-probabilities and their gradient.
 
-The chunked head holds O(chunk × vocabulary), full logits O(tokens × vocabulary). Both are checked to give the same
-log-probabilities and gradients first. On CPU the peak is that of the process, so each variant runs in a process of its
-own.
+The chunked head needs O(chunk × vocabulary) memory, full logits O(tokens × vocabulary). First, a check that both give
+the same log-probabilities and gradients. On CPU the peak is that of the whole process, so each variant runs in its own
+process.
 
     python benchmarks/head_memory.py --tokens 1024 2048 4096 --json build/bench/head_memory.json
 """
@@ -98,9 +98,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, variant: str, tokens: int) -> tuple[float, int]:
-    """Median seconds of five runs, and the peak above what was in use before them."""
+    """Return the median seconds of five runs, and the peak memory above what was in use before them."""
     inputs = make_inputs(args, tokens)
-    VARIANTS[variant](*(x[:16] if x.shape[0] == tokens else x for x in inputs))  # libraries load here
+    VARIANTS[variant](*(x[:16] if x.shape[0] == tokens else x for x in inputs))  # warm-up: loads libraries
     before = start_counting(args.device)
     seconds = []
     for _ in range(5):
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, variant: str, tokens: int) -> tuple[float,
 
 
 def start_counting(device: str) -> int:
-    """Forget the peak of making the inputs, which would hide a smaller one; returns the bytes in use now."""
+    """Reset the peak, which includes making the inputs and could hide a smaller one. Returns the bytes in use now."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -126,7 +126,7 @@ def peak_bytes(device: str) -> int:
 
 
 def process_bytes(field: str) -> int:
-    """A size in /proc/self/status (Linux), which counts in KiB."""
+    """Return a size from /proc/self/status (Linux; its unit is KiB)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

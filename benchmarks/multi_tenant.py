@@ -1,19 +1,18 @@
-"""Many tenants in one batch against one after another.
+"""Training many tenants in one batch, compared with training one after another.
 
-Four columns in one run, on the same sequences, with the same dtype, the same causal attention and the same AdamW steps
-(every column steps every tenant's adapter once; the gradients of adapters that a column does not train are put there
-before its clock starts):
+Four columns are measured in one run, on the same sequences, with the same dtype, the same causal attention and the same
+AdamW steps. Every column steps every tenant's adapter once; adapters that a column does not train get gradients before
+its timing starts:
 
     fused        our Trainer, all tenants in one call
     ideal        our Trainer, one tenant with all sequences
     serial peft  Transformers + PEFT, one adapter after another
     ideal peft   Transformers + PEFT, one adapter with all sequences
 
-Before anything is timed, losses and gradients of ours and of PEFT's are compared with those of the same model in a type
-of more digits (fp64 for fp32, fp32 for bf16): ours must not be further away than three times PEFT's distance. Both
-round at every step, so their distance from each other says little. Times are medians after a warm-up. On a CPU the
-columns take turns, so that whatever else slows the machine down slows all of them; on CUDA ours go first and leave the
-memory to PEFT's.
+Before the timing, our losses and gradients and those of PEFT are compared with the same model at higher precision (fp64
+for fp32, fp32 for bf16). Our distance from it may be at most three times PEFT's. Both round at every step, so their
+distance from each other says little. Times are medians after a warm-up. On a CPU the columns take turns, so that other
+load on the machine affects all of them. On CUDA our columns run first and then free their memory for PEFT's.
 
     python benchmarks/multi_tenant.py --model demo --tenants 8 --seqs 1 --len 128 --dtype fp32 --json
     build/bench/cpu.json
@@ -51,10 +50,10 @@ MIXED_RANKS = (8, 16, 32, 128)
 PROSE = Path(__file__).parents[1] / "LICENSE"
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What both are compared with: the same weights, in a type whose rounding does not show beside the other's.
+# The precision of the reference: its rounding errors are negligible compared with those of the measured dtype.
 EXACT = {"fp32": torch.float64, "bf16": torch.float32}
-# How many times PEFT's distance from the exact gradient ours may have. Both are sums of the same rounding errors in
-# another order; in bf16 PEFT rounds less than we, since it computes with adapters in fp32.
+# Our distance from the exact gradient may be this many times PEFT's. Both sum the same rounding errors in different
+# orders. In bf16 PEFT rounds less than our trainer, because it computes with adapters in fp32.
 FACTOR = 3.0
 
 Batch = list[Datum]
@@ -62,7 +61,7 @@ Batch = list[Datum]
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The loss of one tenant, and its gradient by the names in PEFT's files, in host memory."""
+    """The loss of one tenant and its gradient in host memory, by parameter names as in PEFT's files."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -70,20 +69,20 @@ class Derivative:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What PEFT starts from, and what our columns computed with it."""
+    """The weights that PEFT starts from, and the results of our columns with them."""
 
-    weights: dict[str, dict[str, np.ndarray]]  # of each tenant
+    weights: dict[str, dict[str, np.ndarray]]  # by tenant
     fused: list[Derivative]
     ideal: Derivative
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What is timed: forward_backward, then optimizer_steps. What comes before and after is not."""
+    """A column of the table. Only forward_backward and optimizer_steps are timed; prepare and zero are not."""
 
     forward_backward: Callable[[], object]
     optimizer_steps: Callable[[], object]
-    zero: Callable[[], object]  # leaves no gradient
+    zero: Callable[[], object]  # clears all gradients
     prepare: Callable[[], object] = lambda: None  # gradients for the adapters that this column does not train
 
     def step(self) -> None:
@@ -115,16 +114,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="demo")
     parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=1, help="sequences a tenant")
-    parser.add_argument("--len", type=int, default=128, dest="length", help="tokens a sequence")
+    parser.add_argument("--seqs", type=int, default=1, help="sequences per tenant")
+    parser.add_argument("--len", type=int, default=128, dest="length", help="tokens per sequence")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mixed", action="store_true", help="ranks 8, 16, 32, 128 and lengths 32 to 1024")
-    parser.add_argument("--unembed", action="store_true", help="LoRA on the head too, as Tinker's clients ask for")
-    parser.add_argument("--compile", action="store_true", help="compiled decoder layers in our columns")
-    parser.add_argument("--no-peft", action="store_true", help="only our columns")
-    parser.add_argument("--max-tokens", type=int, default=None, help="tokens a batch of our Trainer")
+    parser.add_argument("--unembed", action="store_true", help="also train LoRA on the head, Tinker's default")
+    parser.add_argument("--compile", action="store_true", help="compile decoder layers in our columns")
+    parser.add_argument("--no-peft", action="store_true", help="measure only our columns")
+    parser.add_argument("--max-tokens", type=int, default=None, help="tokens per batch of our Trainer")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
@@ -135,12 +134,12 @@ def ranks(args: argparse.Namespace) -> list[int]:
 
 
 def ideal_tenant(args: argparse.Namespace) -> int:
-    """Whose adapter gets everything in the ideal columns. Of a mix (mean rank 46) one of rank 32."""
+    """Return the tenant that trains everything in the ideal columns; with --mixed (mean rank 46) one of rank 32."""
     return MIXED_RANKS.index(32) if args.mixed and args.tenants > 2 else 0
 
 
 def make_tenants(args: argparse.Namespace) -> list[Batch]:
-    """Random tokens for random weights. A trained model gets prose: on noise its bf16 gradients are noise too."""
+    """Return random tokens for random weights, prose for a trained model: its bf16 gradients on noise are noise."""
     generator = np.random.default_rng(0)
     tokenizer = hub.load_tokenizer(MODELS[args.model])
     prose = np.array(tokenizer.encode(PROSE.read_text()) * (1 + args.length // 1000))
@@ -161,7 +160,7 @@ def make_tenants(args: argparse.Namespace) -> list[Batch]:
 
 
 def our_columns(args: argparse.Namespace, tenants: list[Batch]) -> tuple[dict[str, Column], Comparison | None]:
-    """The columns, and what they have in common with PEFT's; None without these."""
+    """Return our columns and the data to compare them with PEFT's (None with --no-peft)."""
     started = time.perf_counter()
     trainer = Trainer.from_pretrained(
         MODELS[args.model],
@@ -213,7 +212,7 @@ def our_columns(args: argparse.Namespace, tenants: list[Batch]) -> tuple[dict[st
 
 
 def make_b_nonzero(trainer: Trainer, name: str) -> None:
-    """A fresh adapter's B is zero, and so is A's gradient: not much to compare."""
+    """Fill B with noise. In a new adapter B is zero, so A's gradient would be zero and could not be compared."""
     snapshot = trainer.snapshot(name)
     weights = torch.from_numpy(snapshot.weights)
     trainer.restore(
@@ -223,7 +222,7 @@ def make_b_nonzero(trainer: Trainer, name: str) -> None:
 
 @functools.cache
 def noise(size: int) -> torch.Tensor:
-    """One for all tenants: drawing 84 million normals takes a second a tenant."""
+    """Return noise, shared by all tenants: drawing 84 million normals takes a second."""
     return torch.empty(size).normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
 
 
@@ -306,7 +305,7 @@ def peft_columns(args: argparse.Namespace, tenants: list[Batch], ours: Compariso
 def exact_derivatives(
     args: argparse.Namespace, columns: list[tuple[str, Batch]], weights: dict[str, dict[str, np.ndarray]]
 ) -> list[Derivative]:
-    """Return what a model of the same weights computes with more digits. The model is gone afterwards."""
+    """Return the results of a model with the same weights at higher precision. The model is freed afterwards."""
     dtype = EXACT[args.dtype]
     model = make_peft_model(args, weights, dtype)
     with KeepFp64() if dtype == torch.float64 else contextlib.nullcontext():
@@ -314,7 +313,7 @@ def exact_derivatives(
 
 
 class KeepFp64(TorchFunctionMode):
-    """Whatever asks for fp32 gets fp64: model files compute norms and softmax in fp32, whatever their weights are."""
+    """Replaces fp32 by fp64: modeling files compute norms and softmax in fp32, whatever the dtype of the weights is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -325,7 +324,7 @@ class KeepFp64(TorchFunctionMode):
 
 
 def peft_derivative(model: peft.PeftModel, name: str, data: Batch, device: str) -> Derivative:
-    """Leaves no gradient behind."""
+    """Return loss and gradient of one adapter, and clear its gradient."""
     model.set_adapter(name)
     loss, parameters = peft_loss(model, data, device), adapter_parameters(model, name)
     loss.backward()
@@ -337,7 +336,7 @@ def peft_derivative(model: peft.PeftModel, name: str, data: Batch, device: str) 
 def make_peft_model(
     args: argparse.Namespace, weights: dict[str, dict[str, np.ndarray]], dtype: torch.dtype
 ) -> peft.PeftModel:
-    """The base model's weights are rounded to the type that is measured, whatever type computes with them."""
+    """Return a PEFT model that computes in ``dtype``. Base weights are first rounded to the measured dtype."""
     local = hub.resolve(MODELS[args.model])
     if local.random_seed is None:
         base = AutoModelForCausalLM.from_pretrained(
@@ -353,7 +352,7 @@ def make_peft_model(
     for (name, tensors), rank in zip(weights.items(), ranks(args), strict=True):
         modules = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
         config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=modules)
-        # fp32 adapter weights over a bf16 model are PEFT's default; ours are fp32 masters too.
+        # PEFT's default for a bf16 model is fp32 adapter weights; our master weights are fp32, too.
         if model is None:
             model = peft.get_peft_model(base, config, adapter_name=name)
         else:
@@ -367,7 +366,7 @@ def make_peft_model(
 
 
 def adapter_parameters(model: peft.PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
-    """By the names in PEFT's files, which leave the adapter out."""
+    """Return the adapter's parameters by their names in PEFT's files, which omit the adapter's name."""
     marker = f".{name}.weight"
     return {
         key.replace(marker, ".weight"): parameter for key, parameter in model.named_parameters() if key.endswith(marker)
@@ -375,7 +374,7 @@ def adapter_parameters(model: peft.PeftModel, name: str) -> dict[str, torch.nn.P
 
 
 def peft_loss(model: peft.PeftModel, data: Batch, device: str) -> torch.Tensor:
-    """Σ −log p(target), sequences padded to the longest."""
+    """Return Σ −log p(target), with sequences padded to the longest."""
     longest = max(len(datum.tokens) for datum in data)
     ids = torch.zeros(len(data), longest, dtype=torch.long)
     targets = torch.zeros(len(data), longest, dtype=torch.long)
@@ -397,12 +396,12 @@ def peft_loss(model: peft.PeftModel, data: Batch, device: str) -> torch.Tensor:
 def compare(
     args: argparse.Namespace, what: str, ours: list[Derivative], theirs: list[Derivative], exact: list[Derivative]
 ) -> None:
-    """End the run where ours is wrong: then the times would mean nothing. Prints the largest distances.
+    """Exit if our results are wrong, because then the times would mean nothing. Print the largest distances.
 
-    A loss is one number, which PEFT may get right by luck; the distance of its gradient says how much is rounded.
+    PEFT may get a loss, one number, right by chance. So the limit for both comes from the distance of its gradient.
     """
     layers = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path).num_hidden_layers
-    floor = torch.finfo(DTYPES[args.dtype]).eps * (2 * layers) ** 0.5  # two roundings a layer of what it adds up
+    floor = torch.finfo(DTYPES[args.dtype]).eps * (2 * layers) ** 0.5  # each layer rounds its sums twice
     found = [
         (distance(mine, right), distance(peft_s, right))
         for mine, peft_s, right in zip(ours, theirs, exact, strict=True)
@@ -422,7 +421,7 @@ def compare(
 
 
 def distance(found: Derivative, exact: Derivative) -> tuple[float, float]:
-    """Return relative distances: of the whole gradient (‖Δ‖/‖g‖), and of the loss."""
+    """Return the relative distances of the whole gradient (‖Δ‖/‖g‖) and of the loss."""
     wanted = torch.cat([each.flatten() for each in exact.gradients.values()])
     given = torch.cat([found.gradients[key].flatten() for key in exact.gradients])
     gradient = (given.to(wanted.dtype) - wanted).norm() / wanted.norm()
@@ -439,7 +438,7 @@ def zero(parameters: dict[str, dict[str, torch.nn.Parameter]]) -> None:
 
 
 def measure(args: argparse.Namespace, columns: dict[str, Column]) -> dict[str, dict[str, Any]]:
-    """Median seconds of a step and of its forward and backward pass, after one warm-up, and peak memory on CUDA."""
+    """Return the median seconds of a step and of its passes, after one warm-up, and the peak memory on CUDA."""
     cuda = args.device.startswith("cuda")
     steps: dict[str, list[float]] = {name: [] for name in columns}
     passes: dict[str, list[float]] = {name: [] for name in columns}

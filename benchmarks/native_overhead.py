@@ -1,6 +1,6 @@
-"""One forward_backward through the native protocol beside the same through Tinker's, on one server, in turns.
+"""Time of one forward_backward through the native protocol and through Tinker's, on one server, in turns.
 
-The same rows, the same adapter shape, the same loss: what differs is JSON in one request against protobuf in two.
+Rows, adapter shape and loss are the same. The native protocol sends JSON in one request, Tinker's protobuf in two.
 
     python benchmarks/native_overhead.py --sequences 4 --length 512 --json build/bench/native_overhead.json
 """
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start_server(directory: Path, model: str) -> tuple[subprocess.Popen[str], str]:
-    """Its output says where it listens."""
+    """Start a server and return it with its URL, which it prints once it listens."""
     command = [sys.executable, "-m", "twinkle.server", "launch", "--model", model, "--port", "0"]
     process = subprocess.Popen(
         [*command, "--data-dir", str(directory / "data")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
     rows = np.random.default_rng(0).integers(0, VOCABULARY, (args.sequences, args.length + 1))
     tinker_pass = tinker_passes(url, args.model, rows)
     native_pass = native_passes(url, args.model, rows)
-    losses = {"tinker": tinker_pass(), "native": native_pass()}  # the first of each warms up
+    losses = {"tinker": tinker_pass(), "native": native_pass()}  # warm-up
     times: dict[str, list[float]] = {"tinker": [], "native": []}
     for _ in range(args.repeats):
         for name, run in (("tinker", tinker_pass), ("native", native_pass)):

@@ -1,9 +1,10 @@
-"""How long a start takes after many answered forward passes, against an empty start in the same run.
+"""Start-up time of a server after many answered forward passes, compared with an empty server in the same run.
 
-An evaluation loop between two steps leaves thousands of them behind the last snapshot. They are answered and changed
-nothing, so a start must not pay for them: less than twice the time of an empty start is what we hold ourselves to.
+An evaluation loop between two steps leaves thousands of forward passes in the journal after the last snapshot. They are
+answered and changed nothing, so they should not slow down a start: the goal is less than twice the time of an empty
+start.
 
-The server (mock model) is killed with SIGKILL, and no snapshot is taken meanwhile; starts take turns.
+The server (mock model) is killed with SIGKILL and takes no snapshots. Empty and full starts take turns.
 
     python benchmarks/restart_time.py --passes 10000 --starts 5 --json build/bench/restart_time.json
 """
@@ -35,7 +36,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 class Server:
-    """A mock server with a data directory of its own, in which no snapshot covers what was answered."""
+    """A mock server with its own data directory that takes no snapshots."""
 
     def __init__(self, directory: Path) -> None:
         self.port = find_free_port()
@@ -54,7 +55,7 @@ class Server:
         self.config.write_text(json.dumps(content))
 
     def start(self) -> float:
-        """Seconds until it is healthy and everything is replayed."""
+        """Start the server and return the seconds until it is healthy, which includes the replay."""
         began = time.perf_counter()
         with self.log.open("ab") as log:
             command = [sys.executable, "-c", _NO_SNAPSHOTS, "launch", "-c", str(self.config)]
@@ -74,7 +75,7 @@ class Server:
 
 
 def forward_passes(url: str, passes: int) -> None:
-    """Submit them from a few threads and fetch all results."""
+    """Submit forward passes from a few threads and fetch all results."""
     with httpx.Client(base_url=url, headers=KEY, timeout=120, trust_env=False) as http:
 
         def post(path: str, **content: object) -> dict[str, str]:
@@ -91,7 +92,7 @@ def forward_passes(url: str, passes: int) -> None:
             type="create_model",
         )["request_id"]
         model = post("/retrieve_future", request_id=request, allow_metadata_only=False)["model_id"]
-        # What a step leaves behind is replayed by every start: the passes come after it.
+        # No optimizer step: it would be replayed at every start.
         body = pb.ForwardBackwardRequest(model_id=model, loss_fn="cross_entropy", forward_only=True)
         tokens = np.arange(1, TOKENS + 1)
         text = pb.EncodedTextChunk(tokens=tokens.astype("<i4").tobytes())
@@ -139,7 +140,7 @@ def main() -> None:
             if number == 0:
                 print(f"first start: empty {times['empty'][0]:.2f} s, full {times['full'][0]:.2f} s")
     medians = {name: statistics.median(each) for name, each in times.items()}
-    # Later starts find little: the first one covers the passes. It is the one that counts.
+    # Only the first start counts: it covers the passes with a snapshot, so later starts have little to do.
     first = times["full"][0] / medians["empty"]
     print(f"empty start {medians['empty']:.2f} s; first start after the passes {times['full'][0]:.2f} s: {first:.2f} ×")
     print(f"later starts {medians['full']:.2f} s: {medians['full'] / medians['empty']:.2f} ×")

@@ -1,17 +1,17 @@
-"""Many requests over several adapters at once, against what else there is.
+"""Speed of the torch sampler with many requests and several adapters, compared with Transformers + PEFT and vLLM.
 
-Tokens per second, in one run and on the same prompts, adapters and dtype; every request draws exactly ``--tokens``
-tokens at temperature 1:
+Measures tokens per second, in one run and on the same prompts, adapters and dtype. Every request draws exactly
+``--tokens`` tokens at temperature 1:
 
     ours          the torch sampler, all requests at once
     generate      Transformers + PEFT, one request after another
     generate × 8  the same with the requests of one adapter in batches of eight
-    vllm          vLLM on the same requests, where --vllm-python names an interpreter that has it
+    vllm          vLLM on the same requests; needs --vllm-python, an interpreter with vLLM
 
-Before anything is timed, ours and ``generate`` are compared: greedy tokens of a few requests, up to the first that
-differs. Also reported: publish → first token, from the call to the token, beside the time that the prompt takes alone;
-and how many of a few requests draw the same tokens alone and in company (in bf16 not all do: products of another shape
-round differently).
+The greedy tokens of a few requests are compared between ours and ``generate``, up to the first difference. Two more
+numbers: the time from publishing a version to its first token, beside that of the same request on a known version; and
+how many of a few requests draw other tokens alone than in a batch (in bf16 some do, because matrix products of another
+shape round differently).
 
     python benchmarks/sampling.py --dtype bf16 --vllm-python .venv-vllm/bin/python --json build/bench/sampling.json
     python benchmarks/sampling.py --model 1b --requests 1 32 256 --no-generate
@@ -85,21 +85,21 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="demo")
-    parser.add_argument("--requests", type=int, nargs="+", default=[32], help="at the same time")
-    parser.add_argument("--tokens", type=int, default=64, help="to draw, a request")
+    parser.add_argument("--requests", type=int, nargs="+", default=[32], help="number of simultaneous requests")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to draw per request")
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-generate", action="store_false", dest="generate", help="without Transformers' columns")
-    parser.add_argument("--vllm-python", type=Path, default=None, metavar="FILE", help="an interpreter with vLLM")
+    parser.add_argument("--no-generate", action="store_false", dest="generate", help="skip the columns of Transformers")
+    parser.add_argument("--vllm-python", type=Path, default=None, metavar="FILE", help="interpreter with vLLM")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 
 
 class Ours:
-    """The trainer, four adapters with a few steps behind them, and the sampler on the same model."""
+    """The trainer, some adapters trained for a few steps, and the sampler on the same model."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args = args
@@ -118,7 +118,7 @@ class Ours:
         self.greedy = self.generate(self.prompts[:COMPARED], tokens=16, temperature=0.0)
 
     def _train(self, adapter_id: str, seed: int) -> None:
-        """B is zero at first, and an adapter that does nothing would not be noticed if it were left out."""
+        """Train an adapter for a few steps: B starts at zero, and skipping such an adapter would go unnoticed."""
         self.trainer.create_adapter(adapter_id, LoraSpec(rank=self.args.rank, seed=seed))
         tokens = self.prompts[seed % len(self.prompts)]
         for _ in range(3):
@@ -128,7 +128,7 @@ class Ours:
     def generate(
         self, prompts: Sequence[np.ndarray], tokens: int, temperature: float, first: int = 0
     ) -> list[np.ndarray]:
-        """first: the number of the first request, which decides its seed and its adapter."""
+        """Sample all prompts at once. ``first`` numbers the first request; numbers decide seeds and adapters."""
         for number, prompt in enumerate(prompts, start=first):
             params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, stop_at_eos=False)
             self.sampler.submit(SampleRequest(str(number), f"v{number % self.args.adapters}", prompt, params))
@@ -142,7 +142,7 @@ class Ours:
         return [results[str(number)].sequences[0].tokens for number in range(first, first + len(prompts))]
 
     def alone(self) -> dict[str, float]:
-        """Of a few requests: how many draw other tokens alone than in company, and where they part on average."""
+        """Return how many of a few requests draw other tokens alone than in a batch, and the mean first difference."""
         together = self.generate(self.prompts, self.args.tokens, temperature=1.0)
         parted = []
         for number, prompt in enumerate(self.prompts[: 2 * COMPARED]):
@@ -154,12 +154,12 @@ class Ours:
         return {"compared": compared, "differ": len(parted), "first_difference": statistics.mean(parted or [-1])}
 
     def first_token(self) -> dict[str, float]:
-        """Milliseconds from publish to the first token, and those of the same request on a version that was there."""
+        """Return the milliseconds from publish to first token, and those of the same request on a known version."""
         times: dict[str, list[float]] = {"published": [], "known": []}
         params = SamplingParams(max_tokens=1, stop_at_eos=False, seed=0)
         for number in range(2 * self.args.repeats + 1):
             for kind in ("published", "known"):
-                generator = np.random.default_rng(number)  # nothing to be found in the cache
+                generator = np.random.default_rng(number)  # so that the prompt is not in the cache
                 prompt = generator.integers(0, self.trainer.architecture.vocab_size, 32)
                 synchronize(self.args.device)
                 started = time.perf_counter()
@@ -176,7 +176,7 @@ class Ours:
 
 
 class Generate:
-    """Transformers' own loop with PEFT's adapters."""
+    """The ``generate`` loop of Transformers with PEFT adapters."""
 
     def __init__(self, args: argparse.Namespace, model_dir: Path, adapter_dirs: Sequence[Path]) -> None:
         self.args = args
@@ -186,7 +186,7 @@ class Generate:
             self.model.load_adapter(directory, adapter_name=f"a{number}")
 
     def agreement(self, prompts: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float:
-        """The share of greedy tokens before the first that differs. In bf16 near ties fall either way."""
+        """Return the share of greedy tokens before the first difference. In bf16, near ties can go either way."""
         same = total = 0
         for number, tokens in enumerate(ours):
             theirs = self._run([prompts[number]], number % self.args.adapters, len(tokens), greedy=True)[0]
@@ -196,7 +196,7 @@ class Generate:
         return same / total
 
     def one_by_one(self, prompts: Sequence[np.ndarray]) -> float:
-        few = prompts[: 2 * self.args.adapters]  # each takes as long as the others
+        few = prompts[: 2 * self.args.adapters]  # a few are enough: all take equally long
         started = time.perf_counter()
         for number, prompt in enumerate(few):
             self._run([prompt], number % self.args.adapters, self.args.tokens, greedy=False)
@@ -217,7 +217,7 @@ class Generate:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left, as generate wants it
+        for row, prompt in enumerate(prompts):  # padded on the left, as generate expects
             ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
             mask[row, longest - len(prompt) :] = 1
         with torch.inference_mode():
@@ -250,7 +250,7 @@ def measure(args: argparse.Namespace, ours: Ours, count: int) -> dict[str, Any]:
 def vllm_rate(
     args: argparse.Namespace, model_dir: Path, adapter_dirs: Sequence[Path], prompts: Sequence[np.ndarray]
 ) -> float:
-    """In another interpreter: vLLM wants versions of its own."""
+    """Measure vLLM in another interpreter, because it needs other package versions."""
     task = {
         "model": str(model_dir),
         "adapters": [str(directory) for directory in adapter_dirs],
@@ -266,14 +266,14 @@ def vllm_rate(
     if done.returncode != 0:
         raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"tokens_per_second"')]
-    if not answers:  # vLLM's own processes write to stdout as well
+    if not answers:  # vLLM's processes also write to stdout
         raise SystemExit(f"vLLM gave no rate:\n{done.stdout[-3000:]}")
     rate: float = json.loads(answers[-1])["tokens_per_second"]
     return rate
 
 
 def make_prompts(args: argparse.Namespace, count: int) -> list[np.ndarray]:
-    """Pieces of prose of 16 to 47 tokens."""
+    """Return pieces of prose with 16 to 47 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(hub.resolve(MODELS[args.model]).path)
     tokens = np.array(tokenizer.encode(PROSE.read_text()))
     generator = np.random.default_rng(0)
@@ -306,7 +306,7 @@ def print_table(report: dict[str, Any]) -> None:
     print(f"publish to first token {first['published']:.1f} ms; same request, known version {first['known']:.1f} ms")
     alone = report["alone"]
     print(
-        f"alone and in company: {alone['differ']} of {alone['compared']} requests draw other tokens"
+        f"alone and in a batch: {alone['differ']} of {alone['compared']} requests draw other tokens"
         + (f", on average from token {alone['first_difference']:.0f} on" if alone["differ"] else "")
     )
     if "greedy_agreement" in report:

@@ -1,4 +1,4 @@
-"""vLLM's column of sampling.py, run by an interpreter that has vLLM: a task as JSON on stdin, a rate on stdout."""
+"""The vLLM column of sampling.py, run by an interpreter with vLLM. Reads a task (JSON) on stdin, prints the rate."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ def main() -> None:
         max_num_seqs=max(64, len(task["prompts"])),
         max_model_len=512,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=2**30,  # enough for all; a share of the machine's memory may not be free
+        kv_cache_memory_bytes=2**30,  # enough for all requests; vLLM's default share of the memory may not be free
         disable_log_stats=True,
     )
     adapters = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(task["adapters"])]

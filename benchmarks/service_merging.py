@@ -1,8 +1,8 @@
-"""Many tenants through the server: how well their requests merge, and what merging costs a lone one.
+"""How well the requests of many tenants merge in a server, and what merging costs a single tenant.
 
-Real SDK clients against `twinkle-server launch` with the demo model: eight tenants pipeline forward_backward +
-optim_step; then one client trains alone, in turn with one on a second server where merging is switched off. Times are
-medians, the ratio is the median over pairs of steps.
+Real SDK clients use `twinkle-server launch` with the demo model. First, eight tenants pipeline forward_backward +
+optim_step. Then one client trains alone, in turns with a client of a second server where merging is switched off. Times
+are medians; the ratio is the median over pairs of steps.
 
     python benchmarks/service_merging.py --json build/bench/service_merging.json
 """
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def many(args: argparse.Namespace, url: str) -> dict[str, object]:
-    """All tenants at once, each with two steps in flight."""
+    """Train all tenants at once, each with two steps in flight."""
     before = status(url)
     started = time.perf_counter()
     threads = [threading.Thread(target=train, args=(args, url, f"tml-{i}")) for i in range(args.tenants)]
@@ -94,7 +94,7 @@ def many(args: argparse.Namespace, url: str) -> dict[str, object]:
 
 
 def alone(args: argparse.Namespace, urls: dict[str, str]) -> dict[str, list[float]]:
-    """One client a server, step by step in turn: a slow minute of the machine hits both alike."""
+    """Time one client per server, step by step in turns, so that other load on the machine affects both equally."""
     clients = {name: new_client(args, url, "tml-alone") for name, url in urls.items()}
     times: dict[str, list[float]] = {name: [] for name in urls}
     for number in range(args.lone_steps + 2):

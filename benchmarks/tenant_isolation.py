@@ -1,18 +1,19 @@
-"""What a tenant that floods costs another one: the quiet one's step time alone, beside a fair neighbour, and flooded.
+"""How much a flooding or greedy tenant slows down a quiet one, compared with being alone or beside a fair neighbour.
 
-Four situations in turn, round after round, so that a slow minute of the machine hits all alike. Each has a server and a
-data directory of its own: whoever was ended would leave work behind for the next one.
+The four situations are measured in turns, in several rounds, so that other load on the machine affects all equally.
+Each has a new server and data directory, because a tenant that is killed leaves work behind.
 
-    alone       nobody else
-    neighbour   one other tenant with one adapter, which always has two steps of the same size under way: the quiet
-                tenant has its share of the device, and its step time there is the one to compare with
-    flood       one other tenant with as many adapters as it may have, which sends ten times what its queue takes,
-                larger bodies than are allowed, and asks for thousands of adapters more, whatever it is answered
-    greedy      one other tenant whose requests are all valid and as dear as they may be: wide and sparse targets,
-                compressed bodies, losses of its own, many samples, batches by reference, JSON (greedy_client.py)
+    alone       no other tenant
+    neighbour   one other tenant with one adapter, which always has two steps of the same size in flight. The quiet
+                tenant gets its fair share of the device: compare the flood with this step time
+    flood       one other tenant with as many adapters as allowed. It sends ten times as many ops as its queue holds,
+                bodies over the size limit, and requests for thousands of further adapters, whatever the answers are
+    greedy      one other tenant whose requests are all valid and as expensive as allowed: wide and sparse targets,
+                compressed bodies, custom losses, many samples, batches by reference, JSON (greedy_client.py)
 
-The other tenants are processes of their own, of the lowest priority. Times are those of a forward_backward and the
-optim_step after it: medians, and for the greedy one also the 99th percentile, at most 5 times that of a tenant alone.
+The other tenants run in separate processes of the lowest priority. A time is that of a forward_backward and the
+optim_step after it. The report has medians and 99th percentiles; beside the greedy tenant, the goal for the 99th
+percentile is at most 5 times that of a tenant alone.
 
     python benchmarks/tenant_isolation.py --json build/bench/tenant_isolation.json
 """
@@ -48,7 +49,7 @@ applications:
 limits: {{max_queued_ops_per_tenant: {queue}, max_adapters_per_tenant: {adapters}}}
 """
 HUGE = 65 * 2**20
-GREEDY_START_SECONDS = 5.0  # until its first requests are under way
+GREEDY_START_SECONDS = 5.0  # until the greedy tenant has requests in flight
 Other = Callable[[argparse.Namespace, str, str], Awaitable[None]]
 
 
@@ -77,11 +78,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("transformers", "mock"), default="transformers")
     parser.add_argument("--len", type=int, default=128, dest="length")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="of the quiet tenant in each situation of a round")
-    parser.add_argument("--beside", nargs="+", choices=tuple(OTHERS), default=list(OTHERS), help="situations")
-    parser.add_argument("--adapters", type=int, default=16, help="that a tenant may have")
-    parser.add_argument("--queue", type=int, default=128, help="ops that a tenant may have waiting")
-    parser.add_argument("--seed", type=int, default=0, help="of the greedy tenant's requests")
+    parser.add_argument("--steps", type=int, default=10, help="steps of the quiet tenant per situation and round")
+    parser.add_argument("--beside", nargs="+", choices=tuple(OTHERS), default=list(OTHERS), help="other tenants")
+    parser.add_argument("--adapters", type=int, default=16, help="limit of adapters per tenant")
+    parser.add_argument("--queue", type=int, default=128, help="limit of queued ops per tenant")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the greedy tenant's requests")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 
@@ -102,7 +103,7 @@ async def measure_beside(args: argparse.Namespace, url: str, name: str) -> list[
     times: list[float] = []
     async with Client(url, "tml-quiet", args) as client:
         model = await client.model(0)
-        number = await steps(client, model, 1, 2, [])  # the first ones prepare all sorts of things
+        number = await steps(client, model, 1, 2, [])  # warm-up
         with at_work(OTHERS.get(name), args, url, f"tml-{name}"):
             if name == "greedy":
                 await asyncio.sleep(GREEDY_START_SECONDS)
@@ -135,7 +136,7 @@ async def steps(client: "Client", model: str, first: int, count: int, times: lis
 
 @contextlib.contextmanager
 def at_work(other: Other | None, args: argparse.Namespace, url: str, key: str) -> Iterator[None]:
-    """``other`` in a process of its own, until it is ended."""
+    """Run ``other`` in a separate process during the block, then kill it."""
     if other is None:
         yield
         return
@@ -149,7 +150,7 @@ def at_work(other: Other | None, args: argparse.Namespace, url: str, key: str) -
 
 
 def run_other(other: Other, args: argparse.Namespace, url: str, key: str) -> None:
-    os.nice(19)  # elsewhere it would have a machine of its own: only what the server does for it is to count
+    os.nice(19)  # a real tenant has another machine; only the server's work for it should count
     asyncio.run(other(args, url, key))
 
 
@@ -167,7 +168,7 @@ async def neighbour(args: argparse.Namespace, url: str, key: str) -> None:
 async def flood(args: argparse.Namespace, url: str, key: str) -> None:
     async with Client(url, key, args) as client:
         models = [await client.model(number) for number in range(args.adapters)]
-        fronts = 10 * args.queue // args.adapters  # that many ops of each adapter at once
+        fronts = 10 * args.queue // args.adapters  # ops of each adapter in flight
         work = [train_without_end(client, model, fronts) for model in models]
         await asyncio.gather(*work, send_huge(client), ask_for_adapters(client, args.adapters))
 
@@ -201,7 +202,7 @@ async def ask_for_adapters(client: "Client", first: int) -> None:
 
 
 class Client:
-    """Raw HTTP: the SDK would be the slowest part. Every key has a session of its own."""
+    """A client with one session. It uses plain HTTP, because the SDK would be the slowest part."""
 
     def __init__(self, url: str, key: str, args: argparse.Namespace) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -233,7 +234,7 @@ class Client:
         return str(answer.json()["model_id"])
 
     async def until_busy(self, ops: int) -> None:
-        """Returns when at least so many more ops wait than now."""
+        """Wait until the queue has grown by at least ``ops`` ops."""
         before = (await self.status())["queued_ops"]
         while (await self.status())["queued_ops"] < before + ops:
             await asyncio.sleep(0.02)
@@ -243,7 +244,7 @@ class Client:
         return next(iter(models.values()))
 
     async def step(self, model: str, number: int) -> list[str]:
-        """A forward_backward and an optim_step; the ids of their futures."""
+        """Submit a forward_backward and an optim_step and return their request ids."""
         answers = [
             await self.http.post("forward_backward", content=self.body(model, number)),
             await self.http.post("optim_step", json=self.optim_body(model, number + 1)),
@@ -251,7 +252,7 @@ class Client:
         return [answer.raise_for_status().json()["request_id"] for answer in answers]
 
     async def patient_step(self, model: str, number: int) -> list[str]:
-        """The same, until it is accepted."""
+        """Submit a step like :meth:`step`, and retry until it is accepted."""
         requests = []
         for path, body in (
             ("forward_backward", self.body(model, number)),

@@ -1,8 +1,9 @@
-"""Encoding conversations: ``Dataset.encode`` against a plain ``datasets.map`` with the same tokenizer.
+"""Time to encode conversations: ``Dataset.encode`` against a plain ``datasets.map`` with the same tokenizer.
 
-The plain script is what one would write by hand for one question and one answer: the chat template renders prompt and
-whole conversation, the tokenizer's batch call gives the tokens, and everything before the answer gets label −100. Both
-give the same tokens and labels, which is checked first, and take turns, so that the machine's moods hit both.
+The plain script is what one would write by hand for one question and one answer: the chat template renders the prompt
+and the whole conversation, the tokenizer's batch call gives the tokens, and everything before the answer gets label
+−100. First, a check that both give the same tokens and labels. Then both run in turns, so that other load on the
+machine affects both equally.
 
     python benchmarks/tokenise.py --rows 100000 --json build/bench/tokenise.json
 """
@@ -66,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def conversations(count: int) -> datasets.Dataset:
-    """One short question and one short answer a row."""
+    """Return rows with one short question and one short answer each."""
     generator = random.Random(0)
 
     def text(low: int, high: int) -> str:
@@ -112,7 +113,7 @@ VARIANTS: dict[str, Encode] = {"plain": plain, "twinkle": twinkle}
 
 
 def check(rows: datasets.Dataset, template: Template) -> None:
-    """Both encode alike."""
+    """Raise an AssertionError if the two encodings differ."""
     for ours, theirs in zip(twinkle(rows, template, 1), plain(rows, template, 1), strict=True):
         for name in ("input_ids", "labels", "attention_mask", "position_ids", "length"):
             assert ours[name] == theirs[name], f"{name} differs"

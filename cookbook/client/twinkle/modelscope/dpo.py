@@ -1,4 +1,4 @@
-"""../self_host/dpo.py against ModelScope's training service; the key is MODELSCOPE_TOKEN."""
+"""Run ../self_host/dpo.py on ModelScope's training service, with the API key in MODELSCOPE_TOKEN."""
 
 import os
 import runpy

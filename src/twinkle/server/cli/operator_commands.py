@@ -40,22 +40,22 @@ def add_parsers(commands: Commands) -> None:
     )
     create = add_command(keys, "create", _create_key, "create a key; it is shown once and not stored")
     create.add_argument("--name", default="", help="what the key is for")
-    create.add_argument("--tenant", default=None, help="id of an existing tenant; without it the key is a new tenant")
-    add_command(keys, "list", _list_keys, "list keys, without the keys themselves")
-    revoke = add_command(keys, "revoke", _revoke_key, "revoke a key: requests with it are refused")
-    revoke.add_argument("key_id", help="id of the key, as keys list shows it")
+    create.add_argument("--tenant", default=None, help="id of an existing tenant; default: a new tenant for this key")
+    add_command(keys, "list", _list_keys, "list ids, tenants and names of keys, but not the keys themselves")
+    revoke = add_command(keys, "revoke", _revoke_key, "revoke a key; requests with it are refused from then on")
+    revoke.add_argument("key_id", help="id of the key, as shown by keys list")
 
     usage = add_command(commands, "usage", _usage, "show tokens, steps and storage by tenant and day (UTC)")
-    usage.add_argument("--tenant", default=None, help="show this tenant alone")
+    usage.add_argument("--tenant", default=None, help="show only this tenant")
     usage.add_argument("--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days ago")
     usage.add_argument("--until", type=_day, default=None, metavar="DAY", help="last day, default today")
     usage.add_argument("--format", choices=("table", "json"), default="table", help="default table")
 
-    about = "end runs on a running server; the last state of each is kept as a checkpoint for a while"
+    about = "end runs on a running server; their last state is kept as a checkpoint for a limited time"
     evict = add_command(commands, "evict", _evict, about)
     target = evict.add_mutually_exclusive_group(required=True)
-    target.add_argument("run_id", nargs="?", default=None, metavar="RUN_ID", help="one run")
-    target.add_argument("--tenant", default=None, help="all live runs of this tenant")
+    target.add_argument("run_id", nargs="?", default=None, metavar="RUN_ID", help="id of one run")
+    target.add_argument("--tenant", default=None, help="end all live runs of this tenant")
     evict.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait, default 120")
 
 

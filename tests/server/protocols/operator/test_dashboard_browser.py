@@ -172,9 +172,9 @@ def test_adapters_and_the_queue(page: Page, server: Server) -> None:
     assert "create_training_client_from_state_with_optimizer" in rows[parked]
     tiles = page.text("#queue")
     assert "merge ratio" in tiles
-    assert "own ops waiting\n1" in tiles
+    assert "your waiting ops\n1" in tiles
     tenant.result(tenant.forward_backward(live, 1))
-    page.until(lambda: "own ops waiting\n0" in page.text("#queue"))
+    page.until(lambda: "your waiting ops\n0" in page.text("#queue"))
 
 
 def test_sessions(page: Page, server: Server) -> None:
@@ -228,7 +228,7 @@ def test_a_chat_with_a_checkpoint_beside_the_base_model(page: Page, server: Serv
     page.until(lambda: path in page.text("#tuned h3"))
     page.until(lambda: "mock" in page.text("#base h3"))
     options = [option.text for option in page.all("#model option")]
-    assert options == [path, f"{model} as it is now"]
+    assert options == [path, f"{model} (current weights)"]
 
     page.find("#prompt").send_keys("hello")
     page.script("document.getElementById('max-tokens').value = '3'")

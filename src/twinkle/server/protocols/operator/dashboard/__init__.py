@@ -1,1 +1,1 @@
-"""The files of the dashboard, which :mod:`twinkle.server.protocols.operator.pages` serves as they are."""
+"""The static files of the dashboard, served by :mod:`twinkle.server.protocols.operator.pages`."""

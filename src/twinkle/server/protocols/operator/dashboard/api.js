@@ -1,4 +1,4 @@
-// The same API as everyone's, with the user's key, which lives in this tab's sessionStorage and nowhere else.
+// Requests to the server's public API with the user's key. The key is stored only in this tab's sessionStorage.
 
 const ROOT = new URL("../", import.meta.url);
 const KEY = "twinkle-api-key";
@@ -18,9 +18,9 @@ export class ApiError extends Error {
 
 export const part = encodeURIComponent;
 
-// The response, of a request that succeeded. `path` is relative to the server's root.
+// Returns the response; throws an ApiError if the request failed. `path` is relative to the server's root.
 export async function request(path, { method = "GET", body, signal } = {}) {
-  // The second header says that any key will do where the server issues none, on routes of every protocol.
+  // With the second header, a server in auth.mode open accepts any key, on the routes of every protocol.
   const headers = { "X-API-Key": key.get(), "Twinkle-Authorization": `Bearer ${key.get()}` };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
@@ -49,7 +49,7 @@ async function reason(response) {
   }
 }
 
-// A response of server-sent events, one parsed JSON body at a time.
+// Yields the parsed JSON body of each server-sent event of a response.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -1,4 +1,4 @@
-// Which view is shown, whose key it is, and when the server is asked again.
+// Selects the view, asks for the API key, and polls the server.
 
 import { ApiError, json, key } from "./api.js";
 import { checkpoints } from "./checkpoints.js";
@@ -6,7 +6,7 @@ import { adapters, sessions } from "./overview.js";
 import { playground } from "./playground.js";
 import { runs } from "./runs.js";
 
-// A view fills a place and returns {refresh}, and maybe how often (milliseconds) and what to do when it is left.
+// A view fills an element and returns {refresh}, optionally with `every` (milliseconds) and a `leave` callback.
 const VIEWS = { runs, adapters, sessions, checkpoints, playground };
 const EVERY = 2_000;
 const SLOWEST = 15_000;
@@ -38,7 +38,7 @@ function show() {
   poll(view);
 }
 
-// One request after another, more slowly while they fail, and none while nobody looks.
+// Requests run one at a time: more slowly while they fail, and not at all while the tab is hidden.
 async function poll(view) {
   clearTimeout(timer);
   try {

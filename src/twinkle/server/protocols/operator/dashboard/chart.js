@@ -1,4 +1,4 @@
-// A line over steps as an SVG picture, with the value under the pointer.
+// A line chart over steps, as SVG, with the value at the pointer.
 
 import { el, number, svg } from "./dom.js";
 
@@ -9,7 +9,7 @@ const RIGHT = 12;
 const TOP = 10;
 const BOTTOM = 24;
 
-// points: [step, value], in the order of steps. `kind` chooses the colour: "server" or "client".
+// points: [step, value], sorted by step. `kind`, "server" or "client", sets the colour.
 export function chart(title, points, kind) {
   const latest = points[points.length - 1];
   const readout = el("output", {}, text(latest));
@@ -59,7 +59,7 @@ function scales(points) {
   return { low, high, first, last, x, y };
 }
 
-// About `count` round numbers between two.
+// Returns about `count` round numbers between `low` and `high`.
 function ticks(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));

@@ -1,4 +1,4 @@
-// Checkpoints: download as a tar file, delete after a question.
+// Lists checkpoints. Downloads them as tar files and deletes them after a confirmation.
 
 import { json, part, request } from "./api.js";
 import { el, pager, showOnce, size, table } from "./dom.js";
@@ -37,7 +37,7 @@ export function checkpoints(place, _path, report) {
       event.target.disabled = false;
     };
     const remove = async () => {
-      if (!(await confirmed(`Delete ${each.tinker_path}? It cannot be brought back.`))) return;
+      if (!(await confirmed(`Delete ${each.tinker_path}? This cannot be undone.`))) return;
       await request(`api/v1/training_runs/${run}/checkpoints/${kind}/${name}`, { method: "DELETE" });
       await refresh();
     };
@@ -53,7 +53,7 @@ export function checkpoints(place, _path, report) {
   return { refresh };
 }
 
-// A link cannot carry the key, so the browser reads the file, which it may keep on disk, and saves it under its name.
+// A link cannot carry the key, so the script fetches the file as a blob and saves it under the server's file name.
 async function download(address) {
   const response = await request(`api/v1/twinkle/checkpoints/${address}/archive`);
   const name = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition"))[1];

@@ -1,6 +1,6 @@
-// Elements made of data. Texts become text nodes and nothing else: what a tenant wrote is never markup.
+// Builds elements from data. Texts become text nodes only, so that a tenant's text is never interpreted as markup.
 
-const shown = new WeakMap(); // by place, what its parts were made of
+const shown = new WeakMap(); // element → the data that it shows, as JSON
 const SVG = "http://www.w3.org/2000/svg";
 
 export function el(tag, properties = {}, ...children) {
@@ -11,7 +11,7 @@ export function svg(tag, properties = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), properties, children);
 }
 
-// Properties are attributes, but for listeners ("onclick") and what only a property can say ("value", "disabled").
+// Properties become attributes, except listeners ("onclick") and values that only a property can set ("value").
 function filled(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -22,7 +22,7 @@ function filled(element, properties, children) {
   return element;
 }
 
-// columns: [title, cell of a row]; a cell is text or an element.
+// columns: [title, function from a row to its cell]; a cell is text or an element.
 export function table(name, columns, rows, empty) {
   if (rows.length === 0) return el("p", { class: "empty", id: name }, empty);
   const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
@@ -30,7 +30,7 @@ export function table(name, columns, rows, empty) {
   return el("div", { class: "scroll" }, el("table", { id: name }, el("thead", {}, head), el("tbody", {}, ...body)));
 }
 
-// Older and newer pages of a list of which `page` holds {offset, limit, total_count}.
+// Buttons for the next and previous page of a list. `page` is {offset, limit, total_count} of the page shown.
 export function pager(page, turn) {
   const last = Math.min(page.offset + page.limit, page.total_count);
   if (page.offset === 0 && last === page.total_count) return null;
@@ -44,7 +44,7 @@ export function pager(page, turn) {
   );
 }
 
-// Show `parts` unless they were made of the same data: what a user is about to click must not be replaced under the hand.
+// Shows `parts` only if the data has changed: elements must not be replaced while a user is about to click them.
 export function showOnce(place, data, parts) {
   const text = JSON.stringify(data);
   if (shown.get(place) === text) return;

@@ -1,11 +1,11 @@
-// Adapters and where they live, the queue, and sessions.
+// The views of adapters (with the queue) and of sessions.
 
 import { json, part } from "./api.js";
 import { el, number, pager, showOnce, table, when } from "./dom.js";
 
 const WHERE = {
   device: "in a slot on the device",
-  host: "in the machine's memory",
+  host: "in the server's main memory",
   disk: "on disk until its next request",
   nowhere: "being created",
   parked: "parked as a checkpoint",
@@ -39,15 +39,15 @@ export function adapters(place, _path, report) {
   return { refresh };
 }
 
-// Beside the tenant's own ops these are sums over all tenants. A model that is away says nothing of itself.
+// All numbers except the tenant's own ops are sums over all tenants. A model that is unreachable has no `status`.
 function model(name, queue, status = {}) {
   const tiles = [
-    ["own ops waiting", String(queue.own)],
-    ["all ops waiting", String(queue.all)],
+    ["your waiting ops", String(queue.own)],
+    ["all waiting ops", String(queue.all)],
     ["merge ratio", known(status.merge_ratio, number)],
-    ["adapters of all", known(status.adapters, String)],
+    ["adapters of all tenants", known(status.adapters, String)],
     ["tokens trained", known(status.trained_tokens, (value) => value.toLocaleString())],
-    ["tokens a second", known(status.training_tokens_per_second, number)],
+    ["tokens per second", known(status.training_tokens_per_second, number)],
   ];
   return el(
     "div",
@@ -63,7 +63,7 @@ const ADAPTERS = [
   ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
   ["Where", (run) => el("span", { class: `badge ${run.where}`, title: WHERE[run.where] }, run.where)],
   ["", (run) => run.note ?? WHERE[run.where]],
-  ["Ops waiting", (run) => String(run.queued_ops)],
+  ["Waiting ops", (run) => String(run.queued_ops)],
   ["Rank", (run) => String(run.lora_rank)],
   ["Protocol", (run) => run.protocol],
 ];

@@ -1,4 +1,4 @@
-// The same prompt to the base model and to a checkpoint, or a run as it is now: two conversations side by side.
+// Sends the same prompt to the base model and to a checkpoint or live run, and shows both conversations side by side.
 
 import { events, json, part, request } from "./api.js";
 import { el, showOnce } from "./dom.js";
@@ -19,7 +19,7 @@ export function playground(place, [wanted], report) {
     { id: "chat" },
     el("label", {}, "Checkpoint or run", models),
     el("label", {}, "Temperature", temperature),
-    el("label", {}, "Most tokens", tokens),
+    el("label", {}, "Max tokens", tokens),
     el("label", { class: "wide" }, "Prompt", prompt),
     el("p", { class: "actions" }, send, stop, clear),
   );
@@ -63,7 +63,7 @@ export function playground(place, [wanted], report) {
         .map((each) => [each.tinker_path, each.tinker_path.replace("tinker://", "").split("/")[0], each.tinker_path]),
       ...live.adapters
         .filter((run) => ["device", "host", "disk"].includes(run.where))
-        .map((run) => [run.training_run_id, run.training_run_id, `${run.training_run_id} as it is now`]),
+        .map((run) => [run.training_run_id, run.training_run_id, `${run.training_run_id} (current weights)`]),
     ];
     const before = models.value || wanted;
     showOnce(models, options, () =>

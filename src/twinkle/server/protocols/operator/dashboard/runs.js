@@ -1,4 +1,4 @@
-// Runs, and the curves of one of them while it trains.
+// The list of runs, and the curves of the selected run, updated while it trains.
 
 import { json, part } from "./api.js";
 import { chart } from "./chart.js";
@@ -24,7 +24,7 @@ export function runs(place, [selected], report) {
       }),
     ]);
     if (curves !== null) await curves.refresh();
-    else if (found.adapters.length > 0) showOnce(detail, "none", () => [el("p", { class: "empty" }, "Choose a run.")]);
+    else if (found.adapters.length > 0) showOnce(detail, "none", () => [el("p", { class: "empty" }, "Select a run.")]);
   }
   return { refresh };
 }
@@ -50,7 +50,7 @@ class Curves {
   }
 
   async refresh() {
-    if (this.asking) return; // no point may be added twice
+    if (this.asking) return; // two requests at once would add points twice
     this.asking = true;
     await this.ask().finally(() => {
       this.asking = false;
@@ -68,7 +68,7 @@ class Curves {
     } while (answer.more);
     const shown = [...this.series.values()].sort(byImportance);
     showOnce(this.charts, [this.since], () => shown.map((each) => chart(each.name, each.points, each.source)));
-    if (shown.length === 0) this.charts.replaceChildren(el("p", { class: "empty" }, "No optimizer step yet."));
+    if (shown.length === 0) this.charts.replaceChildren(el("p", { class: "empty" }, "No optimizer steps yet."));
   }
 
   add({ source, step, values }) {
@@ -77,14 +77,14 @@ class Curves {
       if (!this.series.has(id)) this.series.set(id, { name, source, points: [] });
       const { points } = this.series.get(id);
       points.push([step, value]);
-      // A client may log steps in any order; a line goes from left to right.
+      // Clients may log steps in any order, but the line must go from left to right.
       if (points.length > 1 && points[points.length - 2][0] > step) points.sort(([a], [b]) => a - b);
     }
   }
 }
 
 function byImportance(a, b) {
-  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : 1.5); // what a client logged follows the reward
+  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : 1.5); // other curves follow the reward
   return rank(a) - rank(b) || a.name.localeCompare(b.name) || b.source.localeCompare(a.source);
 }
 
