@@ -33,8 +33,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_trainer() -> Callable[..., Trainer]:
-    """``make_trainer(model=None, **options)`` returns a trainer on a copy of the model; the default is the toy Llama.
-    """
+    """``make_trainer(model=None, **options)`` returns a trainer on a copy of the model (default: the toy Llama)."""
 
     def make(model: PreTrainedModel | None = None, **options: object) -> Trainer:
         own = toy_llama() if model is None else copy.deepcopy(model)

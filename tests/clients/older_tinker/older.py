@@ -1,4 +1,4 @@
-"""Use what older tinker SDKs offer beyond train.py: ``python older.py URL KEY MODEL`` in the environment of such an SDK.
+"""Use what older tinker SDKs offer beyond train.py: ``python older.py URL KEY MODEL``, in such an SDK's environment.
 
 DPO against the model without its adapter, the address of an archive, and unloading the model. Prints one line of JSON.
 """

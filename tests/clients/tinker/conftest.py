@@ -68,9 +68,7 @@ def service(server: SdkServer, request: pytest.FixtureRequest) -> tinker.Service
 
 @pytest.fixture(scope="session")
 def trainer() -> Trainer:
-    """The same model in this process, on as many threads as the server uses, because the bits of a result depend on
-    that.
-    """
+    """The same model in this process, on as many threads as the server uses: a result's bits depend on that."""
     torch.set_num_threads(1)
     return Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
 

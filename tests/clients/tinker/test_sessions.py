@@ -34,8 +34,9 @@ def test_a_heartbeat_ends_with_the_session(server: SdkServer, request: pytest.Fi
 
 @pytest.mark.slow
 def test_a_future_that_takes_long_is_waited_for(server: SdkServer, request: pytest.FixtureRequest) -> None:
-    """A poll is answered within the SDK's 45 s timeout; the answer says that there is no result yet and names the
-    queue's state.
+    """A poll is answered within the SDK's timeout of 45 s.
+
+    The answer says that there is no result yet and names the queue's state.
     """
     tenant = Tenant(server.url, key_of(request.node.name))
     session_id = tenant.session()

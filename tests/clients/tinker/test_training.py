@@ -54,9 +54,7 @@ def test_losses_of_a_fresh_adapter_are_the_base_models(service: tinker.ServiceCl
 
 
 def test_one_tenant_gets_the_trainers_bits(service: tinker.ServiceClient, trainer: Trainer) -> None:
-    """Same batches, same bits: five steps with accumulated gradients and all Adam fields, and a forward pass at the
-    end.
-    """
+    """Same batches, same bits: five steps with accumulated gradients and all Adam fields, then a forward pass."""
     spec = LoraSpec(8, seed=7, train_unembed=True)
     trainer.create_adapter("alone", spec)
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=7)

@@ -1,8 +1,8 @@
 """A server that records its requests, gives the answers that a test sets, and fails on demand.
 
-    stub.answer("/model/m/twinkle/save", {"twinkle_path": "twinkle://r/weights/x"})
-    stub.fail("/model/m/twinkle/save", Drop(), Status(503))     # the next two requests, in this order
-    stub.bodies("/model/m/twinkle/save")                        # the parsed bodies of all requests so far
+stub.answer("/model/m/twinkle/save", {"twinkle_path": "twinkle://r/weights/x"})
+stub.fail("/model/m/twinkle/save", Drop(), Status(503))     # the next two requests, in this order
+stub.bodies("/model/m/twinkle/save")                        # the parsed bodies of all requests so far
 """
 
 import json

@@ -390,8 +390,9 @@ def test_a_closed_client_uses_no_numbers(stub, model):
 
 
 def test_a_request_of_unknown_fate_keeps_its_number(stub, connect, model):
-    """If a call fails without an answer, the same call again repeats the request; another call first repeats the lost
-    one.
+    """After a call without an answer, the same call repeats the request.
+
+    Any other call first repeats the lost request.
     """
     impatient = MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=connect(retry_deadline=0))
     impatient.add_adapter_to_model("default", LoraConfig())

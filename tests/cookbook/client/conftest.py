@@ -1,4 +1,6 @@
-"""Fixtures that run the scripts of cookbook/client in this process, so that imports happen once, against a tiny model.
+"""Fixtures that run the scripts of cookbook/client against a tiny model.
+
+They run in this process, so that imports happen once.
 """
 
 import os
@@ -42,8 +44,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def run(
     server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., dict[str, Any]]]:
-    """``run(script, *arguments)`` runs a script as a tenant that no other test uses, and returns the script's global
-    names.
+    """``run(script, *arguments)`` runs a script as a tenant that no other test uses.
+
+    It returns the script's global names.
     """
     monkeypatch.setenv("TWINKLE_SERVER_URL", server.url)
     monkeypatch.setenv("TWINKLE_SERVER_TOKEN", f"tml-{request.node.name}")

@@ -20,8 +20,9 @@ Run = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def run_scripts(tmp_path_factory) -> Run:
-    """``run_scripts(way, *scripts)`` runs scripts and returns the folder with their output; way: local, torchrun or
-    ray.
+    """``run_scripts(way, *scripts)`` runs scripts and returns the folder with their output.
+
+    The way is local, torchrun or ray.
     """
     shape, model = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("model")
     torch.manual_seed(0)

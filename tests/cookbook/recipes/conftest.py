@@ -1,6 +1,4 @@
-"""A server with the demo model, and a directory with local copies of the models and datasets that recipes ask a hub
-for.
-"""
+"""A server with the demo model, and local copies of the tokenizers and datasets that recipes load from a hub."""
 
 import json
 import os

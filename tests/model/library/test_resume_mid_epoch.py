@@ -1,4 +1,4 @@
-"""From rows to updates and back: a training that stops in the middle of an epoch goes on as if it had not."""
+"""A training run that stops in the middle of an epoch, and resumes, gives the same results as one that never stopped."""
 
 import peft
 import pytest

@@ -1,5 +1,4 @@
-"""Turn functions of tensors into the JSON of create_custom_loss: traced by torch.fx and written as the SDK writes it.
-"""
+"""Turn functions of tensors into the JSON of create_custom_loss, traced by torch.fx and written as by the SDK."""
 
 import json
 import math

@@ -141,9 +141,7 @@ def target_logprobs(model: torch.nn.Module, datum: Datum) -> Tensor:
 
 
 def padded_logprobs(model: torch.nn.Module, data: Sequence[Datum]) -> list[Tensor]:
-    """Return :func:`target_logprobs` of several sequences, computed in one batch that is padded on the right and
-    masked.
-    """
+    """Return :func:`target_logprobs` of several sequences, computed in one batch, padded on the right and masked."""
     longest = max(len(datum.tokens) for datum in data)
     rows = [np.pad(datum.tokens, (0, longest - len(datum.tokens))) for datum in data]
     mask = [np.arange(longest) < len(datum.tokens) for datum in data]

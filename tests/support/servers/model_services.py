@@ -21,9 +21,7 @@ from twinkle.server.tenancy.tenants import Tenants
 def model_service(
     model: ServedModel, store: Store, compute: Compute, root: Path, tenants: Tenants | None = None
 ) -> ModelService:
-    """Return a ModelService for the model, with its own scheduler and futures; the notes on running ops are below
-    ``root``.
-    """
+    """Return a ModelService for the model, with its own scheduler and futures and with its files below ``root``."""
     tenants = tenants or Tenants()
     context = TrainingContext(
         model,

@@ -10,9 +10,9 @@ import peft
 class NativeTenant:
     """A tenant with a session on the server. ``model`` is the model's name in URLs.
 
-        tenant = NativeTenant(server.url, "any token", "mock")
-        tenant.add_adapter("a")
-        tenant.verb("step", adapter_name="a")
+    tenant = NativeTenant(server.url, "any token", "mock")
+    tenant.add_adapter("a")
+    tenant.verb("step", adapter_name="a")
     """
 
     def __init__(self, url: str, token: str, model: str) -> None:

@@ -96,8 +96,7 @@ def random_assistant(draw: random.Random, tools: bool) -> dict:
 
 
 def random_trajectory(draw: random.Random, tools: bool) -> dict:
-    """Return random turns in every order that a template accepts: tool results, several answers in a row, an open end.
-    """
+    """Return random turns in any order that templates accept: tool results, several answers in a row, an open end."""
     messages: list[dict] = []
     if draw.random() < 0.5:
         messages.append({"role": "system", "content": random_text(draw)})

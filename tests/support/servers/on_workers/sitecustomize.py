@@ -1,5 +1,6 @@
-"""Apply the server's tuning in Ray's workers: Python imports this module at the start of a process that has it on its
-path.
+"""Apply the server's tuning in Ray's workers.
+
+Python imports this module at the start of every process that has it on its path.
 """
 
 import os
