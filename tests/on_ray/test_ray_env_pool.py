@@ -1,4 +1,4 @@
-"""A pool of environments on workers: each has its places, and the driver has them all."""
+"""A pool of environments on workers: each worker has some of the places, and the driver sees them all."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""AdamW on one adapter equals torch's with the same gradients and any hyper-parameters, and changes no other adapter."""
+"""AdamW on one adapter: equal to torch's for the same gradients and any hyper-parameters; no other adapter changes."""
 
 import math
 from collections.abc import Callable, Mapping

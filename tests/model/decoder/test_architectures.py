@@ -1,4 +1,4 @@
-"""Every model family: a packed batch of two tenants gives the results of each sequence alone on the plain PEFT model."""
+"""Every family: a packed batch of two tenants gives the same results as each sequence alone on plain PEFT."""
 
 import numpy as np
 import pytest

@@ -89,9 +89,7 @@ def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """Compare relative to the whole tensor, because the gradient of query and key is zero for a token that sees only
-    itself.
-    """
+    """Compare relative to the whole tensor. The gradient of query and key is zero for a token that sees only itself."""
     error = (ours - theirs).norm().item()
     assert error <= TOLERANCE * max(1.0, theirs.norm().item()), error
 

@@ -1,4 +1,4 @@
-"""Whether all rows of a linear layer have an adapter decides if LoRA's product overwrites the output or is added to it."""
+"""LoRA's product is written if all rows of a linear layer have an adapter, and added if only some have one."""
 
 import pytest
 import torch

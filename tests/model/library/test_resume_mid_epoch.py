@@ -1,4 +1,4 @@
-"""A training run that stops in the middle of an epoch, and resumes, gives the same results as one that never stopped."""
+"""Training that stops in the middle of an epoch and resumes gives the same results as without the stop."""
 
 import peft
 import pytest

@@ -1,4 +1,4 @@
-"""DPO as an objective: the value against the formula, slopes against finite differences, and a step that improves it."""
+"""DPO as an objective: its value equals the formula, its slopes finite differences, and a step improves it."""
 
 import numpy as np
 import pytest

@@ -81,7 +81,7 @@ def shared_trainer(make_trainer: MakeTrainer, tokens: int | None) -> tuple[Train
 
 
 def trained(make_trainer: MakeTrainer, tokens: int | None = None) -> Trainer:
-    """Return a trainer whose adapters have weights, Adam state, the gradient of an open window, and always the same slots.
+    """Return a trainer whose adapters have weights, Adam state, an open window's gradient, and always the same slots.
 
     It is always the same trainer, restored to the same state, so anything that a failed request left behind would show
     in the bits of the next test.
@@ -386,8 +386,9 @@ def nan_weights(trainer: Trainer) -> TrainItem:
 
 
 def restored(trainer: Trainer) -> TrainItem:
-    """Return a finite request for an adapter that was restored like the two above, so that all adapters have the same
-    slots.
+    """Return a finite request.
+
+    Its adapter is restored as in the two functions above, so that all adapters have the same slots.
     """
     trainer.restore("bad", trainer.snapshot("bad"))
     return TrainItem("bad", [datum(14, seed=6)])
@@ -429,8 +430,9 @@ NON_FINITE: Mapping[str, tuple[Callable[[Trainer], TrainItem], Callable[[Trainer
 @pytest.mark.parametrize("tokens", [None, 30])
 @pytest.mark.parametrize("name", NON_FINITE)
 def test_a_request_that_turns_non_finite_fails_alone(name: str, tokens: int | None, make_trainer: MakeTrainer) -> None:
-    """The other requests get the bits of the same call with finite data of the same shape; the bad adapter is
-    unchanged.
+    """The other requests get the bits of the same call with finite data of the same shape.
+
+    The bad adapter is unchanged.
     """
     make_bad, make_finite = NON_FINITE[name]
     for position in (0, 1, 3):
@@ -575,8 +577,9 @@ def test_after_a_failure_training_goes_on_as_if_nothing_had_been(make_trainer: M
 
 
 def test_a_removed_adapter_leaves_nothing_to_its_successor(make_trainer: MakeTrainer) -> None:
-    """The successor gets the same slot in the same stack, with a smaller rank; it starts and trains like a first
-    adapter.
+    """The successor gets the same slot in the same stack, with a smaller rank.
+
+    It starts and trains like a first adapter.
     """
     item = TrainItem("new", [datum(16, seed=3)])
     outcomes = []

@@ -235,9 +235,7 @@ def test_gradients_follow_each_tenants_own_configuration(loss: str, make_trainer
 
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_loss_computed_by_the_client(width: int, make_trainer: MakeTrainer) -> None:
-    """As Tinker's custom losses do: score, differentiate by the log-probabilities, send the negative gradient as
-    weights.
-    """
+    """As Tinker's custom losses do it: score, differentiate by log-probabilities, send −gradient as weights."""
     trainer = ready_trainer(make_trainer, "a")
     data = [random_datum(BASE, "cross_entropy", length, seed=length, width=width) for length in (12, 7)]
     (scored,) = trainer.forward([TrainItem("a", data)])

@@ -1,4 +1,4 @@
-"""A tenant gets the same numbers alone, together with others, in any micro-batches, and from PEFT, Transformers and torch.
+"""A tenant gets the same numbers alone, with others, in any micro-batches, and from PEFT + Transformers + torch.
 
 Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
 and log-probabilities |Δ| ≤ 1e-5·max(1, |x|).
@@ -212,7 +212,7 @@ def test_another_order_and_other_slots_change_nothing(model: str, make_trainer: 
 
 @pytest.mark.parametrize("name", ["rank 1", "rank 100"])
 def test_the_default_eps(name: str, make_trainer: MakeTrainer) -> None:
-    """Losses and log-probabilities still agree to 1e-5, and weights except for flipped signs; see the top of this file."""
+    """Losses and log-probabilities still agree to 1e-5, weights except for flipped signs; see the top of this file."""
 
     def params(name: str, step: int) -> AdamParams:
         return AdamParams(learning_rate=1e-3)
@@ -351,7 +351,7 @@ def test_no_adapter_stays_bound_to_a_layer_after_a_batch(tokens: int | None, mak
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_equals_padded(model: str, make_trainer: MakeTrainer) -> None:
-    """Compares the packed batch with the plain model, padded on the right and masked: log-probabilities and gradients."""
+    """Compares the log-probabilities and gradients of a packed batch with the plain model, padded and masked."""
     base = plain_model(model)
     data = [random_datum(base, "cross_entropy", length, seed=length) for length in (7, 1, 30, 13, 13)]
     trainer = make_trainer(base)

@@ -77,7 +77,10 @@ def test_others_compute_and_step_between_the_steps(make_trainer: MakeTrainer) ->
 def test_others_compute_and_step_in_the_middle_of_one_sequence(
     make_trainer: MakeTrainer, train: bool, kept: int
 ) -> None:
-    """Other calls run between layers, between chunks of the head, and in the backward pass; no result changes by a bit."""
+    """Other calls run between layers, between chunks of the head, and in the backward pass.
+
+    No bit of a result changes.
+    """
     item = TrainItem("long", [LONG_SEQUENCE])
     whole, stepped, other = (with_adapters(make_trainer, kept, 40) for _ in range(3))
     (expected,) = whole.forward_backward([item]) if train else whole.forward([item])
@@ -168,7 +171,7 @@ def test_without_a_limit_it_is_one_step_with_the_same_bits(make_trainer: MakeTra
 
 
 def test_an_objective_in_steps(make_trainer: MakeTrainer) -> None:
-    """The objective's sequences do not fit in one step: a first look at them is done in steps too."""
+    """The objective's sequences do not fit in one step, so the forward pass before it also runs in steps."""
     whole, stepped = with_adapters(make_trainer), with_adapters(make_trainer)
 
     def squares(values: Sequence[TokenValues]) -> ObjectiveValue:
