@@ -13,7 +13,7 @@ DEADLY = 666  # first token of a prompt that kills any engine
 
 
 class ScriptedEngine:
-    """Draws one token for each request at each step: position times seed.
+    """Draws one token for each request at each step: seed plus position.
 
     A version's directory can be read only once.
     """

@@ -81,7 +81,7 @@ def test_a_promise_is_resolved_by_the_workers_it_is_given_to(rows, source):
     from ray.exceptions import RaySystemError
 
     with pytest.raises(RaySystemError, match="the driver has looked"):
-        source.sealed()()  # the calls below never fetch the value
+        source.sealed()()  # here the driver fetches the value; in the calls below it does not
     opened = source.opened(source.sealed(), offset=10)
     assert rows.doubled(opened)() == [22, 24, 26, 28, 30]
     assert rows.seen_rows()[0][-1] == [11, 12, 13]

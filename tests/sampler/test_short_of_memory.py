@@ -17,7 +17,7 @@ from twinkle.model import LoraSpec
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
 from twinkle.sampler.torch_sampler.model_pass import Computed, Piece
 
-# More versions than are multiplied all at once; their weights are gathered instead.
+# So many versions that a pass gathers their weights instead of multiplying with all versions at once.
 MANY = {f"m{n}": LoraSpec(rank=32, seed=n) for n in range(9)}
 
 

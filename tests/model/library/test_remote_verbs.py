@@ -27,7 +27,7 @@ def test_rows_and_what_belongs_to_them():
     assert [share["inputs"] for share in shares] == [ROWS[:2], ROWS[2:]]
     assert [share["advantages"] for share in shares] == [[1.0, 2.0], [3.0]]
     assert [share["ref_outputs"]["logps"].tolist() for share in shares] == [[[0, 1], [2, 3]], [[4, 5]]]
-    for share in shares:  # neither has one entry per row
+    for share in shares:  # none of these has one entry per row
         assert (share["betas"], share["scale"], share["ref_outputs"]["loss"]) == ([1, 2], 0.5, 1.0)
     arrays = parts(2, TWO, inputs=ROWS, old_logps=np.arange(3.0), shift=np.float64(2))
     assert [share["old_logps"].tolist() for share in arrays] == [[0.0, 1.0], [2.0]]

@@ -75,7 +75,7 @@ NOTHING = (
 JOURNAL_MIB = 0.2  # the two open segments of 64 KiB, and a blob that no longer fits
 DATABASE_KIB_PER_LIFE = 4.0  # records of sessions and runs stay
 DATABASE_LOG_MIB = 65.0  # SQLite restarts its log at 16384 pages of 4 KiB
-MORE_FILES = 12  # more than a server without requests: kept connections, and the database's
+MORE_FILES = 12  # beyond those of a server without requests: kept connections, the database's files
 MEMORY_SHARE = 0.05  # share of its memory by which a server may grow in the last third of the load
 TOLERANCE = 1e-5
 
