@@ -39,7 +39,7 @@ COUNT = int(os.environ.get("DAMAGE_COUNT", "350"))
 SEED = int(os.environ.get("DAMAGE_SEED", str(random.randrange(10**6))))
 ROW = [datum([3, 1, 4, 1, 5, 9, 2, 6])]
 _MAY_REFUSE = ("state.db", "state.db-wal", "secret")
-# How many hits each kind of file gets at least, however small the files are.
+# Weights for choosing the kind of file to hit, so that small files are hit too.
 _KINDS = {
     "state.db": 8,
     "state.db-wal": 4,

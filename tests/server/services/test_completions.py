@@ -93,7 +93,7 @@ def test_what_was_fetched_without_being_told_is_forgotten() -> None:
             streams.add(f"{SESSION}:{number}", 1, 0.0)
         assert streams.numbers(SESSION, 0) == [0, 1, 2, 3]
         streams.sweep(1.0, {f"{SESSION}:0", f"{SESSION}:1", f"{SESSION}:3"}.__contains__)
-        assert streams.numbers(SESSION, 0) == [2, 3]  # the rest follows in a later turn
+        assert streams.numbers(SESSION, 0) == [2, 3]  # 3 is forgotten once 2 is
         assert streams.numbers(SESSION, 1) == []
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A service loop that ends because of a bug is noticed at once: in the log, in health checks, and by the server's exit."""
+"""A service loop that ends because of a bug is noticed at once: in the log, in health checks, by the server's exit."""
 
 import asyncio
 import logging

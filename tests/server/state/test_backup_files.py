@@ -1,4 +1,4 @@
-"""The files of a backup: all bits are checked, all are on disk before the backup counts, and only the owner reads them."""
+"""The files of a backup: every bit is checked, all are on disk before it counts, and other users cannot read them."""
 
 import os
 import stat
