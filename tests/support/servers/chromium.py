@@ -89,5 +89,5 @@ class Page:
             time.sleep(0.05)
 
     def complaints(self) -> list[str]:
-        """Return the browser's console messages since the last call."""
+        """Return the errors in the browser's console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
