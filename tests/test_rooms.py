@@ -1,4 +1,4 @@
-"""Folders of source and tests stay rooms: few entries, few tiny files, no circle of imports between files."""
+"""Folders of source and tests stay small: few entries, few tiny files, and no import cycle between files."""
 
 import ast
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ SERVER, CLIENT, LIBRARY = SOURCE / "twinkle" / "server", SOURCE / "twinkle_clien
 AGENTS = SOURCE / "twinkle_agentic"
 ROOTS = (SERVER, CLIENT, SOURCE)
 MOST_ENTRIES = 20
-MOST_SINGLE_FILES = 4  # of the library, whose packages are import paths of scripts and may be more than MOST_ENTRIES
+# files directly in the library; its packages are import paths of scripts and may be more than MOST_ENTRIES
+MOST_SINGLE_FILES = 4
 SMALL_LINES = 60
 MOST_SMALL = 0.15
-# Paths that scripts or an operator's settings name, and what a generator writes: they count in neither number.
+# Paths that scripts or an operator's settings name, and generated files. They count in neither number.
 COMPATIBILITY = {
     SERVER / "launcher.py",
     SERVER / "common.py",
@@ -83,7 +84,7 @@ def module_of(path: Path) -> str:
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports that run with the module: not those in functions, and not those for type checkers."""
+    """Yield the imports that run with the module: not those inside functions, and not those for type checkers."""
     for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield statement
@@ -99,7 +100,7 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """Return the modules below ``root`` that each of them imports."""
+    """Return the modules below ``root`` that each module imports."""
     modules = {module_of(path): path for path in files(root)}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
@@ -116,7 +117,7 @@ def imports(root: Path) -> dict[str, set[str]]:
 
 @of_each_root
 def test_no_circle_of_imports(root: Path) -> None:
-    """Take away, again and again, the modules that import none of those left: a circle would remain."""
+    """Repeatedly remove the modules that import no remaining module. A cycle would be left over."""
     left = imports(root)
     while leaves := {module for module, needed in left.items() if not needed & (left.keys() - {module})}:
         left = {module: needed for module, needed in left.items() if module not in leaves}

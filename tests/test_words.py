@@ -1,4 +1,4 @@
-"""Names and docstrings that nobody should have to decode. What the words mean is in docs/glossary.md."""
+"""Names and docstrings must be understandable at first reading. docs/glossary.md defines the words."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT, SOURCE
 
-RIDDLES = {"of", "say", "keep", "told"}  # methods that say nothing without their class
+RIDDLES = {"of", "say", "keep", "told"}  # method names that mean nothing without their class
 BEGINNINGS = ("Of ", "As above", "Likewise")
 FILES = sorted(path for path in SOURCE.rglob("*.py") if not path.name.endswith("_pb2.py"))
 GLOSSARY = ROOT / "docs" / "glossary.md"

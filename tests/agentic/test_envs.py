@@ -1,4 +1,4 @@
-"""Environments: as tools, from packages of the OpenEnv project, and many at once."""
+"""Environments: used as tools, loaded from packages of the OpenEnv project, and run in pools."""
 
 import dataclasses
 import sys
@@ -12,7 +12,7 @@ from twinkle_agentic.tools import ToolManager
 
 
 class Counter(Env):
-    """Counts to three; each step is worth a half."""
+    """Counts to three; each step has reward 0.5."""
 
     def __init__(self, *names):
         self.names = names
@@ -66,7 +66,7 @@ def test_an_environment_is_closed_at_the_end():
     assert env.closed
 
 
-# --- packages as the OpenEnv project lays them out --------------------------------------------------------------------
+# --- packages in the layout of the OpenEnv project --------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ class Result:
 
 
 class GuessEnv:
-    """The number is ``secret``. Where it is a service, ``sync`` gives the client that waits."""
+    """An environment in which ``secret`` must be guessed. If it is a service, ``sync`` returns the blocking client."""
 
     closed = 0
 

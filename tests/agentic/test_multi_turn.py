@@ -1,4 +1,4 @@
-"""Conversations with tools: tokens stay as they were sampled, and what is learnt is what the model said."""
+"""Conversations with tools: sampled tokens are kept unchanged, and the labels cover exactly what the model said."""
 
 import json
 
@@ -22,7 +22,7 @@ END = "<|im_end|>"
 
 
 class Named(Tool):
-    """Answers with what it was given, by a function."""
+    """A tool that answers with a function of its arguments."""
 
     def __init__(self, name, answer):
         self.name, self.answer = name, answer
@@ -49,7 +49,10 @@ def call_text(name, **arguments):
 
 
 class Scripted:
-    """Says line after line, as tokens that the tokenizer itself would not have chosen where ``letters`` is set."""
+    """A sampler that says one scripted line after another.
+
+    With ``letters`` its tokens are not those the tokenizer would choose.
+    """
 
     def __init__(self, template, lines, letters=False):
         self.template, self.lines, self.letters = template, [list(each) for each in lines], letters
@@ -107,7 +110,7 @@ def test_two_tools_over_three_turns(template, letters):
     assert (first["turns"], first["stop_reason"], first["truncated"]) == (3, "stop", False)
     assert (second["turns"], second["number"]) == (1, 1)
     assert len(first["logprobs"]) == sum(len(tokens) for tokens in sampler.said[0])
-    # what the model read is what the chat template makes of the whole conversation, to the letter
+    # the model has read exactly the text that the chat template makes of the whole conversation
     whole = template.encode({**question(0), "messages": first["messages"]}, tokenize=False)["prompt"]
     assert template.decode(first["input_ids"]) + "\n" == whole
 
@@ -117,17 +120,17 @@ def _assert_what_was_said_is_learnt(trajectory, said):
     assert len(ids) == len(labels) == trajectory["length"]
     assert list(trajectory["position_ids"]) == list(range(len(ids)))
     learnt = [place + 1 for place, label in enumerate(labels) if label != -100]
-    assert [ids[place] for place in learnt] == [labels[place - 1] for place in learnt]  # shifted by one
+    assert [ids[place] for place in learnt] == [labels[place - 1] for place in learnt]  # labels are shifted by one
     assert [ids[place] for place in learnt] == [token for tokens in said for token in tokens]
     start = 0
-    for tokens in said:  # each turn stands there as it was sampled, in one piece
+    for tokens in said:  # each turn is there in one piece, as it was sampled
         start = next(place for place in learnt if place >= start)
         assert ids[start : start + len(tokens)] == tokens
         start += len(tokens)
 
 
 def test_a_bridge_begins_with_what_the_model_was_not_asked_for(template):
-    """The line break after the end of a turn is the chat template's."""
+    """The line break after the end of a turn comes from the chat template, not from the model."""
     feature = template.encode(question(0), add_generation_prompt=True)
     tokens = template.tokenizer.encode(call_text("add", a=1, b=2) + END, add_special_tokens=False)
     said = template.concat_input_feature(feature, tokens)
@@ -180,7 +183,7 @@ def test_mistakes(template):
 
 
 def test_with_a_model_of_this_process():
-    """A small random model says anything: here everything it says is a call, and the tool answers."""
+    """A small random model says anything. Here each of its turns is parsed as a call, and the tool answers."""
     model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_loras=1)
     model.add_adapter_to_model("a", peft.LoraConfig(**LORA))
     sampler = LocalSampler(model)
@@ -193,6 +196,6 @@ def test_with_a_model_of_this_process():
     assert learnt == [pairs[0][0] for pairs in done["logprobs"]]
     assert done["turns"] >= 2
     assert done["messages"][2]["role"] == "tool"
-    row = model.forward_only(inputs=[done], adapter_name="a")["logps"][0]  # of the very tokens that are trained on
+    row = model.forward_only(inputs=[done], adapter_name="a")["logps"][0]  # logps of exactly the trained tokens
     trained = row[torch.tensor(done["labels"]) != -100]
     np.testing.assert_allclose(trained.numpy(), [pairs[0][1] for pairs in done["logprobs"]], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Tools, and the manager that a model's calls go through."""
+"""Tools, and the manager that handles a model's tool calls."""
 
 import pytest
 

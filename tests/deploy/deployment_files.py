@@ -1,4 +1,4 @@
-"""Where the files of a deployment are, and what they may name: commands, paths, ports and variables that exist."""
+"""The deployment files' paths, and checks that the commands, paths, ports and variables in them exist."""
 
 import re
 import shlex
@@ -22,13 +22,13 @@ OWN_VARIABLES = set(re.findall(r"^(\w+) ", environment.__doc__ or "", re.MULTILI
 
 
 def check_command(words: list[str]) -> None:
-    """``twinkle-server`` understands what follows it; argparse ends the test otherwise."""
+    """Check that ``twinkle-server`` accepts the arguments; otherwise argparse ends the test."""
     assert Path(words[0]).name == "twinkle-server", words
     cli._parser().parse_args(words[1:])
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """What calls ``twinkle-server`` in lines and in `code`, after whatever runs it (docker exec, sudo, ...)."""
+    """Yield the calls of ``twinkle-server`` in lines and in `code`, without a prefix such as docker exec or sudo."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     code = [piece for line in lines for piece in re.findall(r"`([^`]+)`", line)]
     for line in (*code, *(re.sub(r" {2,}#.*", "", line) for line in lines if "`" not in line)):
@@ -42,7 +42,7 @@ def paths_of_routes() -> set[str]:
 
 
 def configuration(text: str, directory: Path) -> tuple[ServerConfig, list[str]]:
-    """A server's configuration that is part of another file."""
+    """Load a server configuration that is part of another file."""
     (directory / "server.yaml").write_text(text)
     return load_config(directory / "server.yaml")
 

@@ -1,4 +1,4 @@
-"""The image: what the Dockerfile copies is there and not ignored, and what it runs is understood."""
+"""The image: the Dockerfile copies files that exist and are not ignored, and its commands are valid."""
 
 import fnmatch
 import json
@@ -31,13 +31,16 @@ def instructions(name: str) -> list[str]:
 
 
 def from_here() -> list[tuple[str, str]]:
-    """(source, target) of each COPY from the build context."""
+    """Return (source, target) of each COPY from the build context."""
     copies = [rest.split() for rest in instructions("COPY") if not rest.startswith("--from")]
     return [(source, words[-1]) for words in copies for source in words[:-1]]
 
 
 def is_ignored(path: str) -> bool:
-    """As docker reads .dockerignore: the last line that matches the path or a directory above it decides."""
+    """Return whether docker ignores the path.
+
+    The last .dockerignore line that matches it or a parent directory decides.
+    """
     ignored = False
     above = ["/".join(path.split("/")[: n + 1]) for n in range(path.count("/") + 1)]
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -113,7 +116,7 @@ def test_variables_exist() -> None:
 
 
 def test_the_configuration_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINKLE_HOST", "0.0.0.0")  # as the image does
+    monkeypatch.setenv("TWINKLE_HOST", "0.0.0.0")  # the image sets it
     config, notes = load_config(DEPLOY / "server.yaml")
     assert notes == []
     assert (config.http_options.host, config.http_options.port) == ("0.0.0.0", PORT)

@@ -1,4 +1,4 @@
-"""What the documentation of deployments says can be done as it says it."""
+"""The commands and settings in the documentation of deployments are valid."""
 
 import re
 

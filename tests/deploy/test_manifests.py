@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: names refer to what is there, and the server in them is one that we can start."""
+"""The Kubernetes manifests: references resolve, and the server's command and configuration are valid."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ API = {
     "NetworkPolicy": "networking.k8s.io/v1",
     "RayCluster": "ray.io/v1",
 }
-# What a pod's specification may hold, as far as ours do: a typing error is an unknown key.
+# The keys that our pod specifications use. An unknown key is a typing error.
 POD = {
     "automountServiceAccountToken",
     "containers",
@@ -52,7 +52,7 @@ CONTAINER = {
     "volumeMounts",
 }
 PROBE = {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold", "initialDelaySeconds"}
-RAYLET = ("/api/local_raylet_healthz", 52365)  # answered by Ray, not by us
+RAYLET = ("/api/local_raylet_healthz", 52365)  # answered by Ray, not by the server
 
 
 def by_kind(file: Path, kind: str) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def by_kind(file: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def templates(file: Path) -> Iterator[dict[str, Any]]:
-    """All pod templates."""
+    """Yield all pod templates."""
     for deployment in by_kind(file, "Deployment"):
         yield deployment["spec"]["template"]
     for cluster in by_kind(file, "RayCluster"):

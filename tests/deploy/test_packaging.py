@@ -1,4 +1,4 @@
-"""What a user meets before any feature: the import is light, and the public names are what they claim to be."""
+"""The package itself: importing it is light, and its public names exist."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ print(json.dumps([seconds, sorted(sys.modules)]))
 
 
 def import_in_fresh_process(package: str) -> tuple[float, set[str]]:
-    """Seconds that the import took, and every module loaded after it."""
+    """Return the seconds that the import took, and all modules loaded after it."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(package=package)],
         env={**os.environ, "PYTHONPATH": str(SRC)},
@@ -95,7 +95,7 @@ def test_the_server_requires_the_client_and_not_the_reverse():
 
 
 def test_ray_is_of_a_version_that_asks_for_a_token():
-    """Clusters of earlier versions let everybody in who reaches their ports, unless told otherwise."""
+    """Earlier versions admit everybody who reaches the cluster's ports, unless configured otherwise."""
     extras = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (ray,) = [each for text in extras["ray"] if (each := Requirement(text)).name == "ray"]
     assert not ray.specifier.contains("2.59.9")

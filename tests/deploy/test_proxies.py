@@ -1,4 +1,4 @@
-"""nginx and Caddy in front of a server. Where nginx is installed, our file runs in front of a real one."""
+"""nginx and Caddy in front of a server. If nginx is installed, our configuration runs in front of a real server."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ CADDY = (DEPLOY / "caddy" / "Caddyfile").read_text()
 
 
 def value(name: str) -> str:
-    """Of a directive of nginx that occurs once."""
+    """Return the value of an nginx directive that occurs once."""
     (found,) = re.findall(rf"^\s*{name}\s+([^;]+);", NGINX, re.MULTILINE)
     return str(found)
 
@@ -45,12 +45,12 @@ def test_nothing_is_cut_off_held_back_or_repeated() -> None:
     assert re.search(r"proxy_set_header X-Forwarded-For +\$remote_addr;", NGINX), "clients must not look local"
 
 
-# --- for real ---------------------------------------------------------------------------------------------------------
+# --- with a real nginx ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def nginx_before(server: Server, directory: Path) -> Iterator[str]:
-    """Our file with another port, and without TLS; the URL."""
+    """Run nginx with our configuration, but on another port and without TLS; yield its URL."""
     port = free_port()
     plain = re.sub(r"(?s)server \{\s+listen 80;.*?\n\}\n", "", NGINX).replace("listen 443 ssl http2", f"listen {port}")
     plain = re.sub(r"(?m)^\s*ssl_.*\n", "", plain).replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{server.port}")
@@ -83,7 +83,7 @@ def test_training_and_streams_pass_nginx(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     (tmp_path / "nginx").mkdir()
     config = mock_config(public_url="https://twinkle.example.org")
-    server = Server(tmp_path / "server", config, sample=0.05).start()  # a turn of the sampler takes this long
+    server = Server(tmp_path / "server", config, sample=0.05).start()  # duration of a turn of the sampler
     try:
         with nginx_before(server, tmp_path / "nginx") as url:
             tenant = Tenant(url, "tml-behind-nginx")
@@ -92,7 +92,7 @@ def test_training_and_streams_pass_nginx(tmp_path: Path) -> None:
             assert large.status_code == 200, large.text
             assert tenant.loss(tenant.forward_backward(model, 1)) > 0
             body = {"model": "mock", "prompt": "one two", "max_tokens": 200, "stream": True}
-            body["seed"] = 3  # 69 tokens, in some turns of the sampler
+            body["seed"] = 3  # 69 tokens, over several turns of the sampler
             key = {"Authorization": f"Bearer {tenant.key}"}
             answers = httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60, headers=key)
             with answers as answer:

@@ -1,4 +1,4 @@
-"""The systemd unit: its commands, directories and limits are the server's."""
+"""The systemd unit: its commands, directories and limits match the server."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ UNIT = DEPLOY / "systemd" / "twinkle-server.service"
 
 
 def settings() -> dict[str, list[str]]:
-    """All values of each key; keys of different sections do not collide in this unit."""
+    """Return all values of each key. In this unit no two sections use the same key."""
     found: dict[str, list[str]] = {}
     for line in UNIT.read_text().splitlines():
         key, equals, value = line.partition("=")
@@ -58,7 +58,7 @@ def test_variables_exist() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_understands_it(tmp_path: Path) -> None:
-    """All but the programs, which are not installed here."""
+    """systemd accepts the unit, apart from the programs, which are not installed here."""
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/twinkle/bin/twinkle-server", "/bin/true"))
     checked = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)

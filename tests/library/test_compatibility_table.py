@@ -1,4 +1,4 @@
-"""docs/compatibility.md: every item of Tinker's checklist has its row, and the tests that a row names are there."""
+"""docs/compatibility.md has a row for every item of Tinker's checklist, and the tests that a row names exist."""
 
 import re
 
@@ -14,7 +14,7 @@ _NAMED = re.compile(r"`(?P<file>[a-z_/]+/test_[a-z_0-9]+\.py)::(?P<test>test_[a-
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of each item's row."""
+    """Return the cells of each item's row."""
     _, _, section = PAGE.read_text().partition("\n## Tinker's checklist\n")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if re.match(r"\| [A-K]\d* \|", line)]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]

@@ -1,7 +1,7 @@
-"""The public names of the library, its constructors and its methods: what scripts written for it rely on.
+"""The library's public names, constructors and methods that existing scripts rely on.
 
-The tables name what must be there. What is not there stands in ABSENT, with the reason, and is checked to be absent;
-docs/compatibility.md tells users the same.
+The tables list the names that must exist. Names that do not exist are in ABSENT, with the reason, and a test checks
+that they are absent; docs/compatibility.md lists them for users.
 """
 
 import importlib
@@ -83,7 +83,7 @@ _MODEL = (
 )
 _PUSH = "repo_id folder_path path_in_repo commit_message commit_description token private revision ignore_patterns"
 
-# Parameters in the order in which they may be given by position.
+# Parameters in their positional order.
 SIGNATURES = {
     "twinkle:initialize": "mode nproc_per_node ncpu_proc_per_node seed full_determinism groups global_device_mesh "
     "lazy_collect name notifier",
@@ -281,7 +281,7 @@ LOSS_NAMES = (
     "dpo simpo cpo orpo infonce"
 )
 
-# A module or class, names that it does not have, and why.
+# A module or class, the names that it does not have, and why.
 ABSENT = [
     (
         "twinkle.checkpoint_engine",
@@ -385,7 +385,7 @@ def test_parameters_have_their_names_and_order(path):
     expected = SIGNATURES[path].split()
     found = list(inspect.signature(find(path)).parameters)
     assert [name for name in found if name in expected] == expected
-    assert set(found[: found.index(expected[-1])]) <= {*expected, "self"}  # nothing in between
+    assert set(found[: found.index(expected[-1])]) <= {*expected, "self"}  # no other parameter in between
 
 
 @pytest.mark.parametrize("path", ATTRIBUTES)
@@ -398,7 +398,7 @@ def test_classes_have_their_methods(path):
 def test_dicts_have_their_keys(name):
     kind = find(f"twinkle.data_format:{name}")
     assert set(KEYS[name].split()) <= set(kind.__annotations__)
-    assert kind.__required_keys__ == frozenset()  # rows of any origin
+    assert kind.__required_keys__ == frozenset()  # rows may come from anywhere, so no key is required
 
 
 def test_losses_have_their_names():
@@ -427,7 +427,7 @@ def test_megatron_is_refused_by_name(name):
 
 
 def test_packages_are_light_until_they_are_used():
-    """Naming a package costs nothing; what its names need is imported with them."""
+    """Importing a package is cheap; its dependencies are imported when one of its names is used."""
     packages = [name for name in NAMES if name != "twinkle.module.scheduler"]
     code = f"import {', '.join(packages)}, json, sys; print(json.dumps(sorted(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}

@@ -1,4 +1,4 @@
-"""Small examples worked out by hand, one for each rule that scripts rely on."""
+"""Small examples computed by hand, one for each rule that scripts rely on."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ MODEL = "random://llama-tiny"
 
 
 class Given(Template):
-    """Renders nothing: tokens and labels are handed over."""
+    """A template that renders nothing: tokens and labels are given."""
 
     def feature(self, ids: list[int], labels: list[int]) -> dict[str, np.ndarray]:
         return self._invoke_post_pipeline([{"input_ids": np.array(ids), "labels": np.array(labels)}])[0]
@@ -48,7 +48,7 @@ def feature(tokens: int) -> dict[str, list[int]]:
 
 
 def trained(reduction: str, micro_batches: list[list[dict[str, list[int]]]]) -> torch.Tensor:
-    """The gradient of one update over the micro-batches."""
+    """Return the gradient of one update over the micro-batches."""
     model = TransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu")
     model.set_loss("cross_entropy", reduction=reduction)
     model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
@@ -59,7 +59,7 @@ def trained(reduction: str, micro_batches: list[list[dict[str, list[int]]]]) -> 
 
 
 def test_sums_are_divided_by_the_tokens_of_the_window():
-    """30 and 10 tokens in two micro-batches are the mean over 40 in one."""
+    """Micro-batches with 30 and 10 tokens give the mean over all 40."""
     apart = trained("sum", [[feature(30)], [feature(10)]])
     together = trained("mean", [[feature(30), feature(10)]])
     assert torch.allclose(apart, together, atol=1e-6)

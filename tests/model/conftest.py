@@ -1,4 +1,4 @@
-"""What the tests of the trainer share. Their small models are in reference.py and tiny_models.py."""
+"""Fixtures for tests of the trainer. The small models are in tests/support/models (reference.py, tiny_models.py)."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,7 +13,10 @@ from twinkle.model import Trainer, adopt_model
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """On models this small threads only wait for each other: on a busy machine two are ten times slower than one."""
+    """Runs torch on one thread.
+
+    Models this small gain nothing from threads, and on a busy machine two are ten times slower.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,6 +25,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
+    """Runs torch on two threads during this test."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -29,7 +33,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_trainer() -> Callable[..., Trainer]:
-    """A trainer on a copy of a model (the toy, if none is given), which itself stays as it is."""
+    """``make_trainer(model=None, **options)`` returns a trainer on a copy of the model (default: the toy Llama)."""
 
     def make(model: PreTrainedModel | None = None, **options: object) -> Trainer:
         own = toy_llama() if model is None else copy.deepcopy(model)

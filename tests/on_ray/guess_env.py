@@ -1,4 +1,7 @@
-"""An environment as the OpenEnv project lays them out; workers import it. It tells in which process it is."""
+"""An environment in the layout of the OpenEnv project, which workers import.
+
+It reports the process in which it runs.
+"""
 
 import os
 from dataclasses import dataclass

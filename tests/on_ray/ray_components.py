@@ -1,4 +1,4 @@
-"""Small remote classes, in a module of their own: workers import it."""
+"""Small remote classes. They have their own module because workers import it."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ class RefusalError(Exception):
 
 @remote_class()
 class Rows:
-    """Says what its workers got."""
+    """Returns what its workers received."""
 
     def __init__(self, start=0, device_mesh=None):
         if start < 0:
@@ -110,7 +110,7 @@ class Rows:
     def die(self, rank):
         if self.rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)  # as if it waited for the others in a collective
+        time.sleep(600)  # like a worker that waits for the others in a collective
 
     @remote_function(dispatch="all", lazy_collect=False, timeout=0.5)
     def hang(self):
@@ -136,7 +136,7 @@ class Rows:
 
 
 class Sealed:
-    """Rows that only worker processes can open."""
+    """Rows that only worker processes can unpickle."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -152,7 +152,7 @@ def _opened(rows):
 
 @remote_class(execute="first")
 class Source:
-    """Batches, as a data loader gives them."""
+    """Yields batches like a data loader."""
 
     def __init__(self, batches):
         self.batches = batches

@@ -1,4 +1,4 @@
-"""The processes of a server's Ray cluster, by what they call themselves."""
+"""Find the processes of a server's Ray cluster by their titles."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.support.servers.running import Server
 
 
 def descendants(server: Server, title: str) -> list[int]:
-    """Those of this server with this in their name."""
+    """Return the ids of this server's processes whose title contains ``title``."""
     assert server.process is not None
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
@@ -15,7 +15,7 @@ def descendants(server: Server, title: str) -> list[int]:
             try:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
 
     def is_ours(pid: int) -> bool:

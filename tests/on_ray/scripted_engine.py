@@ -1,4 +1,4 @@
-"""An engine that does what its requests say, in a module of its own: workers import it."""
+"""A sampling engine whose results depend only on its requests. It has its own module because workers import it."""
 
 import os
 import signal
@@ -9,14 +9,17 @@ from twinkle.errors import CheckpointError
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleResult
 from twinkle.server.runtime.ray.replica import Failure
 
-DEADLY = 666  # the first token of a prompt that no engine survives
+DEADLY = 666  # first token of a prompt that kills any engine
 
 
 class ScriptedEngine:
-    """One token of each request a step: position times seed. Directories are there once."""
+    """Draws one token for each request at each step: seed plus position.
+
+    A version's directory can be read only once.
+    """
 
     def __init__(self, read):
-        self._read = read  # a file of the directories that were read
+        self._read = read  # a file that lists the directories that were read
         self._versions = {}
         self._requests = {}
 

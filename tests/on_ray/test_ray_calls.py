@@ -1,4 +1,4 @@
-"""Calls through proxies: who runs, with which arguments, and what comes back."""
+"""Calls through proxies: which workers run, with which arguments, and what is returned."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def test_a_worker_sees_its_devices_only(rows):
     # two workers, each with the two tensor-parallel ranks of one data rank
     assert cards.by_data([1, 2, 3]) == [[0, [1, 2], None], [1, [3], None]]
     assert cards.data_rank() == (0, 4)
-    assert rows.ask_peers(cards) == [0, 1]  # each asks the one that belongs to it
+    assert rows.ask_peers(cards) == [0, 1]  # each worker asks the worker of its own rank
     with pytest.raises(InvalidInputError, match="device_mesh: got '3 ranks', allowed: 4, as group 'cards' has"):
         Rows(remote_group="cards", device_mesh=DeviceMesh.from_sizes(dp_size=3))
     drawing = twinkle.get_device_placement()
@@ -81,7 +81,7 @@ def test_a_promise_is_resolved_by_the_workers_it_is_given_to(rows, source):
     from ray.exceptions import RaySystemError
 
     with pytest.raises(RaySystemError, match="the driver has looked"):
-        source.sealed()()  # which the calls below do not
+        source.sealed()()  # here the driver fetches the value; in the calls below it does not
     opened = source.opened(source.sealed(), offset=10)
     assert rows.doubled(opened)() == [22, 24, 26, 28, 30]
     assert rows.seen_rows()[0][-1] == [11, 12, 13]
@@ -111,7 +111,7 @@ def test_items_of_an_iteration_are_promises(rows, source):
     assert len(source) == 2
     got = [rows.doubled(batch)() for batch in source]
     assert got == [[2, 4, 6], [8, 10]]
-    first, second = iter(source), iter(source)  # two at once do not disturb each other
+    first, second = iter(source), iter(source)  # two iterations at once do not disturb each other
     assert [next(first)(), next(second)(), next(first)()] == [[1, 2, 3], [1, 2, 3], [4, 5]]
     assert next(first, None) is None
     assert next(first, None) is None

@@ -1,4 +1,4 @@
-"""Programs of their own: one that finds a running cluster, one that starts its own. Their classes are the script's."""
+"""Separate programs: one that finds a running cluster, and one that starts its own. The scripts define the classes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The cookbook's mock server on Ray, as it stands: both protocols, routes of their own, processors, status and stop."""
+"""The cookbook's mock server on Ray, unchanged: both protocols, their routes, processors, status and stop."""
 
 import os
 import subprocess

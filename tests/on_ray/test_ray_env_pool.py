@@ -1,4 +1,4 @@
-"""A pool of environments on workers: each has its places, and the driver has them all."""
+"""A pool of environments on workers: its places are spread over the workers, and the driver can use all of them."""
 
 import pytest
 

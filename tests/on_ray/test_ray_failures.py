@@ -1,4 +1,4 @@
-"""What the driver hears when something goes wrong on workers."""
+"""Errors that the driver gets when something fails on workers."""
 
 import traceback
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def resources(program):
-    """As if nobody had reserved anything."""
+    """Ray resources, as if nothing had been reserved yet."""
     from twinkle.infra import ray_resources
 
     with pytest.MonkeyPatch.context() as patch:
@@ -25,7 +25,7 @@ def resources(program):
 
 
 def twice(call):
-    """The first comes back after what was called before on the same workers; the second hears of it."""
+    """Call twice: the first call returns after earlier calls on the same workers, the second reports their failure."""
     call()
     call()
 
@@ -126,4 +126,4 @@ def test_shutdown_ends_workers_and_gives_resources_back(resources):
     twinkle.shutdown()
     with pytest.raises(WorkerDiedError):
         proxy.total()
-    assert ray.is_initialized()  # somebody else had started it
+    assert ray.is_initialized()  # another program started the cluster

@@ -1,6 +1,6 @@
-"""A server on a Ray cluster of its own: nothing that it starts listens to the network, or talks to it.
+"""A server with its own Ray cluster: none of its processes listens on the network or connects to it.
 
-Who reaches its ports from this machine needs the token, unless the operator wants none: then the log warns of that.
+A client on this machine needs the token, unless the operator disables it; then the log has a warning.
 """
 
 import os
@@ -26,8 +26,9 @@ _LISTENING = "0A"
 _HERE = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
 
-_CLIENT_SECONDS = 60  # for one that is let in or refused: both take some 10 seconds
-# Without it Ray's client takes the network's address for 127.0.0.1, where nobody listens: that would prove nothing.
+_CLIENT_SECONDS = 60  # for a client that is admitted or refused; both take about 10 seconds
+# Without this variable Ray's client replaces 127.0.0.1 by the network's address, where nothing listens. That would
+# prove nothing.
 _CLIENT_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _CLIENT = """
 import sys, ray
@@ -38,7 +39,7 @@ print("it ran", ray.get(ray.remote(num_cpus=0)(lambda: 6 * 7).remote()))
 
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts servers that know of Ray what a new user's shell tells them, which is nothing, and ``variables``.
+    """Starts servers with no settings for Ray except ``variables``, as in a new user's shell.
 
     The variables that conftest.py sets for clusters of other tests would hide whether a server sets them itself.
     """
@@ -66,14 +67,14 @@ def server(own_server: Callable[..., Server]) -> Server:
 
 
 def _forget_ray(patch: pytest.MonkeyPatch, home: Path) -> None:
-    """Take all variables of Ray out of the environment, and the token of this machine's user."""
+    """Remove all of Ray's variables, and the token of this machine's user, from the environment."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         patch.delenv(name)
     patch.setenv("HOME", str(home))
 
 
 def address_of(server: Server) -> str:
-    """The address of a server's cluster, which must be on this machine."""
+    """Return the address of a server's cluster, which must be on this machine."""
     found = re.search(r"the Ray cluster at (\S+), one of its own", server.log())
     assert found is not None, server.log()
     assert found[1].startswith("127.0.0.1:")
@@ -81,7 +82,7 @@ def address_of(server: Server) -> str:
 
 
 def client(server: Server, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What somebody gets who reaches the cluster's ports and brings nothing but ``variables``."""
+    """Connect to the cluster's ports with no settings except ``variables``, and return the finished client process."""
     with pytest.MonkeyPatch.context() as patch:
         _forget_ray(patch, home)
         return subprocess.run(
@@ -94,7 +95,7 @@ def client(server: Server, home: Path, **variables: str) -> subprocess.Completed
 
 
 def processes(pid: int) -> Iterator[int]:
-    """A process and all its descendants."""
+    """Yield a process and all its descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -102,13 +103,13 @@ def processes(pid: int) -> Iterator[int]:
 
 
 def sockets(pid: int) -> set[str]:
-    """The inodes of a process's sockets."""
+    """Return the inodes of a process's sockets."""
     links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
 def connections(inodes: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Local address, remote address and state of TCP sockets, as the kernel writes them."""
+    """Yield local address, remote address and state of TCP sockets, as the kernel writes them."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

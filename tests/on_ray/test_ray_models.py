@@ -1,4 +1,4 @@
-"""The library's own classes on workers: two of them compute what one process computes."""
+"""The library's classes on two workers compute the same as in one process."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def row(length: int, seed: int) -> dict:
     return {"input_ids": tokens, "labels": [*tokens[1:], -100]}
 
 
-# Lengths differ, so that rows of the two workers are padded to different widths; the second batch has a row for one.
+# Lengths differ, so that the two workers pad their rows to different widths. The second batch has a row for only one.
 BATCHES = [[row(length, length) for length in (5, 9, 4, 17, 12)], [row(7, 1)], [row(6, 2), row(11, 3)]]
 
 
@@ -65,14 +65,14 @@ def close(found: dict, wanted: dict) -> None:
 
 
 def trained(model, **adapter: str) -> list[float]:
-    """The loss a token of each batch."""
+    """Train on each batch and return its loss per token."""
     losses = []
     for batch in BATCHES:
         outputs = result(model.forward_backward(inputs=batch, **adapter))
         model.clip_grad_and_step(**adapter)
         losses.append(outputs["loss"] / outputs["num_tokens"])
         told = model.calculate_metric(is_training=True, **adapter)
-        assert float(told["loss"]) == pytest.approx(losses[-1], abs=1e-4)  # of both workers together
+        assert float(told["loss"]) == pytest.approx(losses[-1], abs=1e-4)  # over both workers
     return losses
 
 
@@ -85,7 +85,7 @@ def test_an_adapter_on_two_workers_learns_what_it_learns_in_one_process(remote, 
 
 
 def test_the_verbs_one_by_one(remote):
-    """Outputs have the order of the rows; a gradient is that of all of them."""
+    """Outputs are in the order of the rows, and a gradient is that of all rows."""
     with_adapter(remote, "steps")
     with_adapter(local := lora_model(), "steps")
     for model in (remote, local):
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_workers_goes_on_in_one_process_and_back(remote, tmp_pat
 
 
 def test_a_promised_pass_is_the_reference_of_another(remote):
-    """It is never fetched: the workers cut it as they cut the rows."""
+    """The result stays a promise that is never fetched: the workers split it like the rows."""
     pairs = BATCHES[0][:4]
     with_adapter(remote, "dpo")
     with_adapter(local := lora_model(), "dpo")
@@ -131,14 +131,14 @@ def test_a_promised_pass_is_the_reference_of_another(remote):
         if model is remote:
             assert "not collected yet" in repr(reference)
             found = outputs()
-    assert found["loss"] == pytest.approx(outputs["loss"], rel=1e-5)  # a mean over pairs, two on each worker
+    assert found["loss"] == pytest.approx(outputs["loss"], rel=1e-5)  # a mean over pairs; each worker has two
     assert found["num_tokens"] == 0
     remote.remove_adapter("dpo")
 
 
 def test_what_one_worker_refuses_nobody_keeps(remote, local):
     before = remote.get_state_dict(adapter_name=A)()
-    wrong = [BATCHES[0][0], {"input_ids": [1, 2], "labels": [2, 10**6]}]  # the second worker's
+    wrong = [BATCHES[0][0], {"input_ids": [1, 2], "labels": [2, 10**6]}]  # the row of the second worker
     with pytest.raises(InvalidInputError, match="1000000"):
         remote.forward_backward(inputs=wrong, adapter_name=A)()
     with pytest.raises(UnknownNameError, match="unknown adapter 'b'"):
@@ -161,13 +161,13 @@ def test_a_sampler_on_workers_samples_with_weights_that_the_driver_never_saw(rem
         found, wanted = (each.sample(prompts, params, adapter_name=name) for each in (sampler, here))
         for one, other in zip(found, wanted, strict=True):
             assert [each.tokens for each in one.sequences] == [each.tokens for each in other.sequences]
-    assert len(sampler.sample(prompts[0], params, adapter_name=A)) == 1  # for one worker
+    assert len(sampler.sample(prompts[0], params, adapter_name=A)) == 1  # a single prompt, for one worker
     with pytest.raises(UnknownNameError, match="unknown adapter 'b'"):
         sampler.sample(prompts, params, adapter_name="b")
 
 
 def load_rows(file: str) -> Dataset:
-    """Made on the worker that the loader is on."""
+    """Make a dataset, on the worker that has the loader."""
     dataset = Dataset(DatasetMeta(file))
     dataset.set_template("Template", model_id=MODEL, max_length=64)
     dataset.encode()

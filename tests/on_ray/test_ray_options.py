@@ -1,4 +1,4 @@
-"""What a configuration says of a deployment reaches Serve."""
+"""The deployment settings of a configuration reach Serve."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_options_are_passed_on() -> None:
     (one,) = config.applications
     assert deployments._options(one, num_cpus=0.1) == {**OPTIONS, "ray_actor_options": {**ACTOR, "num_gpus": 0.0}}
     assert deployments._scale(one) == {"autoscaling_config": SCALING}
-    deployments.application_for(config, one, has_gpus=False)  # Serve checks what it is told
+    deployments.application_for(config, one, has_gpus=False)  # Serve checks its arguments
 
 
 def test_what_is_not_said_is_ours() -> None:

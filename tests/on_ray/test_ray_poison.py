@@ -1,4 +1,4 @@
-"""An op that kills its replica, or a process of its replica's group, is run twice and no more, on Ray as elsewhere."""
+"""On Ray too, an op that kills its replica, or a process of the replica's group, is run twice and not again."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.servers.running import Server, Tenant, datum, mock_config
 pytestmark = pytest.mark.ray
 
 POISON = 13_131
-SECONDS = 240.0  # Serve takes its time to replace a replica
+SECONDS = 240.0  # Serve needs a while to replace a replica
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def fetched(tenant: Tenant, request: str) -> bytes:
-    """The result, however long the replica is away: the client asks again as the SDK would."""
+    """Return the result, however long the replica is away: the client polls again, as the SDK does."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:

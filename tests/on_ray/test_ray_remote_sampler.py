@@ -29,7 +29,7 @@ TINY = "random://llama-tiny"
 
 
 class Weights:
-    """Of a trainer, all that is asked for."""
+    """The part of a trainer that the sampler uses."""
 
     def peft_config(self, adapter_id):
         return {"r": 8}
@@ -40,7 +40,7 @@ class Weights:
 
 @pytest.fixture
 def engines(cluster, tmp_path):
-    """All that were started, the present one last."""
+    """All engines that were started; the current one is the last."""
     read = tmp_path / "read"
     read.write_text("")
     started = []
@@ -65,7 +65,7 @@ def kill(engine):
 
 
 def finished(sampler):
-    """What comes of all that is under way."""
+    """Run the sampler until it is idle, and return the outcomes."""
     found = {}
     while sampler.busy:
         for event in sampler.step():
@@ -96,7 +96,7 @@ def test_the_next_engine_has_what_the_last_one_had(engines):
     assert outcomes["plain"].sequences[0].tokens.tolist() == [3, 4, 5, 6, 7, 8]
     pieces = [event for event in heard if isinstance(event, Progress)]
     tokens = np.concatenate([event.tokens for event in pieces])
-    assert tokens.tolist() == outcomes["streamed"].sequences[0].tokens.tolist()  # nothing twice, and the same seed
+    assert tokens.tolist() == outcomes["streamed"].sequences[0].tokens.tolist()  # no token twice, and the same seed
     assert [event.stop_reason for event in pieces if event.stop_reason] == ["length"]
 
 
@@ -165,11 +165,11 @@ def test_what_an_application_asks_for(given, devices):
     ("given", "taken"),
     [
         (config({"num_gpus": 1, "num_cpus": 4, "resources": {"fast": 1}}), {"num_cpus": 0.1}),
-        (config({"num_gpus": 0, "num_cpus": 4}), {"num_cpus": 4}),  # there is nobody else to take them
+        (config({"num_gpus": 0, "num_cpus": 4}), {"num_cpus": 4}),  # no other actor needs them
         (config(), {"num_cpus": 0.1}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Serve's own, when it is imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of Serve itself, on import
 def test_the_front_door_takes_no_gpu(given, taken):
     from twinkle.server.runtime.ray.deployments import door_options
 
@@ -193,7 +193,7 @@ def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):
     served = config(device_group={"name": "s", "device_type": "cpu"}).served_models[0]
     engine, memory = start_engine(served, EngineDevices("cpu", 0, 0, {"sampling": 1}, {})).ready()
     assert "sampler: cache" in memory
-    deadline = time.monotonic() + 30  # Ray's books are a little late
+    deadline = time.monotonic() + 30  # Ray updates its resources with a delay
     while "sampling" in ray.available_resources():
         assert time.monotonic() < deadline
         time.sleep(0.1)

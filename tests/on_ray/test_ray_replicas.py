@@ -1,4 +1,4 @@
-"""Two replicas of a model, two gateways, eight adapters: everything lands where it belongs, also when processes die."""
+"""Two replicas of a model, two gateways, eight adapters: requests reach the right process, even if processes die."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def train(server: Server, number: int, name: str, between: threading.Barrier | None = None) -> str:
-    """Some steps of one tenant's adapter; the address of its last state."""
+    """Train one tenant's adapter for some steps and return the address of its last checkpoint."""
     service = tinker.ServiceClient(base_url=server.url, api_key=key_of(f"tenant {number}"))
     client = service.create_lora_training_client(base_model=MODEL, rank=4 + 4 * (number % 2), seed=number)
     for step in range(STEPS):
@@ -88,7 +88,7 @@ def test_adapters_are_spread_and_survive_the_death_of_a_replica_and_a_gateway(se
         barrier.wait(120)
         (model, *_) = descendants(server, "ServeReplica:model:model-0")
         (gateway, *_) = descendants(server, "ServeReplica:server:Gateway")
-        time.sleep(0.2)  # in the middle of it
+        time.sleep(0.2)  # in the middle of training
         os.kill(model, signal.SIGKILL)
         os.kill(gateway, signal.SIGKILL)
         disturbed = [future.result(240) for future in futures]
@@ -101,7 +101,7 @@ def test_adapters_are_spread_and_survive_the_death_of_a_replica_and_a_gateway(se
 
 
 def test_another_replica_takes_over_what_a_smaller_server_has_no_place_for(server, tmp_path):
-    """And one process alone finds the adapters of a server on Ray."""
+    """A server in one process also finds the adapters of a server on Ray."""
     path = train(server, 1, "before")
     run = path.removeprefix("tinker://").split("/")[0]
     assert server.stop() == 0

@@ -1,4 +1,4 @@
-"""A trainer of two processes with a sampler in a third: the samples of one process, also when the sampler is killed."""
+"""A trainer of two processes with its sampler in a third: the same samples as in one process, even if it is killed."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same model in one process."""
+    """A server with the same model in one process."""
     args = {**REAL, "device": "cpu"}
     applications = [
         {"name": "server", "import_path": "server"},
@@ -84,7 +84,7 @@ def same(ones: list[Any], others: list[Any]) -> None:
 
 
 def streamed(server: Server, model: str, key: str, kill_after: int | None = None) -> tuple[list[float], int]:
-    """The log-probabilities of a streamed completion; the engine is killed when so many pieces have come."""
+    """Return the log-probabilities of a streamed completion. The engine is killed after ``kill_after`` pieces."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 200, "seed": 5, "logprobs": 0, "stream": True}
     found: list[float] = []
     pieces = 0
@@ -117,7 +117,7 @@ def test_samples_of_a_group_are_those_of_one_process(server, single):
 
     mine.forward_backward(tinker_data(sequences(5)), "cross_entropy")
     mine.optim_step(ADAM).result()
-    same([asked(samplers[0], 0, 24).result()], expected[:1])  # a version does not change
+    same([asked(samplers[0], 0, 24).result()], expected[:1])  # a version never changes
     path = mine.save_weights_for_sampler("named").result().path
     named = tinker.ServiceClient(base_url=server.url, api_key=key_of("both")).create_sampling_client(model_path=path)
     newest = mine.save_weights_and_get_sampling_client()

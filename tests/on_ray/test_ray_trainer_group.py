@@ -1,4 +1,4 @@
-"""A model whose trainer is a group of processes: numbers as one process has them, and a process that dies."""
+"""A model whose trainer is a group of processes: the numbers of a single process, and a process that dies."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
     trainer = Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
     trainer.create_adapter("mine", LoraSpec(8, seed=3, train_unembed=True))
     for step in range(4):
-        rows = sequences(step, count=3 if step else 1)  # the first one leaves a process without data
+        rows = sequences(step, count=3 if step else 1)  # the first request leaves one process without data
         theirs = client.forward_backward(tinker_data(rows), "cross_entropy")
         client.optim_step(types.AdamParams(**ADAM)).result()
         (mine,) = trainer.forward_backward([TrainItem("mine", trainer_data(rows))])
@@ -79,11 +79,11 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
 
 @pytest.fixture
 def asked(server, monkeypatch):
-    """What becomes of a call whose ranks answer like this, (answer, seconds) each."""
+    """Returns the outcome of a call whose ranks give these answers, each (answer, seconds)."""
     ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
 
     class Scripted:
-        """A rank that does as it is told."""
+        """A rank that gives a scripted answer."""
 
         def call(self, answer: object, seconds: float) -> object:
             time.sleep(seconds)

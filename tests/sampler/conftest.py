@@ -1,4 +1,4 @@
-"""The tests of the sampler use the small models of the trainer's tests."""
+"""Settings for tests of the sampler. The small models are in tests/support/models (sampling.py, tiny_models.py)."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """On models this small threads only wait for each other."""
+    """Runs torch on one thread: models this small gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

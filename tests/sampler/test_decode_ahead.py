@@ -1,6 +1,6 @@
-"""Several tokens before the host looks at them: who decodes so, who does not, and where versions lie for it.
+"""Decoding several tokens before the host reads them: which requests do so, and where their versions lie in memory.
 
-The captured graphs need CUDA; a stand-in here computes the same tokens pass by pass.
+The captured graphs need CUDA; here a stand-in computes the same tokens pass by pass.
 """
 
 import sys
@@ -25,7 +25,7 @@ from twinkle.sampler.torch_sampler.model_pass import Ahead, Piece
 
 
 class Captured:
-    """In the place of the graphs and of what runs them; takes all versions but some."""
+    """Replaces the graphs and the code that runs them; it accepts all versions except ``refused``."""
 
     def __init__(self, sampler: TorchSampler, refused: Sequence[Adapter] = (), max_rows: int = 3) -> None:
         self.max_rows = max_rows
@@ -74,7 +74,7 @@ def test_the_same_tokens_as_one_at_a_time() -> None:
 
 
 def test_who_is_not_captured_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn brings a token at least, while others decode ahead."""
+    """Requests that are not captured get at least one token in each turn, while others decode ahead."""
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
@@ -100,7 +100,7 @@ def test_out_of_memory_ahead_is_nobodys_problem() -> None:
 
     def limited(rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
         if len(refused) % 3 == 0:
-            refused.append(captured.run_ahead(rows, 3))  # it had come so far
+            refused.append(captured.run_ahead(rows, 3))  # it fails after three tokens
             raise torch.OutOfMemoryError("no more")
         refused.append([])
         return captured.run_ahead(rows, steps)
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module without its kernels, which need Triton."""
+    """Return the module without its kernels, which need Triton."""
     kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS=16, add_lora=None)
     monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.slot_lora_kernels", kernels)
     spec = find_spec("twinkle.sampler.torch_sampler.slot_lora")
@@ -138,7 +138,7 @@ def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes back to the slot that it had, in a block that lies elsewhere."""
+    """The version comes back to the same slot, but the block is at another address."""
     trainer = toy_trainer({"a": SPECS["a"]})
     sampler = toy_sampler(trainer)
     version, pool, architecture = sampler._versions["a"], trainer.pool, trainer.architecture
@@ -155,7 +155,7 @@ def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.Monke
 
     first, slot = bound(), version.slot
     assert first == lies()
-    old_row_P = version.compute_copy  # holds the memory, so that nothing else comes to lie there
+    old_row_P = version.compute_copy  # keeps the memory allocated, so that no other block gets this address
     for adapter in pool._all():
         pool._page_out(adapter)
     second = bound()

@@ -1,4 +1,4 @@
-"""Captured decoding on CUDA against the plain passes of the same model, and its kernels against their formulas."""
+"""Captured decoding on CUDA, compared with plain passes of the same model; and its kernels, compared with formulas."""
 
 import math
 
@@ -14,7 +14,7 @@ from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-# Two roundings of bf16 differ by this much in a log-probability of these models.
+# Two bf16 computations of a log-probability in these models may differ by this much.
 BOUND = 0.05
 SPECS = {
     "a": LoraSpec(rank=8, seed=1),
@@ -38,7 +38,7 @@ def trained(family: str | None = None) -> Trainer:
 
 
 def samplers(trainer: Trainer) -> tuple[TorchSampler, TorchSampler]:
-    """One that decodes by graphs, one that does not."""
+    """Return two samplers: one decodes with graphs, the other without."""
     graphs, plain = (TorchSampler(trainer, toy_tokenizer(), max_sequences=40) for _ in range(2))
     for sampler in (graphs, plain):
         for name in trainer.adapter_ids():
@@ -54,7 +54,7 @@ def pair() -> tuple[TorchSampler, TorchSampler]:
 
 
 def mixed(count: int, **params: object) -> list[SampleRequest]:
-    """Versions of all ranks and the base model, prompts of any length."""
+    """Return requests for versions of all ranks and the base model, with prompts of any length."""
     names = [*SPECS, None]
     return [
         request(f"r{number}", names[number % 5], prompt(1 + 37 * number % 300, number), **{"seed": number} | params)
@@ -63,7 +63,10 @@ def mixed(count: int, **params: object) -> list[SampleRequest]:
 
 
 def assert_alike(ours: dict, theirs: dict) -> None:
-    """The same tokens up to the first where two likelihoods were too close for bf16, and log-probabilities alike."""
+    """Check that tokens and log-probabilities agree.
+
+    Tokens may differ after the first one for which two likelihoods were too close for bf16.
+    """
     differing = 0
     for name, result in ours.items():
         for left, right in zip(result.sequences, theirs[name].sequences, strict=True):
@@ -106,7 +109,7 @@ def test_the_same_schedule_gives_the_same_bits() -> None:
 
 
 def test_top_k_stops_and_odd_lengths(pair: tuple[TorchSampler, TorchSampler]) -> None:
-    """Ends in the middle of what is drawn ahead, and rows that draw in different ways."""
+    """Samples end in the middle of tokens drawn ahead, and rows draw in different ways."""
     graphs, _ = pair
     requests = [
         request(f"r{number}", "a", prompt(9, number), 2, max_tokens=1 + number, seed=number, **how)
@@ -146,7 +149,7 @@ def test_a_version_of_nan_fails_alone(pair: tuple[TorchSampler, TorchSampler]) -
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2", "qwen3", "phi3", "mistral"])
 def test_families(family: str) -> None:
-    """Windows and capped logits are captured too; what cannot be captured decodes all the same."""
+    """Windows and capped logits are captured too. Families that cannot be captured still decode."""
     graphs, plain = (
         TorchSampler(tiny_trainer(tiny_model(family).to("cuda", torch.bfloat16)), toy_tokenizer()) for _ in range(2)
     )

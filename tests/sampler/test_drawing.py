@@ -1,4 +1,4 @@
-"""Which tokens are drawn: by the right probabilities, the same for the same seed in any company."""
+"""Which tokens are drawn: with the right probabilities, and the same ones for the same seed in any batch."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ def test_noise_is_a_function_of_seed_sample_and_position() -> None:
     values = [uniform(*key) for key in keys]
     assert values == [uniform(*key) for key in keys]
     assert len(set(values)) == len(values)
-    assert uniform(7, 0, 0) == pytest.approx(0.3985666390807179)  # in every release
+    assert uniform(7, 0, 0) == pytest.approx(0.3985666390807179)  # must be the same in every release
 
 
 def test_noise_is_uniform() -> None:
@@ -45,12 +45,15 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def bound(freedom: int) -> float:
-    """Five standard deviations above the mean of the chi-square distribution."""
+    """Return five standard deviations above the mean of the chi-square distribution."""
     return freedom + 5 * math.sqrt(2 * freedom)
 
 
 def truncated(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """The plain way: the k likeliest, renormalised; of those the fewest that reach p, renormalised."""
+    """Truncate in the plain way.
+
+    Take the k likeliest tokens and renormalise; then the fewest of them that reach p, and renormalise.
+    """
     order = np.argsort(-probabilities, kind="stable")
     kept = order[:top_k] if top_k > 0 else order
     share = probabilities[kept] / probabilities[kept].sum()
@@ -94,7 +97,7 @@ def test_one_draw_by_hand() -> None:
         (Draw(1.0, -1, 1.0, 0.499), 1),
         (Draw(1.0, -1, 1.0, 0.501), 3),
         (Draw(1.0, -1, 1.0, 1 - 2**-49), 4),
-        (Draw(1.0, 2, 1.0, 0.57), 1),  # of 4/7 and 3/7
+        (Draw(1.0, 2, 1.0, 0.57), 1),  # the two likeliest have 4/7 and 3/7
         (Draw(1.0, 2, 1.0, 0.58), 3),
         (Draw(1.0, -1, 0.39, 0.99), 1),
         (Draw(1.0, -1, 0.41, 0.99), 3),

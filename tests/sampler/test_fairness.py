@@ -1,4 +1,4 @@
-"""Who runs when not all can, and what the passes are made of."""
+"""Which requests run if not all can, and what the passes consist of."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +30,7 @@ def trainer() -> Trainer:
 
 
 def watch(sampler: TorchSampler) -> list[list[Piece]]:
-    """What goes through the model from now on, pass by pass."""
+    """Record what goes through the model from now on, pass by pass."""
     passes, run_pass = [], sampler._pass.run
 
     def watching(pieces: list[Piece]) -> list[Computed]:
@@ -42,7 +42,7 @@ def watch(sampler: TorchSampler) -> list[list[Piece]]:
 
 
 def finish(sampler: TorchSampler) -> dict[str, SampleResult]:
-    """In the order in which they end."""
+    """Run to the end; return the outcomes in the order in which they finished."""
     outcomes = {}
     while sampler.busy:
         outcomes |= {event.request_id: event.outcome for event in sampler.step() if isinstance(event, Finished)}
@@ -50,7 +50,7 @@ def finish(sampler: TorchSampler) -> dict[str, SampleResult]:
 
 
 def test_many_samples_of_one_request_leave_room_for_others(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All places are taken when the others come, and no sample is near its end."""
+    """All places are taken when the other requests arrive, and no sample is near its end."""
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=8)
     large = request("large", "a", prompt(20), 24, max_tokens=60, seed=0)
@@ -88,7 +88,7 @@ def test_places_are_shared_among_requests(trainer: Trainer, monkeypatch: pytest.
 
 
 def test_samples_come_first_come_first_served_within_a_share(trainer: Trainer) -> None:
-    """Nobody takes a place from a request that has just one, and those who wait are let in in order."""
+    """A request with only one place keeps it, and waiting requests are admitted in order."""
     sampler = toy_sampler(trainer, max_sequences=2)
     for n in range(6):
         sampler.submit(request(f"{n}", "a", prompt(6), max_tokens=30, seed=n))
@@ -96,8 +96,12 @@ def test_samples_come_first_come_first_served_within_a_share(trainer: Trainer) -
 
 
 def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tenant's many requests of one sample each fill all places; another one's late request has one at once."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    """One tenant fills all places with requests of one sample each.
+
+    A late request of another tenant gets a place at once.
+    """
+    # one token per turn, on any machine
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=8)
     crowd = [replace(request(f"{n}", "a", prompt(6, n), max_tokens=80, seed=n), scope="crowd") for n in range(40)]
     late = replace(request("late", "b", prompt(12), 2, max_tokens=10, seed=0), scope="quiet")
@@ -109,7 +113,7 @@ def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.M
     assert len(sampler._schedule._running) == 8
     sampler.submit(late)
     outcomes: dict[str, SampleResult] = {}
-    for _ in range(15):  # its ten tokens, and a few steps for the prompt and for places
+    for _ in range(15):  # ten tokens, and a few steps for the prompt and for getting places
         outcomes |= {event.request_id: event.outcome for event in sampler.step() if isinstance(event, Finished)}
     assert list(outcomes) == ["late"]
     outcomes |= finish(sampler)
@@ -119,10 +123,10 @@ def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.M
 
 
 def test_prompts_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts of one tenant wait in line; the prompt of another one does not wait behind them."""
+    """One tenant's long prompts wait in line; the prompt of another tenant does not wait behind them."""
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=16)
-    sampler._schedule._chunk_tokens = 16  # several passes a prompt
+    sampler._schedule._chunk_tokens = 16  # several passes per prompt
     for n in range(12):
         sampler.submit(replace(request(f"{n}", None, prompt(100, n), max_tokens=4, seed=n), scope="crowd"))
     sampler.step()
@@ -136,8 +140,9 @@ def test_prompts_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.
 
 
 def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose samples fill the cache does not push out one that came later, again and again."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    """A request whose samples fill the cache does not repeatedly preempt a later one."""
+    # one token per turn, on any machine
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = TorchSampler(trainer, toy_tokenizer(), kv_budget_bytes=blocks(toy_sampler(trainer), 8), max_sequences=8)
     sampler.publish("a", "a")
     large = request("large", "a", prompt(4), 16, max_tokens=60, seed=0)
@@ -156,14 +161,14 @@ def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.Monke
 def test_without_a_cache_everyone_gets_a_turn() -> None:
     trainer = toy_trainer({}, tiny_model("qwen3_5"))
     sampler = toy_sampler(trainer)
-    sampler._schedule._chunk_tokens = 40  # a few sequences a pass
+    sampler._schedule._chunk_tokens = 40  # only a few sequences per pass
     sampler.submit(request("large", None, prompt(20), 12, max_tokens=20, seed=0))
     sampler.submit(request("small", None, prompt(5), max_tokens=20, seed=0))
     assert list(finish(sampler)) == ["small", "large"]
 
 
 def test_passes_of_single_tokens_are_pure(trainer: Trainer) -> None:
-    """One row and one draw a piece, or pieces of prompts: never both, though both are under way all the time."""
+    """A pass has pieces of one row and one draw, or pieces of prompts, never both, even while both are waiting."""
     sampler = toy_sampler(trainer)
     passes = watch(sampler)
     asked = [request(f"{n}", "abc"[n % 3], prompt(30 + 7 * n, n), 1 + n % 3, max_tokens=40, seed=n) for n in range(8)]
@@ -179,7 +184,7 @@ def test_passes_of_single_tokens_are_pure(trainer: Trainer) -> None:
         kinds.append(decodes[0])
         if not decodes[0]:
             assert len(pieces) == 1 or sum(len(each.tokens) for each in pieces) <= 64
-    mixed = kinds[: len(kinds) - kinds[::-1].index(False)]  # up to the last piece of a prompt
+    mixed = kinds[: len(kinds) - kinds[::-1].index(False)]  # up to the last prompt piece
     assert True in mixed
     assert all(left != right for left, right in pairwise(mixed[1:]))  # they take turns
 

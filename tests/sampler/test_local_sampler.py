@@ -1,4 +1,4 @@
-"""One call from prompts to completions: the same tokens as the engine's own loop, and features that a loss can read."""
+"""One call from prompts to completions: the same tokens as the engine's loop, and features for a loss."""
 
 import math
 
@@ -42,7 +42,7 @@ def trajectory(text: str) -> dict:
 
 
 def move(model) -> None:
-    """One step away from where the adapter is."""
+    """Change the adapter by one step."""
     tokens = list(range(40, 60))
     feature = {"input_ids": tokens, "labels": [*tokens[1:], -100]}
     model.forward_backward(inputs=[feature], advantages=[1.0], adapter_name=A)
@@ -92,7 +92,7 @@ def test_features_go_in_as_they_are(sampler):
 
 
 def test_same_tokens_as_the_engine(sampler):
-    """Inputs that are alike have seeds of their own: the second has the next number."""
+    """Equal inputs have different seeds: the second input has the next number."""
     feature = sampler.template.encode(trajectory("Hello"), add_generation_prompt=True)
     responses = sampler.sample([feature, feature], SamplingParams(max_tokens=6, seed=7, num_samples=2))
     for number, response in enumerate(responses):
@@ -121,7 +121,7 @@ def test_log_probabilities_are_those_of_the_trainer(model, sampler, temperature)
 
 
 def test_on_policy_ratio_is_one(model, sampler):
-    """What GRPO needs: sampler and trainer agree, so nothing is clipped in the first update."""
+    """GRPO needs this: sampler and trainer agree, so nothing is clipped in the first update."""
     responses = sampler.sample([trajectory("Hi")], SamplingParams(max_tokens=6, num_samples=4, logprobs=1), A)
     sequences = responses[0].sequences
     model.forward_backward(
@@ -137,7 +137,7 @@ def test_on_policy_ratio_is_one(model, sampler):
 
 
 def test_adapter_is_sampled_with_its_weights_of_the_moment(model, sampler):
-    """The log-probabilities of PEFT with the same weights; each call sees the step before it."""
+    """The log-probabilities are those of PEFT with the same weights; each call sees the latest step."""
     params, seen = SamplingParams(max_tokens=6, seed=9, logprobs=1), []
     for _ in range(2):
         move(model)
@@ -149,7 +149,7 @@ def test_adapter_is_sampled_with_its_weights_of_the_moment(model, sampler):
 
 
 def _scored(plain, response):
-    """What the sampler says of its tokens is what the plain model says."""
+    """Check that the sampler's log-probabilities are those of the plain model."""
     tokens, prompt = response.sequences[0].tokens, response.prompt_token_ids
     with torch.no_grad():
         logps = plain(input_ids=torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
@@ -203,7 +203,7 @@ def test_stops(sampler):
     assert stopped.stop_reason == "stop"
 
 
-# --- what is refused, and what is left behind then --------------------------------------------------------------------
+# --- refusals, and what they leave behind -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_workers_share_out_inputs_and_their_seeds():
 
 
 def test_parameters_as_a_mapping(sampler):
-    """As the client takes them, too."""
+    """A dictionary of parameters is accepted, as by the client."""
 
     def drawn(params: object) -> list:
         return sampler.sample(trajectory("Hello"), params)[0].sequences[0].logprobs

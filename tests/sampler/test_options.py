@@ -1,4 +1,4 @@
-"""What may be asked beside tokens: of the prompt and of each sampled position, by the plain formulas."""
+"""What a request can ask for besides tokens, for the prompt and for each sampled position, compared with formulas."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -35,23 +35,23 @@ from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TopLogp
 from twinkle.sampler.noise import alternative_uniforms, uniform, words
 from twinkle.sampler.torch_sampler.drawing import pick
 
-LENGTH = 70  # more than a chunk
+LENGTH = 70  # longer than a chunk
 VERSIONS = (None, "a", "b")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """With a cache and without."""
+    """A model with a cache, and one without."""
     return toy_llama() if request.param == "llama" else tiny_model("qwen3_5")
 
 
-Exact = Callable[[SampleRequest], ExactLogprobs]  # of a request's prompt, by its version
+Exact = Callable[[SampleRequest], ExactLogprobs]  # of a request's prompt, for the request's version
 World = tuple[TorchSampler, Exact]
 
 
 @pytest.fixture(scope="module")
 def world(model: PreTrainedModel) -> World:
-    """A sampler, and the numbers of the plain model of each of its versions."""
+    """A sampler, and a function that computes a request's exact numbers with the plain model."""
     trainer = tiny_trainer(model)
     for name in ("a", "b"):
         add_trained_adapter(trainer, name, SPECS[name], model)
@@ -72,7 +72,7 @@ def score(version: str | None, length: int = LENGTH, **options: object) -> Sampl
 
 
 def targets_for(tokens: np.ndarray, width: int = 3) -> np.ndarray:
-    """Random, some of them none, with the prompt's own token among them."""
+    """Return random targets for each position, some missing (−1), with the prompt's own token among them."""
     ids = np.random.default_rng(len(tokens)).integers(-1, VOCAB, (len(tokens) - 1, width))
     ids[:, 1] = tokens[1:]
     ids[::3, 0] = -1
@@ -85,7 +85,7 @@ def everything(version: str | None, length: int = LENGTH, **options: object) -> 
 
 
 def assert_right(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs, first: int = 1) -> None:
-    """All that :func:`everything` asks for. first: where the last n tokens begin."""
+    """Check everything that :func:`everything` asks for. first: the position where the last n tokens begin."""
     assert_prompt_logprobs(asked, result, exact, first)
     assert_topk(asked, result, exact, first)
     assert_targets(asked, result, exact)
@@ -115,9 +115,9 @@ def assert_targets(asked: SampleRequest, result: SampleResult, exact: ExactLogpr
 
 
 def assert_alternatives(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs) -> None:
-    """The inverse of the distribution, by hand: a token owns its part of [0, 1), up to rounding at both ends.
+    """Check the drawn tokens with the inverse of the distribution: each token owns a part of [0, 1), up to rounding.
 
-    The ends move by no more than the log-probabilities do, and adding up V numbers in fp32 rounds V times.
+    The ends of a part move by no more than the log-probabilities do, and adding V numbers in fp32 rounds V times.
     """
     drawn = result.prompt_alt_tokens
     assert drawn.tokens.shape == drawn.logprobs.shape == (len(asked.prompt) - 1, 5)
@@ -132,12 +132,12 @@ def assert_alternatives(asked: SampleRequest, result: SampleResult, exact: Exact
     assert (np.take_along_axis(ends_TV, drawn.tokens + 1, axis=1) >= noise_TK - slack_T1).all()
 
 
-# --- of the prompt ----------------------------------------------------------------------------------------------------
+# --- options for the prompt -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last_n", [None, 0, 1, 10, LENGTH - 1, 1000])
 def test_all_that_can_be_asked_of_a_prompt(world: World, last_n: int | None) -> None:
-    """All versions in one batch, next to prompts of another length of which less is asked."""
+    """All versions in one batch, next to prompts of another length with fewer options."""
     sampler, exact = world
     requests = [everything(version, prompt_logprobs_last_n=last_n) for version in VERSIONS]
     others = [score(version, 33, prompt_logprobs=True) for version in VERSIONS]
@@ -152,7 +152,7 @@ def test_all_that_can_be_asked_of_a_prompt(world: World, last_n: int | None) -> 
 
 
 def test_one_thing_at_a_time(world: World) -> None:
-    """Each option alone gives what it gives in company, in one batch with the others and with a prompt of one token."""
+    """Each option alone gives the same result as with the others, in one batch and next to a prompt of one token."""
     sampler, exact = world
     asked = everything("a")
     checks = {
@@ -206,12 +206,12 @@ def test_the_head_is_computed_for_what_is_scored(world: World, monkeypatch: pyte
     ):
         rows.clear()
         run(sampler, [score("a", **options)])
-        assert sum(rows) == expected + 1, options  # and one to draw from
+        assert sum(rows) == expected + 1, options  # plus the row to draw from
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_alternatives_come_as_often_as_they_should(temperature: float) -> None:
-    """From the tempered distribution, whatever else limits the samples."""
+    """They follow the tempered distribution, whatever else limits the samples."""
     base = toy_llama()
     sampler = toy_sampler(toy_trainer({}, base))
     tokens = prompt(5)
@@ -263,12 +263,15 @@ def test_noise_of_alternatives_is_their_own() -> None:
     assert not values & {uniform(*key) for key in keys}
 
 
-# --- of sampled positions ---------------------------------------------------------------------------------------------
+# --- options for sampled positions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 2.5])
 def test_the_likeliest_at_each_sampled_position(temperature: float) -> None:
-    """Of the tempered distribution over the whole vocabulary; greedy: of the untempered one."""
+    """They come from the tempered distribution over the whole vocabulary.
+
+    For greedy samples it is the untempered one.
+    """
     base = wide_llama()
     trainer = toy_trainer({"a": SPECS["a"]}, base)
     sampler = toy_sampler(trainer)
@@ -289,7 +292,7 @@ def test_the_likeliest_at_each_sampled_position(temperature: float) -> None:
         np.testing.assert_array_equal(top.token_ids, likeliest)
         tolerance = TOLERANCE / min(temperature or 1, 1)
         assert_numbers_close(top.logprobs, np.take_along_axis(tempered, likeliest, axis=1), tolerance)
-        for position, token in enumerate(sequence.tokens):  # drawn among the three likeliest
+        for position, token in enumerate(sequence.tokens):  # drawn from the three likeliest
             (place,) = np.flatnonzero(top.token_ids[position] == token)
             assert top.logprobs[position, place] == sequence.logprobs[position]
         np.testing.assert_array_equal(narrow.topk_logprobs.token_ids, top.token_ids[:, :2])
@@ -315,7 +318,7 @@ def test_differences_of_tempered_logprobs(world: World) -> None:
 
 
 def test_many_alternatives_take_no_more_memory_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are of a position: as much as the logits of the rows that the head computes at once."""
+    """The memory depends only on the rows that the head computes at once, not on the number of alternatives."""
     sampler = toy_sampler(toy_trainer({}))
     head, drawn = sampler._trainer.engine.head, []
 

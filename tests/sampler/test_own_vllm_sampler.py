@@ -1,4 +1,4 @@
-"""vLLMSampler where there is no vLLM or no GPU; tests/sampler/vllm samples with it."""
+"""vLLMSampler without vLLM or without a GPU; the tests in tests/sampler/vllm sample with it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Prompts whose beginning was computed before: the same results, for less."""
+"""Prompts whose beginning was computed before: the same results with less work."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated(trainer: Train
     sampler = toy_sampler(trainer)
     tokens = prompt(30)
     answer = one(sampler, ask("x", "a", tokens)).sequences[0].tokens
-    assert len(answer) == 20  # of the 50 tokens 49 were computed: three blocks
+    assert len(answer) == 20  # 49 of the 50 tokens were computed: three blocks
     longer = np.concatenate([tokens, answer, prompt(9, 5)])
     second = one(sampler, ask("y", "a", longer, num_samples=3))
     assert second.cached_prompt_tokens == 48
@@ -89,7 +89,7 @@ def test_versions_do_not_share(trainer: Trainer) -> None:
 
 
 def test_requests_side_by_side(trainer: Trainer) -> None:
-    """A pass takes 64 tokens of prompts: who comes after the first finds what it computed."""
+    """A pass takes 64 prompt tokens, so requests after the first find the blocks that it computed."""
     sampler = toy_sampler(trainer)
     results = run(sampler, [ask(name, "a", prompt(60)) for name in "xyz"])
     assert [results[name].cached_prompt_tokens for name in "xyz"] == [0, 48, 48]
@@ -105,7 +105,7 @@ def test_a_retired_version_is_forgotten() -> None:
     kept = len(sampler._cache._prefixes)
     sampler.submit(replace(asked, request_id="late"))
     sampler.retire("a")
-    assert drain(sampler)["late"].cached_prompt_tokens == 48  # it was taken in while the version was there
+    assert drain(sampler)["late"].cached_prompt_tokens == 48  # it was admitted while the version existed
     assert 0 < len(sampler._cache._prefixes) < kept
     sampler.publish("a", "b")
     assert one(sampler, asked).cached_prompt_tokens == 0
@@ -116,7 +116,7 @@ def test_a_retired_version_is_forgotten() -> None:
 
 
 def test_scopes_share_nothing(trainer: Trainer) -> None:
-    """The count would tell one tenant what another has asked the base model."""
+    """Otherwise the count would tell one tenant what another one asked the base model."""
     sampler = toy_sampler(trainer)
     for scope, hits in (("one", 0), ("other", 0), ("one", 64), ("other", 64)):
         result = one(sampler, replace(ask("x", None, prompt(70)), scope=scope))
@@ -136,7 +136,7 @@ def test_what_is_scored_is_computed(trainer: Trainer) -> None:
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 6}, 48),
         ({"topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 21}, 48),
         ({"topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 22}, 32),
-        ({"prompt_alt_tokens": 2, "prompt_logprobs_last_n": 22}, 0),  # of these there are all
+        ({"prompt_alt_tokens": 2, "prompt_logprobs_last_n": 22}, 0),  # computed for all positions
         ({"target_prompt_logprobs": targets}, 48),
     ]
     sampler = toy_sampler(trainer)
@@ -163,14 +163,14 @@ def test_what_was_used_least_recently_is_given_up_first(trainer: Trainer) -> Non
     first, second, third = (ask(name, "a", prompt(33, n)) for n, name in enumerate("xyz"))
     for each in (first, second):
         one(sampler, each)
-    assert one(sampler, first).cached_prompt_tokens == 32  # used again: the second is the oldest now
+    assert one(sampler, first).cached_prompt_tokens == 32  # used again, so the second is now the oldest
     one(sampler, third)
     assert one(sampler, first).cached_prompt_tokens == 32
     assert one(sampler, second).cached_prompt_tokens < 32
 
 
 def test_remembered_blocks_are_in_nobodys_way(trainer: Trainer) -> None:
-    """Requests that take the whole cache run as if it were empty, and nobody gives way for what is only remembered."""
+    """Requests that need the whole cache run as if it were empty; no sequence is preempted for cached blocks."""
     sampler = small_sampler(trainer, 4)
     preempted = []
     preempt = sampler._schedule._preempt
@@ -183,7 +183,7 @@ def test_remembered_blocks_are_in_nobodys_way(trainer: Trainer) -> None:
 
 
 def test_a_crowd_in_a_small_cache(trainer: Trainer) -> None:
-    """Sequences give way, come back to what is left of their blocks, and draw the same tokens."""
+    """Preempted sequences resume with what is left of their blocks and draw the same tokens."""
     common = prompt(35)
     asked = [
         request(f"{n}", "a", np.concatenate([common[: 5 * n], prompt(4 + n, n)]), 3, max_tokens=30, seed=n)
@@ -215,7 +215,7 @@ def test_the_same_schedule_gives_the_same_bits(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("family", ["phi3-longrope", "qwen2-sliding"])
 def test_positions_that_are_encoded_in_two_ways(family: str) -> None:
-    """longrope switches beyond 16 tokens: what a shorter sequence computed is of no use to a longer one."""
+    """longrope changes its encoding beyond 16 tokens, so a longer sequence cannot reuse blocks of a shorter one."""
     model = tiny_model(family)
     trainer = tiny_trainer(model)
     add_trained_adapter(trainer, "a", SPECS["a"], model)
@@ -232,7 +232,7 @@ def test_positions_that_are_encoded_in_two_ways(family: str) -> None:
 
 
 def test_a_copy_of_a_block_is_not_cleaned(trainer: Trainer) -> None:
-    """Its last owner took it and gave it back before anything was written, say because of an error in between."""
+    """Its last owner took the block and returned it before anything was written, for example because of an error."""
     cache = toy_sampler(trainer)._cache
     cache.clean()
     prefix = cache.take()

@@ -177,7 +177,7 @@ def test_what_never_fits_the_cache_is_refused(sampler: TorchSampler) -> None:
 
 
 def test_samples_that_fit_one_by_one(sampler: TorchSampler) -> None:
-    """Each of them takes the whole cache."""
+    """Each of these samples needs the whole cache."""
     small = TorchSampler(toy_trainer({}), toy_tokenizer(), kv_budget_bytes=blocks(sampler, 3))
     asked = [request(name, None, prompt(20, n), 3, max_tokens=28, seed=n) for n, name in enumerate("xyz")]
     expected = run(sampler, asked)

@@ -1,4 +1,4 @@
-"""What the sampler computes is what Transformers and PEFT compute, and what the trainer computes."""
+"""The sampler computes the same as Transformers with PEFT, and the same as the trainer."""
 
 import numpy as np
 import pytest
@@ -23,12 +23,15 @@ from tests.support.models.tiny_models import FAMILIES, add_trained_adapter, tiny
 from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
 
-LENGTHS = (5, 13, 70)  # below and above windows, blocks, chunks, and the switch of longrope
+LENGTHS = (5, 13, 70)  # below and above windows, blocks, chunks, and the length where longrope switches
 NEW = 12
 
 
 def generate(model: PreTrainedModel, tokens: np.ndarray, count: int) -> list[int]:
-    """Where positions change with the length, without a cache: up to 5.19 Phi-3's forgets its prompt at the switch."""
+    """Generate with the plain model.
+
+    Without a cache if positions depend on the length: up to 5.19, Phi-3's cache loses the prompt at the switch.
+    """
     ids = torch.from_numpy(tokens)[None]
     out = model.generate(
         input_ids=ids,
@@ -44,7 +47,7 @@ def generate(model: PreTrainedModel, tokens: np.ndarray, count: int) -> list[int
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_what_transformers_generates(family: str) -> None:
-    """All lengths, the base model and two versions in one batch; end tokens included."""
+    """All lengths, the base model and two versions in one batch, including end tokens."""
     model = tiny_model(family)
     trainer = tiny_trainer(model)
     specs = {"a": LoraSpec(rank=4, seed=1, train_mlp=family != "qwen3_moe"), "b": SPECS["b"]}
@@ -62,7 +65,7 @@ def test_greedy_is_what_transformers_generates(family: str) -> None:
         (sequence,) = results[str(case)].sequences
         assert sequence.tokens.tolist() == generate(plain[case[0]], tokens, NEW), case
         whole = np.concatenate([tokens, sequence.tokens])
-        if family != "phi3-longrope":  # the plain pass below encodes positions by the length of the whole
+        if family != "phi3-longrope":  # the plain pass below encodes positions by the total length
             expected = next_logprobs(plain[case[0]], whole[:-1])[len(tokens) - 1 :]
             picked = expected[np.arange(len(sequence.tokens)), sequence.tokens]
             assert_numbers_close(sequence.logprobs, picked)
@@ -128,7 +131,7 @@ def test_what_is_not_asked_for_is_absent() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_logprobs_are_tempered_over_the_whole_vocabulary(temperature: float) -> None:
-    """Also of tokens drawn from a part of it."""
+    """Also for tokens that were drawn from a part of the vocabulary."""
     model = wide_llama()
     trainer = toy_trainer({"a": SPECS["a"]}, model)
     sampler = toy_sampler(trainer)
@@ -143,7 +146,7 @@ def test_logprobs_are_tempered_over_the_whole_vocabulary(temperature: float) -> 
 
 
 def test_long_prompts_share_passes_with_others() -> None:
-    """Prompts longer than a chunk, next to sequences that are already drawing tokens."""
+    """Prompts longer than a chunk run next to sequences that are already drawing tokens."""
     trainer = toy_trainer()
     sampler = toy_sampler(trainer)
     tokens = {f"{version}{length}": (version, prompt(length, length)) for version in "abc" for length in (3, 64, 110)}
@@ -175,7 +178,7 @@ def test_half_precision() -> None:
 
 
 def test_a_cache_of_a_few_blocks_gives_the_same() -> None:
-    """Sequences that have to give way compute their tokens again."""
+    """Preempted sequences compute their tokens again."""
     trainer = toy_trainer()
     large = toy_sampler(trainer)
     requests = [
@@ -200,7 +203,7 @@ def test_a_cache_of_a_few_blocks_gives_the_same() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "phi3-longrope", "qwen2-sliding"])
 def test_samples_of_one_prompt_while_others_come_and_go(family: str) -> None:
-    """Without a cache, across the switch of longrope, and beyond a window; with room for two, then one by one."""
+    """Without a cache, across the switch of longrope, and beyond a window; with room for two samples, then for one."""
     model = tiny_model(family)
     trainer = tiny_trainer(model)
     add_trained_adapter(trainer, "a", SPECS["b"], model)

@@ -1,4 +1,4 @@
-"""A device that runs out of memory, or whose versions move: nobody notices, and nothing of a turn is kept."""
+"""A device runs out of memory, or its versions move: no result changes, and a failed turn leaves nothing behind."""
 
 import torch
 
@@ -17,7 +17,7 @@ from twinkle.model import LoraSpec
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
 from twinkle.sampler.torch_sampler.model_pass import Computed, Piece
 
-# More than products with all versions at once would serve: their weights are gathered instead.
+# So many versions that a pass gathers their weights instead of multiplying with all versions at once.
 MANY = {f"m{n}": LoraSpec(rank=32, seed=n) for n in range(9)}
 
 
@@ -69,7 +69,7 @@ def test_copies_of_versions_make_room_for_a_pass() -> None:
     run_pass, refused = sampler._pass.run, []
 
     def limited(pieces: list[Piece]) -> list[Computed]:
-        if gathered(sampler):  # by an earlier pass
+        if gathered(sampler):  # gathered by an earlier pass
             refused.append(len(pieces))
             raise torch.OutOfMemoryError("no more")
         return run_pass(pieces)

@@ -74,7 +74,7 @@ def test_each_sample_stops_by_itself(sampler: TorchSampler) -> None:
 
 
 def test_the_models_own_end_tokens() -> None:
-    """Several: of the configuration, of the generation configuration and of the tokenizer."""
+    """There are several: from the configuration, the generation configuration and the tokenizer."""
     model = toy_llama(eos_token_id=50)
     model.generation_config.eos_token_id = [60, 61]
     sampler = toy_sampler(toy_trainer({}, model))
@@ -99,7 +99,7 @@ def test_without_a_limit_the_context_is_filled(sampler: TorchSampler) -> None:
 
 
 def stopped_after(stop: str, tokens: list[str]) -> int | None:
-    """How many tokens it takes, when a sample draws these."""
+    """Return after how many of these tokens the sample stops."""
     vocab = toy_tokenizer().get_vocab()
     asked = request("x", None, np.array([vocab["a"], vocab["b"]]), max_tokens=100, stop_strings=(stop,))
     checked = check_request(asked, Limits(97, 128, 128, True))

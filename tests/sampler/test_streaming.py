@@ -1,4 +1,4 @@
-"""Tokens handed over as they come."""
+"""Tokens are handed over as they are drawn."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def turns(sampler: TorchSampler) -> list[list[Finished | Progress]]:
 
 
 def assert_adds_up(events: list[Finished | Progress], outcome: SampleResult) -> None:
-    """The parts of each sample are its tokens, the last part says why it ended, and no part comes after it."""
+    """Check that the parts of each sample add up to its tokens, and that the last part gives the reason for its end."""
     for index, sequence in enumerate(outcome.sequences):
         parts = [event for event in events if isinstance(event, Progress) and event.index == index]
         assert all(len(part.tokens) == len(part.logprobs) > 0 for part in parts)
@@ -50,8 +50,8 @@ def assert_adds_up(events: list[Finished | Progress], outcome: SampleResult) -> 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3_5"])
 def test_the_parts_are_the_whole(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed or not, the result is the same and holds everything."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # a pass a turn
+    """With or without streaming, the result is the same and complete."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # one pass per turn
     sampler = toy_sampler(toy_trainer({}, toy_llama() if model == "llama" else tiny_model(model)))
     plain = [
         replace(request("x", None, prompt(40), 3, max_tokens=25, seed=1), topk_sample_logprobs=2),

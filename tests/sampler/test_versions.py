@@ -1,4 +1,4 @@
-"""Versions: frozen when published, alive as long as someone uses them, paged like adapters."""
+"""Versions: frozen when published, kept as long as they are in use, and paged like adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_weights_from_another_process() -> None:
     sampler = toy_sampler(other)
     arrays = trainer.weights("a")
     for array in arrays.values():
-        array.setflags(write=False)  # as they come out of shared memory
+        array.setflags(write=False)  # as arrays from shared memory are
     sampler.receive_version("received", trainer.peft_config("a"), as_tensors(arrays))
     here = toy_sampler(trainer)
     here.publish("new", "a")
@@ -152,7 +152,7 @@ def test_a_retired_version_finishes_its_requests() -> None:
     assert len(trainer.pool._versions) == 3
     with pytest.raises(InvalidInputError, match="version_id: got 'a'"):
         sampler.submit(request("z", "a", prompt(5), max_tokens=1))
-    sampler.publish("a", "b")  # the name is free again, and means something else
+    sampler.publish("a", "b")  # the name is free again, and now means other weights
     sampler.submit(request("z", "a", prompt(9, 0), max_tokens=30, seed=0))
     outcomes = {each.request_id: each.outcome for each in early} | drain(sampler)
     assert_same_samples(outcomes["x"], expected["x"])
@@ -189,7 +189,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
 
 
 def test_more_versions_than_the_device_holds() -> None:
-    """Two stacks that do not fit together, and more versions than slots: everyone gets a turn."""
+    """Two stacks do not fit together, and there are more versions than slots: every request gets a turn."""
     specs = {f"a{n}": replace(SPECS["a"], seed=n) for n in range(12)} | {f"b{n}": SPECS["b"] for n in range(2)}
     trainer = toy_trainer(specs)
     sampler = toy_sampler(trainer)
@@ -206,7 +206,7 @@ def test_more_versions_than_the_device_holds() -> None:
     outcomes: dict[str, object] = {}
     while sampler.busy:
         outcomes |= {finished.request_id: finished.outcome for finished in sampler.step()}
-        train(trainer, "a3")  # which pages out what sampling needs
+        train(trainer, "a3")  # pages out versions that sampling needs
         assert trainer.pool._used_bytes() <= largest
     for name, result in expected.items():
         assert_same_samples(outcomes[name], result)
@@ -242,7 +242,7 @@ def test_a_version_that_has_blown_up_fails_alone() -> None:
         assert isinstance(failure.error, NonFiniteError)
     for each in good:
         assert_same_samples(outcomes[each.request_id], expected[each.request_id])
-    # Those who come after find no trace of it in the cache.
+    # Later requests find no trace of it in the cache.
     for name, result in run(sampler, good).items():
         assert isinstance(result, SampleResult)
         assert_same_samples(result, expected[name])

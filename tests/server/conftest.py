@@ -1,4 +1,4 @@
-"""Servers and tenants for tests of the service; what they can do is in running.py."""
+"""Servers and tenants for tests of the service. Their methods are in tests/support/servers/running.py."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.support.servers.state_samples import BACKENDS, on_backend
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_proxy() -> Iterator[None]:
-    """The SDK asks the environment's proxy even for 127.0.0.1, unless it is told not to."""
+    """Bypasses proxies: otherwise the SDK uses the environment's proxy even for 127.0.0.1."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("NO_PROXY", "no_proxy"):
             patch.setitem(os.environ, name, environment()[name])
@@ -23,20 +23,21 @@ def _no_proxy() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_databases_left() -> Iterator[None]:
+    """Drops the PostgreSQL databases of the tests at the end."""
     yield
     drop_databases()
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The database of the test's stores (see state_samples.py)."""
+    """Runs the test once for each database, sqlite and postgresql, and has stores use it; see state_samples.py."""
     with on_backend(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One mock server for all tests that do not disturb it. Each test comes with its own keys."""
+    """The mock server that all tests share. Use it if the test does not stop or reconfigure the server."""
     server = Server(tmp_path_factory.mktemp("server")).start()
     yield server
     server.close()
@@ -44,21 +45,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def tenant(server: Server, request: pytest.FixtureRequest) -> Tenant:
-    """A tenant that no other test has."""
+    """A tenant of the shared server that no other test uses."""
     return Tenant(server.url, key_for(request.node.nodeid))
 
 
 @pytest.fixture
 def other_tenant(server: Server, request: pytest.FixtureRequest) -> Tenant:
-    """A second one."""
+    """A second tenant of the shared server, for tests of isolation."""
     return Tenant(server.url, key_for(f"{request.node.nodeid} other"))
 
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Makes servers with a data directory of their own, started; a test may kill them and start them again.
+    """Starts servers with their own data directory, which a test may kill and start again.
 
-    ``own_server(config, gap=1.0)``: the configuration, or None for the mock, and settings of tuned_launch.py.
+    ``own_server(config, gap=1.0)`` takes the configuration, or None for the mock model, and settings of tuning.py.
     """
     servers: list[Server] = []
 

@@ -1,4 +1,4 @@
-"""twinkle.server.common: what scripts for the tinker SDK make datums with."""
+"""twinkle.server.common: functions with which scripts for the tinker SDK make datums."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from twinkle.server.common import (  # noqa: E402
 
 
 class Positions:
-    """The template's part."""
+    """The part of a template that sets positions."""
 
     def set_mm_position_ids(self, feature):
         return {**feature, "position_ids": np.arange(len(feature["input_ids"]))}
@@ -59,7 +59,7 @@ def test_there_and_back_with_images():
     feature = {"input_ids": [1, 2, 3], "labels": [2, -100, 9], "pixel_values": pixels, "image_grid_thw": [[1, 2, 3]]}
     back = datum_to_input_feature(input_feature_to_datum(feature), Positions())
     assert back["input_ids"].tolist() == [1, 2, 3]
-    assert back["labels"].tolist() == [2, -100, 9]  # the last target of a datum is a real one
+    assert back["labels"].tolist() == [2, -100, 9]  # the last target of a datum is a real token
     assert back["attention_mask"].tolist() == [1, 1, 1]
     assert back["position_ids"].tolist() == [0, 1, 2]
     assert back["length"] == 3

@@ -1,4 +1,4 @@
-"""Small nouns that all rooms share: request ids, and counts by name."""
+"""Small types that the whole server shares: request ids, and counts by name."""
 
 import pytest
 

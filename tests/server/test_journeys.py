@@ -1,6 +1,6 @@
-"""The way of a request from its route handler to the trainer: short, and as docs/architecture.md tells it.
+"""The path of a request from its route handler to the trainer: short, and as described in docs/architecture.md.
 
-All functions of our source that run meanwhile, in any thread of an otherwise idle server, are counted.
+The tests count all functions of our source that run meanwhile, in any thread of an otherwise idle server.
 """
 
 import json
@@ -41,7 +41,7 @@ class TracedServer(Server):
         return [sys.executable, str(PROGRAMS / "traced_launch.py"), str(self.trace), *arguments]
 
     def journey(self) -> list[Step]:
-        """Of the last request, in the order of first calls, without the trainer, where it ends."""
+        """Return the steps of the last request in the order of first calls, without the trainer, where it ends."""
         return [step for each in json.loads(self.trace.read_text()) if (step := Step(*each)).file != TRAINER[0]]
 
 
@@ -57,8 +57,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedServer]:
 def tinker(traced: TracedServer) -> list[Step]:
     tenant = Tenant(traced.url, "tml-journey")
     model = tenant.model()
-    for seq_id in range(1, 4):  # the first one imports and remembers this and that
-        time.sleep(0.3)  # what the last one left to do is done
+    for seq_id in range(1, 4):  # the first request also imports modules and fills caches
+        time.sleep(0.3)  # time for background work of the last request
         tenant.result(tenant.forward_backward(model, seq_id, [datum([*TOKENS, 37])]))
     return traced.journey()
 
@@ -74,12 +74,12 @@ def native(traced: TracedServer) -> list[Step]:
 
 
 def passed(journey: list[Step]) -> list[str]:
-    """The files that a request passes: a function there is handed it, in one of its forms."""
+    """Return the files that the request passes: a function there gets it, in one of its forms, as an argument."""
     return list(dict.fromkeys(step.file for step in journey if step.handed))
 
 
 def told(heading: str) -> list[tuple[str, str]]:
-    """The steps of a journey in the map, up to the trainer: file and function."""
+    """Return the steps of a journey in docs/architecture.md up to the trainer, as (file, function)."""
     text = MAP.read_text().split(f"## Journey of a {heading}")[1].split("```")[1].split(" Trainer.forward_backward")[0]
     steps = re.findall(r"^ *([\w/]+\.py):([\w.]+)", text, re.MULTILINE)
     return [
@@ -93,7 +93,10 @@ def told(heading: str) -> list[tuple[str, str]]:
 def test_a_request_passes_few_files(
     protocol: str, most_passed: int, most_of_all: int, request: pytest.FixtureRequest
 ) -> None:
-    """Files that are only asked something meanwhile, by background work too, are counted apart, with room to spare."""
+    """Counts the files that get the request.
+
+    All files that ran, also for background work, have their own, generous limit.
+    """
     journey: list[Step] = request.getfixturevalue(protocol)
     assert len(passed(journey)) <= most_passed, passed(journey)
     everywhere = sorted({step.file for step in journey})

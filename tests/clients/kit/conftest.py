@@ -1,4 +1,4 @@
-"""A server with a tiny model for twinkle-kit's client."""
+"""Fixtures for tests with twinkle-kit's client: one server with a tiny model."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,7 @@ MODEL = "random://llama-tiny"
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server with a tiny model, shared by all tests here. Skips the test if twinkle-kit is not installed."""
     if not PYTHON.exists():
         pytest.skip("twinkle-kit is not installed; `make test-kit` does that")
     model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32", "aliases": ["org/tiny"]}

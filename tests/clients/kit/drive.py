@@ -1,7 +1,7 @@
-"""Every call of twinkle-kit's client once, against any server: ``python drive.py URL MODEL``.
+"""Make every call of twinkle-kit's client once, against any server: ``python drive.py URL MODEL``.
 
-Runs in the kit's environment and uses its public interface only. One line of JSON for each step: its name, and what
-the client returned or raised.
+Runs in the kit's environment and uses only its public interface. Prints one line of JSON for each step: its name, and
+what the client returned or raised.
 """
 
 import json
@@ -25,7 +25,7 @@ URL, MODEL = sys.argv[1:]
 
 
 def row(tokens: list[int], labels: list[int], **more: Any) -> dict[str, Any]:
-    """As the library's datasets make them: encoded, and still with what was encoded."""
+    """Return a row as the library's datasets make them: encoded, and with the fields it was encoded from."""
     length = len(tokens)
     masks = {"attention_mask": [1] * length, "position_ids": list(range(length)), "length": length}
     return {"input_ids": tokens, "labels": labels, **masks, **more}
@@ -37,7 +37,7 @@ SAMPLING = {"max_tokens": 2, "temperature": 1.0, "top_p": 0.95, "num_samples": 1
 
 
 def plain(value: Any) -> Any:
-    """Answers as JSON: pydantic models, lists of them, or what is JSON already."""
+    """Return an answer as JSON: a pydantic model, a list of them, or a value that is JSON already."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if hasattr(value, "model_dump"):
@@ -137,7 +137,7 @@ processor = step("InputProcessor", InputProcessor)
 if processor is not None:
     step("InputProcessor.__call__", lambda: processor(ROWS[:1]))
 
-# --- what there is now ------------------------------------------------------------------------------------------------
+# --- what exists now --------------------------------------------------------------------------------------------------
 run = path.removeprefix("twinkle://").partition("/")[0]
 step("get_training_run", lambda: client.get_training_run(run))
 step("list_checkpoints", lambda: client.list_checkpoints(run))

@@ -1,6 +1,6 @@
-"""What twinkle-kit's client says, as data: ``python tests/clients/kit/recording.py`` writes it down again.
+"""Record the requests of twinkle-kit's client as data: ``python tests/clients/kit/recording.py`` writes the file again.
 
-The kit runs in an environment of its own (``make test-kit`` makes it) and is only ever run, never read.
+The kit is installed in its own environment (``make test-kit`` creates it). These tests run it and never import it.
 """
 
 import json
@@ -20,19 +20,19 @@ MODEL = "Qwen/Qwen3.5-4B"
 
 _USER_SETTINGS = re.compile(r"TWINKLE_|HF_|TRANSFORMERS_|MODELSCOPE_|PYTHONPATH$")
 _LOCAL = "127.0.0.1,localhost"
-# Of the connection, or different in every run.
+# Headers of the connection, or that differ in every run.
 _LEFT_OUT = {"Host", "Connection", "Content-Length", "Accept", "Accept-Encoding", "User-Agent"}
 
 
 def environment() -> dict[str, str]:
-    """For the kit: nothing of the user's settings, no hub, and one core."""
+    """Return the environment for the kit: without the user's settings, without a hub, and with one core."""
     kept = {name: value for name, value in os.environ.items() if not _USER_SETTINGS.match(name)}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**kept, **offline, "NO_PROXY": _LOCAL, "no_proxy": _LOCAL, "OMP_NUM_THREADS": "1"}
 
 
 def run_kit(script: str, *arguments: str, seconds: float = 300) -> list[dict[str, Any]]:
-    """A script of this directory in the kit's interpreter; the lines of JSON that it printed."""
+    """Run a script of this directory in the kit's interpreter; return the lines of JSON that it printed."""
     done = subprocess.run(
         [PYTHON, HERE / script, *arguments],
         env=environment(),
@@ -46,7 +46,10 @@ def run_kit(script: str, *arguments: str, seconds: float = 300) -> list[dict[str
 
 
 def conversation() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What drive.py saw of a recording server, and what the server saw of it."""
+    """Run drive.py against a recording server.
+
+    Return the steps that drive.py printed and the exchanges that the server saw.
+    """
     with RecordingServer() as server:
         steps = run_kit("drive.py", server.url, MODEL)
     exchanges = _beating_once(server.exchanges)
@@ -62,7 +65,7 @@ def conversation() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _beating_once(exchanges: list[Exchange]) -> list[Exchange]:
-    """The heartbeat has a thread of its own: one of it, right after the session's beginning."""
+    """Keep one heartbeat, right after the start of the session: a separate thread sends them at any time."""
     beats = [exchange for exchange in exchanges if exchange.path.endswith("/session_heartbeat")]
     others = [exchange for exchange in exchanges if exchange not in beats]
     return [others[0], beats[0], *others[1:]]
@@ -85,7 +88,7 @@ def _plain(exchange: Exchange) -> dict[str, Any]:
 
 
 def _ordered(body: Any) -> Any:
-    """Objects that travel as text have their keys in the order of a set."""
+    """Sort the keys of objects that are sent as text, because the client writes them in the random order of a set."""
     if not isinstance(body, dict):
         return body
     return {
@@ -97,7 +100,7 @@ def _ordered(body: Any) -> Any:
 
 
 def _lines(said: dict[str, Any]) -> str:
-    """JSON with an exchange a line."""
+    """Return JSON with one exchange per line."""
     head = json.dumps({**said, "exchanges": []}, indent=1).removesuffix("[]\n}")
     return head + "[\n" + ",\n".join(json.dumps(exchange) for exchange in said["exchanges"]) + "\n]}\n"
 

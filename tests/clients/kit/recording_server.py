@@ -1,10 +1,10 @@
-"""A server that keeps what it is asked and gives the smallest answers a client of the native protocol can live with.
+"""A server that records its requests and gives the smallest answers that a client of the native protocol accepts.
 
     with RecordingServer() as server:
         ...                                     # a client talks to server.url
     server.exchanges                            # in the order in which they arrived
 
-``server.answers`` overrides the answer to the next request whose path ends with a text: a status and a body.
+``server.answers`` overrides the answer to the next request whose path ends with the key: a status and a body.
 """
 
 import json
@@ -64,7 +64,7 @@ _MODEL: dict[str, Any] = {
     **dict.fromkeys(("step", "zero_grad", "lr_step", "clip_grad_and_step"), None),
     "get_train_configs": {"result": "text"},
     "calculate_loss": {"result": 1.23},
-    "calculate_metric": {"result": {"loss": None}},  # a number, or text
+    "calculate_metric": {"result": {"loss": None}},  # a number or text
     "clip_grad_norm": {"result": "0.51"},
     "get_state_dict": {"result": {}},
     "resume_from_checkpoint": {
@@ -89,7 +89,7 @@ _CALLS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request and what was answered."""
+    """One request and its answer."""
 
     method: str
     path: str
@@ -101,7 +101,7 @@ class Exchange:
 
 
 class RecordingServer:
-    """Listens on a port of its own, one thread a connection, until the ``with`` block ends."""
+    """Listens on its own port, with one thread for each connection, until the ``with`` block ends."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
@@ -186,6 +186,6 @@ def _handler(server: RecordingServer) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_DELETE = handle_request
 
         def log_message(self, *_arguments: object) -> None:
-            """Nothing: the exchanges are the log."""
+            """Log nothing: the exchanges are the log."""
 
     return Handler

@@ -1,6 +1,6 @@
-"""twinkle-kit's client goes on from a checkpoint in a session of its own: ``python resume.py URL MODEL PATH``.
+"""Resume from a checkpoint in a new session with twinkle-kit's client: ``python resume.py URL MODEL PATH``.
 
-Runs in the kit's environment. The data live on the server. The last line is what happened, as JSON.
+Runs in the kit's environment. The data are on the server. The last line printed is the result, as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""twinkle-kit's client still says what was recorded of it (``make test-kit``); the recording is what others replay."""
+"""twinkle-kit's client still sends the recorded requests (``make test-kit``), which test_kit_replay.py replays."""
 
 import json
 from typing import Any

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.kit
 
 MODEL = "org/tiny"
 RANK = 8
-STEPS = 20  # of train.py, with two rows each
+STEPS = 20  # steps of train.py, with two rows each
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def trained(server: Server) -> dict[str, Any]:
 
 
 def test_every_call_of_the_client(server: Server) -> None:
-    """What is refused is said as an error the client can show; nothing is answered in a way it cannot read."""
+    """Calls that are refused raise an error that the client can show; the client can read every other answer."""
     steps = run_kit("drive.py", server.url, MODEL)
     raised = {step["step"]: step["raised"] for step in steps if "raised" in step}
     hub = "needs the package 'modelscope'"
@@ -45,14 +45,15 @@ def test_the_model_is_offered(trained: dict[str, Any]) -> None:
 def test_loss_falls(trained: dict[str, Any]) -> None:
     losses = trained["losses"]
     assert len(losses) == STEPS
-    assert fmean(losses[-3:]) < losses[0] - 0.9  # embeddings this small cannot tell tokens much further apart
+    assert fmean(losses[-3:]) < losses[0] - 0.9  # embeddings this small cannot separate the tokens much further
     assert [float(metrics["loss"]) for metrics in trained["metrics"]] == pytest.approx(losses, abs=1e-3)
 
 
 def test_the_base_model_stays_as_it_was(trained: dict[str, Any]) -> None:
-    """At the first step the adapter does nothing: its loss is that of the base model."""
+    """At the first step the adapter changes nothing, so its loss is that of the base model."""
     (row,) = trained["without"]
-    assert -fmean(row[-6:-1]) == pytest.approx(trained["losses"][0], rel=1e-4)  # "blue", the end; the last has no label
+    # "blue" and the end token; the last has no label
+    assert -fmean(row[-6:-1]) == pytest.approx(trained["losses"][0], rel=1e-4)
 
 
 def test_samples_come_from_what_was_saved(trained: dict[str, Any]) -> None:
@@ -81,8 +82,8 @@ def test_another_session_resumes(trained: dict[str, Any], resumed: dict[str, Any
     assert resumed["info"]["lora_rank"] == RANK
     assert resumed["progress"]["cur_step"] == STEPS
     assert resumed["progress"]["consumed_train_samples"] == 2 * STEPS
-    # As without stopping: weights and moments of Adam came back. A step changes the loss by some 1e-3; rounding, if
-    # anything, by 1e-5 (DESIGN section 4, invariant 1).
+    # The same as without stopping: weights and Adam's moments were restored. A step changes the loss by some 1e-3,
+    # rounding by at most 1e-5 (DESIGN section 4, invariant 1).
     assert resumed["losses"] == pytest.approx(trained["went_on"], rel=1e-5)
 
 

@@ -1,6 +1,6 @@
-"""twinkle-kit's client trains an adapter and samples from it: ``python train.py URL MODEL``.
+"""Train an adapter and sample from it with twinkle-kit's client: ``python train.py URL MODEL``.
 
-Runs in the kit's environment. The last line is what happened, as JSON.
+Runs in the kit's environment. The last line printed is the result, as JSON.
 """
 
 import json
@@ -39,7 +39,7 @@ for _ in range(STEPS):
 without = model.forward_only(inputs=[LESSON], disable_lora=True).result["logps"]
 saved = model.save("lesson", save_optimizer=True, consumed_train_samples=2 * STEPS)
 published = model.save("lesson", is_sampler=True)
-went_on = []  # without stopping: what resume.py does from what was saved
+went_on = []  # trained without stopping; resume.py does the same steps from the checkpoint
 for _ in range(FURTHER_STEPS):
     went_on.append(model.forward_backward(inputs=[LESSON, LESSON]).result["loss"])
     model.clip_grad_and_step()

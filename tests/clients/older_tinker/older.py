@@ -1,8 +1,6 @@
-"""What scripts written for older tinker SDKs do beyond train.py: python older.py URL KEY MODEL, by an interpreter that
-has one.
+"""Use what older tinker SDKs offer beyond train.py: ``python older.py URL KEY MODEL``, in such an SDK's environment.
 
-DPO against the model without its adapter, the address of an archive, and giving the model back. Prints one line of
-JSON.
+DPO against the model without its adapter, the address of an archive, and unloading the model. Prints one line of JSON.
 """
 
 import json
@@ -57,7 +55,7 @@ async def unload(model_id: str) -> types.UntypedAPIFuture:
         return await client.models.unload(request=types.UnloadModelRequest(model_id=model_id))
 
 
-# These SDKs can ask for it and have no method that does: this is how their other methods wait.
+# These SDKs know the request but have no method for it. This is how their other methods wait.
 asked = service.holder.run_coroutine_threadsafe(unload(training.model_id)).result()
 unloaded = _APIFuture(types.UnloadModelResponse, service.holder, asked, time.time(), "UnloadModel").result()
 try:

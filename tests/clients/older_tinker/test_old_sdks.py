@@ -1,4 +1,4 @@
-"""Older tinker SDKs, each in an environment of its own (make test-compat), on one running server at the same time."""
+"""Older tinker SDKs, each in its own environment (make test-compat), use one running server at the same time."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def interpreters() -> dict[str, Path]:
 
 
 def run(command: list[str], server: SdkServer, name: str) -> str:
-    """What it prints. The SDK's command line finds its server in the environment."""
+    """Run a command and return what it prints. The SDK's command line finds the server in the environment."""
     local = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TINKER_TELEMETRY": "0"}
     environment = {**os.environ, **local, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": key_of(name)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
@@ -66,7 +66,7 @@ FILES = {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complet
 
 @pytest.fixture(scope="module")
 def older(server: SdkServer) -> dict[str, dict[str, Any]]:
-    """What older.py says under each older SDK, both at once."""
+    """Return the output of older.py for each older SDK; they run at the same time."""
     with ThreadPoolExecutor(len(OLD)) as pool:
         runs = {name: pool.submit(answers, "older.py", server, name, interpreters()[name]) for name in OLD}
         return {name: run.result() for name, run in runs.items()}
@@ -74,10 +74,10 @@ def older(server: SdkServer) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", OLD)
 def test_dpo_against_the_base_model(older: dict[str, dict[str, Any]], name: str) -> None:
-    """As the existing library's scripts do it: what the server said without the adapter comes back as ref_logps."""
+    """As the existing library's scripts do it: log-probabilities without the adapter are sent back as ref_logps."""
     said = older[name]
     first, last = said["reference"]
-    assert last == first  # training does not reach the base model
+    assert last == first  # training does not change the base model
     margins = [metrics["rewards/margins:mean"] for metrics in said["metrics"]]
     assert margins[0] == pytest.approx(0, abs=1e-5)
     assert margins[-1] > margins[0]
@@ -85,7 +85,7 @@ def test_dpo_against_the_base_model(older: dict[str, dict[str, Any]], name: str)
 
 
 def test_each_targets_part_of_the_loss(older: dict[str, dict[str, Any]]) -> None:
-    """For those who send JSON."""
+    """SDKs that send JSON get elementwise_loss; others get only logprobs."""
     for output, weights in zip(older["0.16.1"]["outputs"], ([0, 1, 1], [0, 1]), strict=True):
         expected = [-lp * weight for lp, weight in zip(output["logprobs"], weights, strict=True)]
         assert output["elementwise_loss"] == pytest.approx(expected, abs=1e-6)
@@ -99,7 +99,7 @@ def test_all_say_the_same(older: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", OLD)
 def test_archives(server: SdkServer, older: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
-    """The address that its client reads, and its command line, which fetches and unpacks what is there."""
+    """The client reads the archive's address, and its command line downloads and unpacks the archive."""
     said = older[name]
     assert said["archive"].startswith(f"{server.url}/api/v1/archives/")
     assert said["expires"]

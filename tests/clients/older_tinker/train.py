@@ -1,6 +1,6 @@
-"""A client's whole life on an older tinker SDK, run by an interpreter that has it: python train.py URL KEY MODEL.
+"""Train and sample with an older tinker SDK: ``python train.py URL KEY MODEL`` in the environment of that SDK.
 
-Prints one line of JSON: the losses of each step, and what was drawn from the trained weights.
+Prints one line of JSON: the loss of each step, and samples from the trained weights.
 """
 
 import json

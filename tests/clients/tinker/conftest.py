@@ -1,4 +1,8 @@
-"""The real SDK against a real server with a tiny model. No test may leave a warning in the SDK's log."""
+"""Fixtures for tests of the real SDK against a real server with a tiny model.
+
+A test fails if the SDK logs a warning. Where a warning is expected, mark the test with ``@pytest.mark.complaint("part
+of the warning")``.
+"""
 
 import logging
 import os
@@ -17,6 +21,8 @@ os.environ["TINKER_TELEMETRY"] = "1"
 
 
 class _Complaints(logging.Handler):
+    """Collects the SDK's warnings."""
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.seen: list[str] = []
@@ -27,6 +33,7 @@ class _Complaints(logging.Handler):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
+    """The server that all tests share. A test that must disturb a server starts its own SdkServer."""
     running = SdkServer(tmp_path_factory.mktemp("server")).start()
     yield running
     assert running.stop() == 0
@@ -34,6 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
 
 @pytest.fixture(scope="session", autouse=True)
 def complaints() -> Iterator[_Complaints]:
+    """Collects the SDK's warnings during the whole test run; none may be left at its end."""
     handler = _Complaints()
     logging.getLogger("tinker").addHandler(handler)
     yield handler
@@ -43,6 +51,7 @@ def complaints() -> Iterator[_Complaints]:
 
 @pytest.fixture(autouse=True)
 def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test if the SDK logged a warning that its ``complaint`` marker does not name."""
     yield
     seen, complaints.seen = complaints.seen, []
     expected = request.node.get_closest_marker("complaint")
@@ -53,17 +62,18 @@ def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> It
 
 @pytest.fixture
 def service(server: SdkServer, request: pytest.FixtureRequest) -> tinker.ServiceClient:
-    """Each test is a tenant of its own."""
+    """The SDK's client of a tenant that no other test uses."""
     return server.service(request.node.name)
 
 
 @pytest.fixture(scope="session")
 def trainer() -> Trainer:
-    """The same model in this process, on as many threads as the server has: bits depend on them."""
+    """The same model in this process, on as many threads as the server uses: a result's bits depend on that."""
     torch.set_num_threads(1)
     return Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
+    """A temporary directory."""
     return tmp_path

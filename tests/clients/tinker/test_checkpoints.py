@@ -48,7 +48,7 @@ def test_loading_into_a_model_that_has_trained(service: tinker.ServiceClient) ->
     training.forward_backward(tinker_data(sequences(3)), "cross_entropy")
     training.load_state_with_optimizer(path).result()
     assert same(look(training), before)
-    training.optim_step(ADAM).result()  # the gradient from before the load is gone
+    training.optim_step(ADAM).result()  # loading discarded the earlier gradient
     assert same(look(training), before)
 
 

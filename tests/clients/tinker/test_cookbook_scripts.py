@@ -13,7 +13,7 @@ SCRIPTS = ROOT / "cookbook" / "client" / "tinker" / "self_host"
 
 
 def run(script: str, server: Server, directory: Path) -> str:
-    """What the script printed; it ended well and complained about nothing."""
+    """Run a script, which must succeed without a complaint, and return its output."""
     names = {"TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": f"tml-{script}", "TWINKLE_MODEL": MODEL}
     done = subprocess.run(
         [sys.executable, SCRIPTS / f"{script}.py"],
@@ -36,7 +36,7 @@ def test_lora(server: Server, tmp_path: Path) -> None:
     printed = run("lora", server, tmp_path)
     found = losses(printed)
     assert len(found) == 10
-    assert found == sorted(found, reverse=True)  # the second client goes on where the first one saved
+    assert found == sorted(found, reverse=True)  # the second client continues where the first one saved
     assert re.search(r"^saved tinker://\S+/weights/halfway$", printed, re.MULTILINE)
     assert "Twinkle, twinkle, little|" in printed
 
@@ -45,7 +45,7 @@ def test_sample(server: Server, tmp_path: Path) -> None:
     printed = run("sample", server, tmp_path)
     assert "same again: True" in printed
     assert len(re.findall(r"\((stop|length), mean logprob -\d", printed)) == 1 + 4 + 2 + 3 + 1 + 3
-    tokens = len("The quick brown fox jumps over the lazy banana")  # this tokenizer's tokens are bytes
+    tokens = len("The quick brown fox jumps over the lazy banana")  # this tokenizer has one token per byte
     assert len(re.findall(r"-\d+\.\d\d   likeliest: ", printed)) == tokens - 1
 
 

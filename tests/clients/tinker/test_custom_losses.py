@@ -1,4 +1,4 @@
-"""Losses that a user writes and the server runs: the unmodified SDK, with both answers to custom_loss_server_side."""
+"""Losses that a user writes and the server runs: the unmodified SDK, with custom_loss_server_side on and off."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-@pytest.fixture(scope="session")  # clients of a server that is gone complain
+@pytest.fixture(scope="session")  # for the whole test run: clients of a stopped server would log warnings
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
-    """One that leaves such losses to its clients."""
+    """A server that leaves custom losses to its clients."""
     sections = {"clients": {"custom_loss_server_side": False}}
     running = SdkServer(tmp_path_factory.mktemp("plain"), sections=sections).start()
     yield running
@@ -36,7 +36,7 @@ def clipped(logprobs: Tensor, q: Tensor, advantages: Tensor, epsilon: Tensor) ->
 
 
 def pairwise(logprobs: Tensor, mask: Tensor, place: Tensor) -> Loss:
-    """Neighbours compared, a mask of integers, a slice, and a statistic of the whole sequence."""
+    """A loss with a comparison of neighbours, an integer mask, a slice, and a statistic of the whole sequence."""
     chosen = torch.where(mask > 0, logprobs, torch.zeros_like(logprobs))
     margins = chosen[1:] - chosen[:-1]
     loss = F.softplus(-2.0 * margins).mean() + 0.1 * logprobs.std(unbiased=False) + torch.logsumexp(chosen, dim=-1)
@@ -44,7 +44,7 @@ def pairwise(logprobs: Tensor, mask: Tensor, place: Tensor) -> Loss:
 
 
 def distilled(logprobs: Tensor, teacher: Tensor) -> Loss:
-    """Of several targets a token."""
+    """A loss over several targets per token."""
     student = torch.log_softmax(logprobs, dim=-1)
     divergence = (teacher * (torch.log(teacher + 1e-6) - student)).sum(-1)
     return divergence.sum(), {"custom/kl:mean": divergence.mean()}

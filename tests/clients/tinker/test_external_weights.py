@@ -1,4 +1,4 @@
-"""Exported adapters in other hands: PEFT computes with the files what the server trained."""
+"""Exported adapters in other tools: PEFT computes with the files what the server trained."""
 
 import json
 import urllib.request
@@ -45,7 +45,7 @@ def test_peft_computes_what_was_trained(server: SdkServer, service: tinker.Servi
     tensors = load_file(directory / "adapter_model.safetensors")
     assert {name for name in tensors if name.startswith(HEAD)} == {f"{HEAD}lora_A.weight", f"{HEAD}lora_B.weight"}
     assert not any(name.startswith(OURS) for name in tensors)
-    # As who merges such files does: the head's adapter belongs to lm_head.
+    # As tools that merge such files do: the head's adapter is renamed to lm_head.
     renamed = {name.replace(HEAD, OURS): tensor for name, tensor in tensors.items()}
     save_file(renamed, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     base = load_for_training(MODEL, None, None, torch.device("cpu"), {})
@@ -61,7 +61,7 @@ def test_peft_computes_what_was_trained(server: SdkServer, service: tinker.Servi
 
 
 def test_what_is_not_trained_is_not_exported(server: SdkServer, service: tinker.ServiceClient, request, files) -> None:
-    """And encrypted to its reader, it is the same."""
+    """Modules that were not trained are not in the files; this also holds for an encrypted export."""
     training = trained(service, train_mlp=False, train_unembed=False)
     reader = pyrage.x25519.Identity.generate()
     recipients = [str(reader.to_public())]

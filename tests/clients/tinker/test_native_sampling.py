@@ -1,4 +1,4 @@
-"""Sampling in our own protocol with a tiny model: what a server says is what LocalSampler says in this process."""
+"""Sampling in the native protocol with a tiny model: a server returns what LocalSampler returns in this process."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from twinkle.sampler import LocalSampler
 from twinkle.server.verbs.codec import finite
 
 pytestmark = pytest.mark.skipif(SAMPLER != "torch", reason="LocalSampler samples with torch")
-NAME = MODEL.rpartition("://")[2]  # clients leave the scheme out of addresses
+NAME = MODEL.rpartition("://")[2]  # clients leave out the scheme in addresses
 CONVERSATIONS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hello"}], "user_data": [["ground_truth", '"18"']]},
     {"messages": [{"role": "system", "content": "Short."}, {"role": "user", "content": "A longer question?"}]},
@@ -64,7 +64,7 @@ def assert_same(served: list[dict[str, Any]], expected: list[Any]) -> None:
 
 
 def flat(places: Any) -> Any:
-    """Log-probabilities of pairs, and their tokens as they are."""
+    """Return the numbers of all (token, log-probability) pairs in one list."""
     if places is None:
         return None
     return [value for place in places if place is not None for pair in place for value in pair]
@@ -112,7 +112,7 @@ def test_a_template_of_the_session(caller: Caller, local: LocalSampler) -> None:
     local.template = before
     assert_same(served, expected)
     assert served[0]["sequences"][0]["new_input_feature"]["messages"][0]["role"] == "system"
-    caller.begin()  # another session has chosen nothing
+    caller.begin()  # a new session, for which no template was set
     plain_one = caller.samples(NAME, {"inputs": CONVERSATIONS, "sampling_params": params})
     assert_same(plain_one, local.sample(CONVERSATIONS, SamplingParams.from_dict(params)))
 

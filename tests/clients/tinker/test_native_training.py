@@ -1,4 +1,4 @@
-"""The native protocol trains as the library does: the same verbs, here in this process and there on a server."""
+"""The native protocol trains as the library does: each verb runs in this process and on a server."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def tenant(server: SdkServer, request: pytest.FixtureRequest) -> NativeTenant:
 
 @pytest.fixture
 def local(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MultiLoraTransformersModel]:
-    """The library's own model around the trainer that all tests share."""
+    """The library's model on the trainer that all tests share."""
     monkeypatch.setattr(Trainer, "from_pretrained", lambda *_args, **_options: trainer)
     model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="no", max_loras=8)
     yield model
@@ -41,7 +41,7 @@ def features(seed: int, count: int = 3) -> list[dict[str, list[int]]]:
 
 
 class Both:
-    """Each verb here and there, with the same arguments."""
+    """Calls each verb locally and on the server, with the same arguments."""
 
     def __init__(self, local: MultiLoraTransformersModel, tenant: NativeTenant, **options: Any) -> None:
         self.local, self.tenant = local, tenant
@@ -177,7 +177,7 @@ def test_what_was_saved_is_resumed(local, tenant):
 
 
 def test_native_and_tinker_clients_share_batches_and_do_not_notice(server, local, tenant, service):
-    """Each alone first; then both at once, many steps, and on until a batch held both."""
+    """Each client trains alone first; then both train at once for many steps, until a batch contained ops of both."""
     steps = 12
     met = threading.Event()
     plain = service.create_lora_training_client(MODEL, rank=4, seed=3, train_unembed=False)

@@ -1,4 +1,4 @@
-"""What a server with a real model reports of the SDK's work: the gap between trainer and sampler above all."""
+"""What a server with a real model reports about the SDK's requests, above all the gap between trainer and sampler."""
 
 import pytest
 import tinker
@@ -10,11 +10,12 @@ from tests.support.servers.serving import MODEL, SAMPLER, SdkServer
 pytestmark = pytest.mark.skipif(SAMPLER == "mock", reason="the mock's sampler and trainer make up numbers of their own")
 
 PROMPT = [5, 6, 7, 8]
-TOLERANCE = {"torch": 1e-4, "vllm": 2e-2}  # mean |Δ|, fp32: the same code, and another engine
+# mean |Δ| in fp32: with the same code (torch), and with another engine (vllm)
+TOLERANCE = {"torch": 1e-4, "vllm": 2e-2}
 
 
 def rollout(sampler: tinker.SamplingClient) -> types.Datum:
-    """As cookbooks send them: zeros where the prompt is."""
+    """Return a sample as a datum, in the form that cookbooks send: with zeros for the prompt."""
     params = types.SamplingParams(max_tokens=16, seed=3, temperature=1.0, stop=[])
     sample = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0]
     tokens, before = PROMPT + sample.tokens, len(PROMPT) - 1

@@ -1,4 +1,4 @@
-"""The ``openai`` package on a real model: the same weights, samples and log-probabilities as through the tinker SDK."""
+"""The ``openai`` package on a real model: the same weights, samples and log-probabilities as with the tinker SDK."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ADAM = types.AdamParams(learning_rate=3e-2, eps=1e-8)
 
 @pytest.fixture
 def client(server: SdkServer, request: pytest.FixtureRequest) -> openai.OpenAI:
-    """The same tenant as ``service``."""
+    """A client for the same tenant as ``service``."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key_of(request.node.name), max_retries=0)
 
 
@@ -116,7 +116,7 @@ def test_chat_is_the_rendered_prompt(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stop", [None, "stop"])
 def test_a_stream_is_the_same_answer(client: openai.OpenAI, stop: str | None) -> None:
-    """Random bytes: broken characters, and tokens without any text, all the time."""
+    """The model samples random bytes, so broken characters and tokens without text are frequent."""
     more = {"max_tokens": 200, "temperature": 1.0, "seed": 11, "n": 2}
     if stop is not None:
         text = asked(client, MODEL, **more).choices[0].text

@@ -1,6 +1,6 @@
-"""What the SDK offers beside training and sampling, on a server that is told to use all of it.
+"""What the SDK offers besides training and sampling, on a server that is configured to use all of it.
 
-Tokens instead of keys, models that begin as checkpoints in one request; the mock computes.
+Clients exchange keys for tokens, and a model is created from a checkpoint in one request. The backend is the mock.
 """
 
 import json
@@ -15,7 +15,8 @@ from tinker import types
 from tests.support.servers.serving import MODEL, SdkServer, key_of, sequences, tinker_data
 
 
-@pytest.fixture(scope="session")  # there are clients that nobody can close: of a server that is gone they complain
+# for the whole test run: some clients cannot be closed, and would complain when their server is gone
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
     sections = {"auth": {"jwt": True}, "clients": {"create_model_by_loading": True}}
     running = SdkServer(tmp_path_factory.mktemp("surface"), "mock", sections).start()
@@ -25,13 +26,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Each test is a tenant of its own."""
+    """The name of a tenant that no other test uses."""
     return str(request.node.name)
 
 
 @pytest.fixture
 def connect(server: SdkServer, name: str) -> Iterator[Callable[..., tinker.ServiceClient]]:
-    """Makes clients. They end with the test: those of a server that is gone would complain."""
+    """Makes clients and closes them at the end of the test, because clients of a stopped server would complain."""
     made: list[tinker.ServiceClient] = []
 
     def new(**options: Any) -> tinker.ServiceClient:
@@ -66,7 +67,7 @@ def test_a_wrong_key_is_told_at_once(server: SdkServer) -> None:
 def test_a_model_begins_as_a_checkpoint(
     server: SdkServer, name: str, training: tinker.TrainingClient, connect: Callable[..., tinker.ServiceClient]
 ) -> None:
-    """In one request: no create_model is sent."""
+    """The model is created in one request: no create_model is sent."""
     training.forward_backward(tinker_data(sequences(1)), "cross_entropy").result()
     training.optim_step(types.AdamParams()).result()
     path = training.save_state("here").result().path

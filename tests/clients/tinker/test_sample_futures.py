@@ -1,6 +1,6 @@
-"""Waiting for many samples, giving some up, and copies of clients: with the unmodified SDK, in both ways to wait.
+"""Waiting for many samples, cancelling some, and copies of clients, with the unmodified SDK and both ways to wait.
 
-The mock samples here, as slowly as a test needs it: what is tested is around it.
+The mock samples as slowly as each test needs.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def mock_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def sampler(mock_server: SdkServer, request: pytest.FixtureRequest) -> Iterator[tinker.SamplingClient]:
     service = mock_server.service(request.node.name)
     yield service.create_sampling_client(base_model=MODEL)
-    service.close("success").result()  # or it would complain that the server is gone
+    service.close("success").result()  # otherwise it would complain that the server is gone
 
 
 def params(seed: int) -> types.SamplingParams:
@@ -49,7 +49,7 @@ def test_many_at_once(sampler: tinker.SamplingClient) -> None:
 
 
 def test_back_pressure(tmp_path: Path) -> None:
-    """More than a tenant may have waiting: the SDK is told to wait, and sends the rest later."""
+    """A client sends more samples than a tenant may have waiting: the SDK is told to wait and sends the rest later."""
     sections = {"limits": {"max_waiting_samples_per_tenant": 5}}
     server = SdkServer(tmp_path, "mock", sections, sample=0.1).start()
     service = server.service("hasty")
@@ -79,7 +79,7 @@ def test_giving_up_stops_the_work(mock_server: SdkServer, sampler: tinker.Sampli
     async def give_up() -> None:
         await asyncio.wait_for(sampler.sample_async(PROMPT, 4, ENDLESS), timeout=0.3)
 
-    # The mock needs 250 turns for this: without a cancel the server would still be at it.
+    # The mock needs 250 turns for these samples: without a cancel the server would still compute them.
     slow = [sampler.sample(PROMPT, 4, ENDLESS) for _ in range(20)]
     eventually(lambda: waiting_samples(mock_server) == 20)
     with pytest.raises(TimeoutError):
@@ -111,14 +111,14 @@ def test_a_copy_in_another_process(sampler: tinker.SamplingClient) -> None:
     worker = context.Process(target=_in_another_process, args=(pickle.dumps(sampler), results))
     worker.start()
     assert results.get(timeout=60) == tokens(sampler.sample(PROMPT, 1, params(3)))
-    worker.join(30)  # how it ends is the SDK's business: its background threads may abort it
+    worker.join(30)  # the SDK decides how it ends: its background threads may abort the process
     assert worker.exitcode is not None
 
 
-@pytest.mark.complaint("Failed to send telemetry batch")  # while there is no server
+@pytest.mark.complaint("Failed to send telemetry batch")  # while the server is down
 @pytest.mark.parametrize("batched", [True, False])
 def test_samples_survive_a_killed_server(tmp_path: Path, batched: bool) -> None:
-    """They are lost with it; the SDK hears so from the next one and sends them again."""
+    """Samples are lost with the server; the next server reports that, and the SDK sends them again."""
     sections = {"clients": {"batched_sample_polls": batched}}
     server = SdkServer(tmp_path, "mock", sections, sample=0.02).start()
     service = server.service("survivor")

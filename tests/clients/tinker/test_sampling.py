@@ -25,9 +25,10 @@ from tests.support.servers.serving import (
 
 ADAM = types.AdamParams(learning_rate=3e-2, eps=1e-8)
 PROMPT = types.ModelInput.from_ints([10, 20, 30, 40])
-TOLERANCE = 2e-5  # two ways to compute the same, in fp32
+TOLERANCE = 2e-5  # the same numbers computed in two ways, in fp32
 VOCABULARY = 512
-WIDEST = VOCABULARY - 2 if SAMPLER == "vllm" else VOCABULARY  # so many likeliest tokens can be asked for
+# the largest number of likeliest tokens that can be requested
+WIDEST = VOCABULARY - 2 if SAMPLER == "vllm" else VOCABULARY
 real_numbers = pytest.mark.skipif(SAMPLER == "mock", reason="the mock's numbers are made up")
 
 
@@ -107,7 +108,7 @@ def test_seeds(training: tinker.TrainingClient) -> None:
 
 @real_numbers
 def test_temperature(training: tinker.TrainingClient) -> None:
-    """0 is greedy; log-probabilities are of the tempered distribution."""
+    """Temperature 0 is greedy; log-probabilities are those of the tempered distribution."""
     sampler = training.save_weights_and_get_sampling_client()
     greedy = draw(sampler, 2, temperature=0.0, seed=None)
     assert greedy[0] == greedy[1] == draw(sampler, temperature=1.0, top_k=1)[0]
@@ -166,19 +167,19 @@ def test_topk_of_what_is_sampled(training: tinker.TrainingClient) -> None:
 
 @real_numbers
 def test_topk_of_what_is_sampled_is_tempered(training: tinker.TrainingClient) -> None:
-    """The whole vocabulary's probabilities add up to one, at every temperature."""
+    """The probabilities of the whole vocabulary add up to one at every temperature."""
     sampler = training.save_weights_and_get_sampling_client()
     for temperature in (0.5, 1.0, 2.0):
         wanted = params(max_tokens=3, temperature=temperature)
         (sequence,) = sampler.sample(PROMPT, 1, wanted, topk_sample_logprobs=WIDEST).result().sequences
         for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
             assert dict(top)[token] == pytest.approx(logprob, abs=TOLERANCE)
-            missing = (VOCABULARY - WIDEST) / VOCABULARY  # the least likely have less than that
+            missing = (VOCABULARY - WIDEST) / VOCABULARY  # upper bound for the probability of the least likely tokens
             assert sum(math.exp(lp) for _, lp in top) == pytest.approx(1, abs=1e-3 + missing)
 
 
 def test_targets(training: tinker.TrainingClient) -> None:
-    """Dense or sparse, named tokens have the log-probabilities that other options give for them."""
+    """The log-probabilities of target tokens, dense or sparse, equal those from other options."""
     sampler = training.save_weights_and_get_sampling_client()
     prompt = types.ModelInput.from_ints(list(range(10, 40)))
     scored = sampler.sample(
@@ -226,7 +227,7 @@ def test_only_the_end_of_a_prompt(training: tinker.TrainingClient) -> None:
         prompt_logprobs_last_n=1,
     ).result()
     assert [row is None for row in response.topk_prompt_logprobs] == [True, True, True, False]
-    # What is named is scored wherever it is.
+    # Target tokens are scored at every position.
     assert response.target_prompt_logprobs.data == pytest.approx(whole[1:], abs=TOLERANCE)
 
 
@@ -271,7 +272,7 @@ def test_giving_up_stops_the_work(server: SdkServer, training: tinker.TrainingCl
     sampler = training.save_weights_and_get_sampling_client()
     slow = [sampler.sample(PROMPT, 16, params(max_tokens=1500)) for _ in range(16)]
     eventually(lambda: waiting_samples(server) >= 16)
-    time.sleep(1)  # the SDK cannot cancel what it has not heard the id of
+    time.sleep(1)  # the SDK can cancel a request only after it received its id
     for future in slow:
         future.cancel()
     eventually(lambda: waiting_samples(server) == 0)

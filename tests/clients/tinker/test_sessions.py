@@ -1,4 +1,4 @@
-"""Sessions and futures: what the SDK needs to hear while it waits."""
+"""Sessions and futures: what the server tells the SDK while it waits."""
 
 import time
 
@@ -34,12 +34,15 @@ def test_a_heartbeat_ends_with_the_session(server: SdkServer, request: pytest.Fi
 
 @pytest.mark.slow
 def test_a_future_that_takes_long_is_waited_for(server: SdkServer, request: pytest.FixtureRequest) -> None:
-    """The answer to a poll comes before the SDK's 45 s, says that there is none yet, and names the queue's state."""
+    """A poll is answered within the SDK's timeout of 45 s.
+
+    The answer says that there is no result yet and names the queue's state.
+    """
     tenant = Tenant(server.url, key_of(request.node.name))
     session_id = tenant.session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     tenant.result(tenant.submit("create_model", body))
-    waiting = tenant.forward_backward(f"{session_id}:train:0", 2)  # number 1 never comes
+    waiting = tenant.forward_backward(f"{session_id}:train:0", 2)  # number 1 is never sent
     started = time.monotonic()
     answer = tenant.http.post("retrieve_future", json={"request_id": waiting}, timeout=45)
     assert 5 < time.monotonic() - started < 40
@@ -48,7 +51,7 @@ def test_a_future_that_takes_long_is_waited_for(server: SdkServer, request: pyte
 
 
 def test_the_sdk_stays_silent_while_it_reports(server: SdkServer, request: pytest.FixtureRequest) -> None:
-    """Telemetry and heartbeats go out every ten seconds; the fixture fails on any warning about them."""
+    """Telemetry and heartbeats are sent every ten seconds; the fixture fails the test on any warning about them."""
     training = server.service(request.node.name).create_lora_training_client(base_model=MODEL, rank=4)
     training.forward(tinker_data(sequences(1)), "cross_entropy").result()
     time.sleep(12)

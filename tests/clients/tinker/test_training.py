@@ -1,4 +1,4 @@
-"""Training with the unmodified SDK: every call that trains, and that the numbers are the Trainer's own."""
+"""Training with the unmodified SDK: every call that trains, with the same numbers as a Trainer in this process."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_losses_of_a_fresh_adapter_are_the_base_models(service: tinker.ServiceCl
 
 
 def test_one_tenant_gets_the_trainers_bits(service: tinker.ServiceClient, trainer: Trainer) -> None:
-    """Same batches, same bits: five steps of accumulated gradients, all Adam fields, and a last look."""
+    """Same batches, same bits: five steps with accumulated gradients and all Adam fields, then a forward pass."""
     spec = LoraSpec(8, seed=7, train_unembed=True)
     trainer.create_adapter("alone", spec)
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=7)
@@ -74,7 +74,7 @@ def test_one_tenant_gets_the_trainers_bits(service: tinker.ServiceClient, traine
 
 
 def test_seeds_and_targets(service: tinker.ServiceClient) -> None:
-    """The same seed gives the same adapter; what is not trained has no gradient."""
+    """The same seed gives the same adapter; modules that are not trained have no gradient."""
     rows = tinker_data(sequences(1))
     after = []
     for seed, options in ((5, {}), (5, {}), (6, {}), (5, {"train_unembed": False, "train_mlp": False})):
@@ -105,7 +105,7 @@ def test_forward_leaves_gradients_alone_and_sums_add_up(service: tinker.ServiceC
 
 
 def test_2500_datums_come_in_chunks(service: tinker.ServiceClient) -> None:
-    """The SDK sends three requests, the first one last; order and sums are those of one request."""
+    """The SDK sends three requests, the first one last; the order and the sums are those of one request."""
     rows = sequences(4, count=2500, length=3)
     training = service.create_lora_training_client(base_model=MODEL, rank=4, seed=1, train_unembed=False)
     output = training.forward_backward(tinker_data(rows), "cross_entropy").result()
@@ -123,7 +123,7 @@ def test_several_targets_a_token(service: tinker.ServiceClient, trainer: Trainer
         tokens = generator.integers(0, 256, 9)
         targets = generator.integers(0, 256, (9, width))
         weights = generator.random((9, width)).astype(np.float32)
-        weights[generator.random((9, width)) < 0.9] = 0.0  # mostly zeros: the SDK sends these in sparse form
+        weights[generator.random((9, width)) < 0.9] = 0.0  # mostly zeros, so the SDK sends a sparse tensor
         wanted.append(
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens.tolist()),
@@ -177,7 +177,7 @@ def test_losses_of_reinforcement_learning(
 
 
 def test_custom_loss_in_the_client(service: tinker.ServiceClient) -> None:
-    """Σ logprob² written by the user; its gradient must be that of the same loss as weights."""
+    """The user's loss is Σ logprob²; its gradient must equal that of the same loss expressed as weights."""
     rows = sequences(7)
 
     def squares(_data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -236,7 +236,7 @@ def test_unknown_models_and_bad_shapes_of_adapters(service: tinker.ServiceClient
 def test_eight_tenants_share_batches_and_get_the_trainers_bits(
     server: SdkServer, trainer: Trainer, request: pytest.FixtureRequest
 ) -> None:
-    """Eight tenants pipeline; the batches that the server made, given to a Trainer, come to the same bits."""
+    """Eight tenants pipeline requests; a Trainer that runs the server's batches gets the same bits."""
     clients = [
         server.service(f"{request.node.name}{i}").create_lora_training_client(
             base_model=MODEL, rank=4 + 4 * (i % 2), seed=i
@@ -253,7 +253,7 @@ def test_eight_tenants_share_batches_and_get_the_trainers_bits(
             client.optim_step(ADAM)
     found = {key: logprobs_of(future.result()) for key, future in futures.items()}
     for client in clients:
-        client.forward(tinker_data(sequences(0)), "cross_entropy").result()  # all optim_steps are done
+        client.forward(tinker_data(sequences(0)), "cross_entropy").result()  # waits until all optim_steps are done
 
     for i in range(8):
         trainer.create_adapter(f"tenant{i}", LoraSpec(4 + 4 * (i % 2), seed=i, train_unembed=True))

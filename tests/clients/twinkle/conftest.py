@@ -1,4 +1,4 @@
-"""A stub server for each test, and clients of it that are closed afterwards."""
+"""Fixtures for tests of the client: a stub server for each test, and clients that are closed afterwards."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from twinkle_client import TwinkleClient
 
 @pytest.fixture(autouse=True)
 def no_outside(monkeypatch):
-    """Neither proxies nor a server of the machine's."""
+    """Removes the machine's server settings from the environment and bypasses proxies."""
     for name in ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TINKER_BASE_URL", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
@@ -19,6 +19,7 @@ def no_outside(monkeypatch):
 
 @pytest.fixture
 def stub() -> Iterator[StubServer]:
+    """A server that records requests and gives scripted answers; see stub_server.py."""
     server = StubServer()
     yield server
     server.close()
@@ -26,7 +27,7 @@ def stub() -> Iterator[StubServer]:
 
 @pytest.fixture
 def connect(stub: StubServer) -> Iterator[Callable[..., TwinkleClient]]:
-    """Clients with a heartbeat that comes once and then hardly ever."""
+    """Makes clients of the stub server. They send one heartbeat at the start and then practically none."""
     clients = []
 
     def make(**options: Any) -> TwinkleClient:
@@ -41,4 +42,5 @@ def connect(stub: StubServer) -> Iterator[Callable[..., TwinkleClient]]:
 
 @pytest.fixture
 def client(connect: Callable[..., TwinkleClient]) -> TwinkleClient:
+    """A client of the stub server with default options."""
     return connect()

@@ -1,8 +1,8 @@
-"""A server that writes down what it was asked, answers what it was told to, and fails on request.
+"""A server that records its requests, gives the answers that a test sets, and fails on demand.
 
 stub.answer("/model/m/twinkle/save", {"twinkle_path": "twinkle://r/weights/x"})
 stub.fail("/model/m/twinkle/save", Drop(), Status(503))     # the next two requests, in this order
-stub.bodies("/model/m/twinkle/save")                        # what came, parsed
+stub.bodies("/model/m/twinkle/save")                        # the parsed bodies of all requests so far
 """
 
 import json
@@ -26,17 +26,17 @@ ANSWERS = {
 
 @dataclass(frozen=True)
 class Drop:
-    """The request is read, and the connection closed without an answer."""
+    """Read the request and close the connection without an answer."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The connection is closed in the middle of the answer."""
+    """Close the connection in the middle of the answer."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """The answer comes after so many seconds."""
+    """Delay the answer by this many seconds."""
 
     seconds: float
 
@@ -51,7 +51,7 @@ class Status:
 @dataclass(frozen=True)
 class Asked:
     method: str
-    path: str  # without /api/v1 and the query
+    path: str  # without /api/v1 and without the query
     query: str
     headers: Mapping[str, str]
     body: Any
@@ -97,7 +97,8 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
             body = json.loads(text) if text else None
             headers = {name.lower(): value for name, value in self.headers.items()}
             stub.requests.append(Asked(self.command, path, query, headers, body, self.client_address[1]))
-            fault = stub.faults[path].popleft() if stub.faults[path] else None  # None may also be among them
+            # None in the queue: this request does not fail
+            fault = stub.faults[path].popleft() if stub.faults[path] else None
             if isinstance(fault, Drop):
                 self.close_connection = True
                 return

@@ -1,4 +1,4 @@
-"""Where a client checks certificates, how long it waits, and that it can be closed whatever the server does."""
+"""Certificate checks and timeouts of a client, and that it can always be closed, whatever the server does."""
 
 import httpx
 import pytest

@@ -27,7 +27,7 @@ CREATE, CALL = "/processor/twinkle/create", "/processor/twinkle/call"
 
 @pytest.fixture
 def service(stub):
-    """Objects get ids in the order they are made; ``results`` are what functions return."""
+    """A stub that numbers objects in the order of their creation. Set the return values of functions in ``results``."""
     made = iter(range(100))
     stub.answer(CREATE, lambda _: {"processor_id": f"pid:{next(made)}"})
     stub.results = {}
@@ -182,7 +182,7 @@ def test_rewards_processors_and_templates(service, client):
     assert calls(service)[-1] == {"function": "decode", "token_ids": [1, 2], "skip_special_tokens": True}
 
 
-# --- files of this machine --------------------------------------------------------------------------------------------
+# --- files on the client's machine ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_metas():
 
 @pytest.fixture
 def loader(service, client):
-    """Two batches of two rows."""
+    """A loader with two batches of two rows."""
     dataset = Dataset(DatasetMeta("hf://x/y"), client=client)
     loader = DataLoader(dataset, batch_size=2)
     numbers = iter(range(100))
@@ -256,7 +256,7 @@ def loader(service, client):
 
 
 def exhaust(service, after):
-    """The end comes after so many calls."""
+    """Make the loader end after this many calls."""
     service.fail(CALL, *[None] * after, Status(410, {"detail": "Iterator exhausted"}))
 
 

@@ -56,7 +56,7 @@ def test_a_session_is_opened_kept_alive_and_finished(stub):
     assert finished.headers["x-twinkle-session-id"] == SESSION
     before = len(stub.requests)
     time.sleep(0.15)
-    assert len(stub.requests) == before  # the heart stands still
+    assert len(stub.requests) == before  # heartbeats have stopped
     with pytest.raises(InvalidRequestError, match="closed"):
         client.get_server_capabilities()
 
@@ -154,7 +154,7 @@ def test_a_client_without_a_server_is_an_error(stub):
         TwinkleClient(stub.url, retry_deadline=0)
 
 
-# --- trying again -----------------------------------------------------------------------------------------------------
+# --- retries ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [Drop(), Cut(), *(Status(code) for code in (408, 429, 502, 503, 504, 507))], ids=repr)
@@ -311,7 +311,7 @@ def test_a_transport_of_the_tests():
     assert seen[0] == "/api/v1/twinkle/create_session"
 
 
-# --- what the gateway has ---------------------------------------------------------------------------------------------
+# --- what the gateway offers ------------------------------------------------------------------------------------------
 
 
 def test_runs_and_checkpoints(stub, client):
@@ -358,11 +358,11 @@ def test_health(stub, client):
     assert not client.health_check()
 
 
-# --- what may be in a body --------------------------------------------------------------------------------------------
+# --- what a body may contain ------------------------------------------------------------------------------------------
 
 
 class Picture:
-    """Like an image of PIL: nothing that JSON knows."""
+    """An object that JSON cannot hold, like a PIL image."""
 
 
 def test_arrays_and_scalars_become_numbers():
@@ -380,7 +380,7 @@ def test_tensors_too():
 def test_what_is_not_finite_is_named_and_never_sent(value):
     with pytest.raises(InvalidRequestError, match=r"inputs\[1\]\.advantages"):
         encode({"inputs": [{"advantages": 1.0}, {"advantages": value}]})
-    with pytest.raises(InvalidRequestError, match=r"inputs\[0\]\.old_logps"):  # also beside input_ids
+    with pytest.raises(InvalidRequestError, match=r"inputs\[0\]\.old_logps"):  # also next to input_ids
         encode({"inputs": [{"input_ids": [1], "old_logps": value}]})
 
 

@@ -1,4 +1,4 @@
-"""Curves through the client: values logged to a run, and all its points read back."""
+"""A run's metrics through the client: log values, and read all points of the curves back."""
 
 from pathlib import Path
 

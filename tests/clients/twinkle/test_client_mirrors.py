@@ -1,4 +1,4 @@
-"""Scripts of the library that moved to a server: what they give to constructors, and the library's own objects."""
+"""Scripts of the library that were moved to a server: the constructor arguments they use, and the library's objects."""
 
 import inspect
 import json
@@ -40,7 +40,7 @@ def test_constructors_take_what_the_librarys_take():
     from twinkle.sampler import LocalSampler
 
     assert parameters(LocalModel.__init__) - parameters(MultiLoraTransformersModel.__init__) == set()
-    assert parameters(LocalSampler.__init__) - parameters(Sampler.__init__) == {"model"}  # ours calls it model_id
+    assert parameters(LocalSampler.__init__) - parameters(Sampler.__init__) == {"model"}  # the client calls it model_id
     assert parameters(LocalLoader.__init__) - parameters(DataLoader.__init__) == set()
     assert {"device_mesh", "padding_free", "framework"} <= parameters(LocalProcessor.__init__)
     assert {"device_mesh", "padding_free", "framework"} <= parameters(InputProcessor.__init__)

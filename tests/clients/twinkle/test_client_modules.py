@@ -1,4 +1,4 @@
-"""The modules and types that scripts for other servers of this protocol import."""
+"""The modules and types that scripts written for other servers of this protocol import."""
 
 import json
 

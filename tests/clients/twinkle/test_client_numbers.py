@@ -1,6 +1,6 @@
-"""The numbers of an adapter's requests against a real server: none is skipped that the server never used.
+"""The sequence numbers of an adapter's requests, against a real server: the client skips no number.
 
-The server gives a missing number up after a second: a request that waits for one fails here.
+The server waits for a missing number for only one second, so a request behind a skipped number fails here.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def adapter(client):
 
 @pytest.fixture
 def impatient(server, request):
-    """A model of a client that tries nothing twice."""
+    """A model of a client that never retries."""
     with TwinkleClient(server.url, request.node.name, retry_deadline=0) as client:
         yield adapter(client)
 
@@ -48,7 +48,7 @@ def goes_on(model):
 
 
 def ask(model, verb, **body):
-    """What the client has no method for."""
+    """Send a request for which the client has no method."""
     return model._verb(verb, None, body)
 
 
@@ -78,7 +78,7 @@ def test_a_full_disk_that_is_emptied_is_not_even_noticed(server):
 )
 def test_what_is_refused_before_it_has_a_place(impatient, verb, body, kind, status):
     impatient.zero_grad()
-    with pytest.raises(ServerError):  # the disk is full once
+    with pytest.raises(ServerError):  # the first attempt meets a full disk
         impatient.zero_grad()
     if status == 429:
         impatient.forward_only(inputs=ROWS * 300)

@@ -1,4 +1,4 @@
-"""The client and the server together: training, sampling and data, and what a crash of the server does to a script."""
+"""The client and the server together: training, sampling, data, and how a script survives a crash of the server."""
 
 import re
 import subprocess
@@ -170,7 +170,7 @@ def test_data_on_the_server(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_local_script_moves_by_changing_its_imports(server, tmp_path):
-    """cookbook/transformers/dpo.py as it is, but for ``twinkle.`` to ``twinkle_client.``."""
+    """Run cookbook/transformers/dpo.py with no change except ``twinkle.`` to ``twinkle_client.`` in its imports."""
     text = (ROOT / "cookbook/transformers/dpo.py").read_text()
     text = re.sub(r"^from twinkle\.", "from twinkle_client.", text, flags=re.MULTILINE)
     text = re.sub(r"^import twinkle$", "import twinkle_client as twinkle", text, flags=re.MULTILINE)
@@ -195,12 +195,12 @@ def test_mistakes_are_said_in_the_servers_words(tiny):
         model.forward_backward(inputs=[feature(1, 2)], no_such_argument=1)
     with pytest.raises(NotFoundError):
         tiny.list_checkpoints("session_x-default")
-    model.forward_backward(inputs=[feature(1, 2)])  # and it goes on
+    model.forward_backward(inputs=[feature(1, 2)])  # training continues
     model.clip_grad_and_step()
 
 
 def test_the_tinker_protocol_takes_any_key_of_init_tinker_client(server):
-    """The header that it sends beside the key is what makes the difference."""
+    """The key is accepted because of the header that the client sends with it."""
     url, key = f"{server.url}/api/v1/get_server_capabilities", {"X-API-Key": "EMPTY_TOKEN"}
     assert httpx.get(url, headers=key, trust_env=False).status_code == 401
     ours = {**key, "Twinkle-Authorization": "Bearer EMPTY_TOKEN"}
@@ -214,14 +214,14 @@ def test_a_session_that_was_finished_elsewhere(server, tiny):
     httpx.post(f"{server.url}/api/v1/twinkle/finish_session", json=body, headers=headers, trust_env=False)
     with pytest.raises(SessionLostError, match="finished"):
         model.step()
-    assert tiny.list_checkpoints(f"{tiny.session_id}-default")  # what was not saved was kept
+    assert tiny.list_checkpoints(f"{tiny.session_id}-default")  # the eviction saved the unsaved state
 
 
 # --- a server that dies -----------------------------------------------------------------------------------------------
 
 
 def train(server, crash):
-    """The log-probabilities after four steps; ``crash`` is called with the number of each."""
+    """Train four steps and return the log-probabilities. ``crash`` is called with the number of each step."""
     with TwinkleClient(server.url, "a-token", 0.2, seed=3) as client:
         model = MultiLoraTransformersModel("mock", client=client)
         model.add_adapter_to_model("default", LoraConfig(r=4))
@@ -245,7 +245,7 @@ def test_a_script_does_not_notice_that_the_server_was_killed(tmp_path):
 
     try:
         undisturbed = train(server, lambda step: None)
-        # A server ends with the thread that started it, so the script is what runs in another one.
+        # A server ends when the thread that started it ends, so the script runs in another thread.
         with ThreadPoolExecutor(1) as pool:
             script = pool.submit(train, server, wait_for_the_end)
             assert reached.wait(60)

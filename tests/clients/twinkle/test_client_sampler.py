@@ -106,7 +106,7 @@ def test_many_at_once(stub, sampler):
     together = threading.Barrier(12)
 
     def answer(body):
-        together.wait(20)  # nobody gets an answer before all have asked
+        together.wait(20)  # no request is answered before all have arrived
         return {"samples": [{"sequences": [{**SEQUENCE, "tokens": body["inputs"][0]["input_ids"]}]}]}
 
     stub.answer(f"{S}/sample", answer)
@@ -122,7 +122,7 @@ def test_many_at_once(stub, sampler):
 
 
 class Letters:
-    """A tokenizer: a character is a token."""
+    """A tokenizer with one token for each character."""
 
     def apply_chat_template(self, messages, tools=None, tokenize=False, add_generation_prompt=False, **variables):
         text = "".join(f"<{message['role'][0]}>{message['content']}" for message in messages)
@@ -136,7 +136,7 @@ class Letters:
 
 
 class LettersTemplate:
-    """The little of the library's template that is used here. A call is ``!name``."""
+    """The small part of the library's template that these tests use. A tool call is written ``!name``."""
 
     def __init__(self, max_length=None):
         self.tokenizer = Letters()
@@ -158,7 +158,7 @@ class LettersTemplate:
 
 
 class Scripted:
-    """A sampler that says what it was told to, trajectory by trajectory."""
+    """A sampler that returns scripted lines, trajectory by trajectory."""
 
     def __init__(self, *lines, stop_reason="stop"):
         self.lines = [list(each) for each in lines]
@@ -199,7 +199,7 @@ def test_tools_answer_and_tokens_stay_as_they_were_sampled():
     sampler = Scripted(["!up", "done"], ["at once"])
     rollout = ClientMultiTurnRollout(sampler, LettersTemplate(), upper, SamplingParams(max_tokens=9, logprobs=1))
     first, second = rollout([trajectory(0), trajectory(1)])
-    assert [count for count, _ in sampler.rounds] == [2, 1]  # one request a round, of those that go on
+    assert [count for count, _ in sampler.rounds] == [2, 1]  # one request a round, with the trajectories that continue
     assert sampler.rounds[0][1]["max_tokens"] == 9
     assert "".join(map(chr, first["input_ids"])) == "<u>go<a>!up<t>UP<a>done"
     learnt = "".join(chr(label) for label in first["labels"] if label != -100)
@@ -208,7 +208,7 @@ def test_tools_answer_and_tokens_stay_as_they_were_sampled():
     assert len(first["logprobs"]) == len(learnt)
     assert (first["turns"], first["stop_reason"], first["truncated"]) == (2, "stop", False)
     assert second["turns"] == 1
-    for place, label in enumerate(first["labels"][:-1]):  # shifted: each is the token that follows
+    for place, label in enumerate(first["labels"][:-1]):  # shifted: each label is the next token
         assert label in (-100, first["input_ids"][place + 1])
 
 

@@ -1,4 +1,4 @@
-"""What the package offers, and what it costs to import."""
+"""The package's public names, and the cost of importing it."""
 
 import importlib
 import subprocess
@@ -29,7 +29,7 @@ def test_names_are_sorted_and_there():
 
 
 def _ruffs_order(name):
-    """Classes before functions."""
+    """Sort classes before functions, as ruff does."""
     return name[0].islower(), name
 
 
@@ -57,7 +57,7 @@ def test_all_of_the_client_loads_neither_torch_nor_the_library():
     [(preprocessor, "twinkle.preprocessor"), (reward, "twinkle.reward"), (template, "twinkle.template")],
 )
 def test_remote_objects_are_the_librarys(ours, librarys):
-    """Each has the constructor's arguments in the library's order."""
+    """Each remote class takes the constructor arguments of the library's class, in the same order."""
     import inspect
 
     library = importlib.import_module(librarys)
@@ -72,14 +72,14 @@ def test_remote_objects_are_the_librarys(ours, librarys):
 
 
 def test_verbs_are_the_librarys():
-    """Every public method of the local model is there, and takes what a script gives it."""
+    """The client's model has every public method of the local model, with the same arguments."""
     import inspect
 
     from twinkle.model.library.interface import TwinkleModel
     from twinkle_client.model import MultiLoraTransformersModel
 
     for name, method in inspect.getmembers(TwinkleModel, inspect.isfunction):
-        if name.startswith("_") or name == "set_grad_scaler":  # which every model refuses
+        if name.startswith("_") or name == "set_grad_scaler":  # every model refuses it
             continue
         given = inspect.signature(getattr(MultiLoraTransformersModel, name)).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in given.values())
@@ -90,7 +90,7 @@ def test_verbs_are_the_librarys():
 
 
 def test_every_verb_of_the_table_is_one_of_the_library_and_of_the_client():
-    """The server calls the library's method that has the name of the verb, and has no list of its own."""
+    """The server calls the library method with the verb's name, so each verb must be a method of library and client."""
     import inspect
     from dataclasses import fields
 
@@ -100,7 +100,7 @@ def test_every_verb_of_the_table_is_one_of_the_library_and_of_the_client():
 
     for name, verb in VERBS.items():
         taken = inspect.signature(getattr(LoraVerbs, name)).parameters
-        assert "adapter_name" in taken or name == "apply_patch", name  # which the server refuses
+        assert "adapter_name" in taken or name == "apply_patch", name  # apply_patch is refused by the server
         assert callable(getattr(MultiLoraTransformersModel, name)), name
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         options = () if verb.options is None else fields(verb.options)

@@ -1,4 +1,4 @@
-"""The tinker SDK that is installed, against a stub: in a process of its own, for it is changed there."""
+"""The installed tinker SDK against a stub. It runs in a separate process because the test modifies it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ for scheme in ("twinkle", "tinker"):
 
 
 def run(stub, arguments, clients, **variables):
-    """What a script printed, and the requests for a session to sample with."""
+    """Run a script; return what it printed and the create_sampling_session requests."""
     for path, answer in {
         "/client/config": {},
         "/client/dynamic_config": {},
@@ -68,7 +68,7 @@ def test_our_variables_come_before_the_sdks(stub):
 def test_variables(monkeypatch, given, url, key):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    # so that they are put back, whatever set_tinker_variables writes
+    # Set the variables, so that monkeypatch restores them after set_tinker_variables has changed them.
     monkeypatch.setenv("TINKER_BASE_URL", given.get("TINKER_BASE_URL", ""))
     monkeypatch.setenv("TINKER_API_KEY", given.get("TINKER_API_KEY", ""))
     set_tinker_variables(None, None)

@@ -1,4 +1,4 @@
-"""The verbs of a model on a server: what goes over the wire, what comes back, and what happens when it does not."""
+"""The verbs of a model on a server: requests, results, and what happens if no result arrives."""
 
 import json
 import threading
@@ -36,15 +36,15 @@ def model(stub, client):
 
 
 def sent(stub, verb):
-    """The bodies of a verb without their numbers."""
+    """Return the bodies sent to a verb, without sequence numbers."""
     return [{key: value for key, value in body.items() if key != "seq_id"} for body in stub.bodies(f"{M}/{verb}")]
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
+# --- what the client sends --------------------------------------------------------------------------------------------
 
 
 def test_the_recorded_conversation(stub, model):
-    """The bodies of a client that others wrote, with what was recorded of it."""
+    """The client sends the bodies that were recorded from twinkle-kit's client."""
     stub.answer(f"{M}/forward_backward", {"result": {"loss": 1.0}})
     stub.answer(f"{M}/calculate_metric", {"result": {"loss": "1.0"}})
     stub.answer(f"{M}/save", {"twinkle_path": "twinkle://r/weights/n", "checkpoint_dir": "twinkle://r/weights/n"})
@@ -210,7 +210,7 @@ def test_options_of_the_local_class(stub, client, model):
             MultiLoraTransformersModel(nothing, client=client)
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------
+# --- what the client returns ------------------------------------------------------------------------------------------
 
 
 def test_results_are_what_a_local_model_returns_and_what_older_clients_return(stub, model):
@@ -298,7 +298,7 @@ def test_uploading(stub, model):
         model.upload_to_hub({"twinkle_path": "twinkle://r/weights/n"}, "me/mine", "hub-token", poll_interval=0.01)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- sequence numbers -------------------------------------------------------------------------------------------------
 
 
 def numbers(stub, verb="step"):
@@ -390,7 +390,10 @@ def test_a_closed_client_uses_no_numbers(stub, model):
 
 
 def test_a_request_of_unknown_fate_keeps_its_number(stub, connect, model):
-    """Given up and called again: the same request. Given up and something else is called: it goes first."""
+    """After a call without an answer, the same call repeats the request.
+
+    Any other call first repeats the lost request.
+    """
     impatient = MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=connect(retry_deadline=0))
     impatient.add_adapter_to_model("default", LoraConfig())
     stub.fail(f"{M}/step", Drop())

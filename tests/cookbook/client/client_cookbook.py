@@ -1,4 +1,4 @@
-"""Where the scripts are, and the model that tests run them on."""
+"""The path of the client scripts, and the model that tests run them on."""
 
 from tests.support.paths import ROOT
 

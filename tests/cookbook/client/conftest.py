@@ -1,4 +1,7 @@
-"""A server with a tiny model; the scripts of cookbook/client run against it in this process: imports happen once."""
+"""Fixtures that run the scripts of cookbook/client against a tiny model.
+
+They run in this process, so that imports happen once.
+"""
 
 import os
 import runpy
@@ -15,6 +18,7 @@ from tests.support.servers.running import Server
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_proxy() -> Iterator[None]:
+    """Bypasses proxies for 127.0.0.1."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("NO_PROXY", "no_proxy"):
             patch.setitem(os.environ, name, "127.0.0.1,localhost")
@@ -23,6 +27,7 @@ def _no_proxy() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a tiny model, shared by all tests here."""
     model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
     applications = [
         {"name": "server", "import_path": "server"},
@@ -39,7 +44,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def run(
     server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Runs a script as a tenant of this test's own; returns its names."""
+    """``run(script, *arguments)`` runs a script as a tenant that no other test uses.
+
+    It returns the script's global names.
+    """
     monkeypatch.setenv("TWINKLE_SERVER_URL", server.url)
     monkeypatch.setenv("TWINKLE_SERVER_TOKEN", f"tml-{request.node.name}")
     monkeypatch.setenv("TWINKLE_MODEL", MODEL)

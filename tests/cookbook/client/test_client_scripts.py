@@ -1,12 +1,12 @@
-"""What holds for all of cookbook/client."""
+"""Rules that hold for all scripts of cookbook/client."""
 
 from tests.cookbook.client.client_cookbook import CLIENT
 
-LINES = 150  # what a person reads in one go
+LINES = 150  # short enough to read in one go
 
 
 def test_scripts_are_short() -> None:
     lengths = {script: len(script.read_text().splitlines()) for script in CLIENT.rglob("*.py")}
     assert len(lengths) > 10
     too_long = {script.name for script, length in lengths.items() if length > LINES}
-    assert too_long == {"demo.py"}  # a show, with a server of its own
+    assert too_long == {"demo.py"}  # a demonstration that starts its own server

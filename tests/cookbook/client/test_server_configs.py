@@ -1,4 +1,4 @@
-"""The servers of cookbook/client/server: their configurations load, and the mock one starts both ways."""
+"""The servers of cookbook/client/server: their configurations load, and the mock server starts in both ways."""
 
 import os
 import re
@@ -24,7 +24,7 @@ HUB_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 
 @contextmanager
 def listening(command: list[str], log: Path, **variables: str) -> Iterator[str]:
-    """The URL of the server that the command starts; it is stopped as Ctrl-C would."""
+    """Start a server with the command and yield its URL; at the end stop it as Ctrl-C would."""
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**environment(), **variables})
     try:
@@ -65,7 +65,7 @@ def test_mock_config_knows_the_scripts_model() -> None:
 
 
 def test_server_script(tmp_path: Path) -> None:
-    """It takes what lies beside it; only port and data are changed here."""
+    """The script uses the configuration next to it. The test changes only the port and the data directory."""
     folder = shutil.copytree(SERVERS / "mock", tmp_path / "mock")
     config = folder / "server_config.yaml"
     text = re.sub(r"port: 8000", "port: 0", config.read_text())

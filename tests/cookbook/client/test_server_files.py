@@ -1,4 +1,7 @@
-"""Every configuration of cookbook/client/server is good, and both forms of one server load to the same."""
+"""Every configuration of cookbook/client/server is valid.
+
+Both forms of a server, older and current, load to the same.
+"""
 
 import re
 from pathlib import Path
@@ -11,7 +14,7 @@ from twinkle.server.config import ServerConfig
 
 SERVERS = CLIENT / "server"
 FILES = sorted(SERVERS.glob("*/*.yaml"))
-# folder → today's form of what is in its server_config_older.yaml
+# folder → the file in the current form that equals its server_config_older.yaml
 TWINS = {"megatron": "server_config_4b.yaml", "mock": "server_config.yaml", "transformer": "server_config_ray.yaml"}
 
 
@@ -20,7 +23,7 @@ def name_of(file: Path) -> str:
 
 
 def check_config(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The notes."""
+    """Check a file, which must be valid, and return the notes about it."""
     assert cli.main(["check-config", str(file)]) == 0
     said = capsys.readouterr()
     assert said.out == "ok\n"
@@ -49,7 +52,7 @@ def test_older_and_unified_form_are_equal(folder: str) -> None:
 
 
 def test_forms_of_different_servers_differ() -> None:
-    """The comparison above can fail."""
+    """Shows that the comparison in the test above can fail."""
     older = ServerConfig.from_yaml(SERVERS / "megatron" / "server_config_older.yaml")
     assert older != ServerConfig.from_yaml(SERVERS / "megatron" / "server_config.yaml")
 

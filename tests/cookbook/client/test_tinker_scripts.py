@@ -1,4 +1,4 @@
-"""The scripts of cookbook/client/tinker, on a small random model and a step or two; what they learn is in docs."""
+"""The scripts of cookbook/client/tinker run a step or two on a small random model. What they learn is in docs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_dpo_raises_margins(run: Run, tmp_path: Path, capsys: pytest.CaptureFixt
     run(f"{SELF_HOST}/dpo.py", "--epochs", 2, "--batch-size", 24, "--curve", tmp_path / "c.json")
     curves = json.loads((tmp_path / "c.json").read_text())
     margins = [margin for margin, _ in curves["train"]]
-    assert margins[0] == pytest.approx(0, abs=1e-5)  # the adapter starts as the reference
+    assert margins[0] == pytest.approx(0, abs=1e-5)  # at the start the adapter equals the reference
     assert margins[-1] > margins[1] > 0
     assert curves["held_out"][1][0] > 0
     printed = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_rewards_of_sums(run: Run) -> None:
 
 
 def test_modelscope_variants_are_one_file() -> None:
-    """They differ from each other in the name of the script they run, which is their own."""
+    """The variants differ only in the name of the script that they run, which is also their own name."""
     own = {script.name for script in (CLIENT / SELF_HOST).glob("*.py")} - {"demo.py"}
     variants = {script.name: script.read_text() for script in (CLIENT / "tinker/modelscope").glob("*.py")}
     assert variants.keys() == own
@@ -72,7 +72,7 @@ def test_modelscope_variants_are_one_file() -> None:
 
 
 def test_modelscope_variant(server: Server, tmp_path: Path) -> None:
-    """In a process of its own, as it changes the SDK; its key is none that the SDK would take by itself."""
+    """Runs in a separate process, because it modifies the SDK. The SDK alone would not accept this key."""
     names = {"TWINKLE_SERVER_URL": server.url, "MODELSCOPE_TOKEN": "ms-0123", "TWINKLE_MODEL": MODEL}
     script = CLIENT / "tinker/modelscope/lora.py"
     done = subprocess.run(

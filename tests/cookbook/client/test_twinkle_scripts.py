@@ -1,4 +1,4 @@
-"""The scripts of cookbook/client/twinkle, on a small random model and a step or two; what they learn is in docs."""
+"""The scripts of cookbook/client/twinkle run a step or two on a small random model. What they learn is in docs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SELF_HOST = "twinkle/self_host"
 def test_self_cognition_is_the_same_here_and_there(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With other imports, and the precision of the server, it says the same numbers and the same words."""
+    """With local imports, and the server's precision, the script prints the same numbers and the same answers."""
     small = ("--epochs", 2, "--batch-size", 24)
     script = CLIENT / SELF_HOST / "self_cognition.py"
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def test_self_cognition_is_the_same_here_and_there(
 
 
 def _answers(printed: str) -> str:
-    """All that is said before and after."""
+    """Return all answers from before and after training."""
     return re.sub(r"^epoch .*\n", "", printed[printed.index("before:") : printed.index("saved")], flags=re.MULTILINE)
 
 
@@ -52,7 +52,7 @@ def test_dpo_raises_margins(run: Run, tmp_path: Path, capsys: pytest.CaptureFixt
     run(f"{SELF_HOST}/dpo.py", "--epochs", 2, "--batch-size", 24, "--curve", tmp_path / "c.json")
     curves = json.loads((tmp_path / "c.json").read_text())
     margins = [margin for margin, _ in curves["train"]]
-    assert margins[0] == 0  # the adapter starts as the reference
+    assert margins[0] == 0  # at the start the adapter equals the reference
     assert margins[-1] > margins[1] >= 0
     assert curves["held_out"][1][0] > 0
     printed = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_dpo_raises_margins(run: Run, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_grpo_learns_from_its_samples(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A random model never adds right: here every answer is right that begins with an even token."""
+    """A random model never adds correctly, so here every answer that begins with an even token counts as correct."""
     sample = Sampler.sample
 
     def sometimes_right(self: Sampler, *arguments: Any, **keywords: Any) -> list:
@@ -101,13 +101,13 @@ def test_sample(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "same again: True" in printed
     assert len(re.findall(r"\((stop|length), mean logprob -\d", printed)) == 1 + 4 + 2 + 3 + 1 + 3
     assert len(re.findall(r"log-probability -\d+\.\d\d, question included", printed)) == 2
-    assert f"  {address}  (" in printed  # of a session that has ended
+    assert f"  {address}  (" in printed  # a checkpoint of a session that has ended
     run(f"{SELF_HOST}/sample.py", address)
     assert f"the same model with {address}\n  '" in capsys.readouterr().out
 
 
 def test_modelscope_variants_are_one_file() -> None:
-    """They differ from each other in the name of the script they run, which is their own."""
+    """The variants differ only in the name of the script that they run, which is also their own name."""
     own = {script.name for script in (CLIENT / SELF_HOST).glob("*.py")}
     variants = {script.name: script.read_text() for script in (CLIENT / "twinkle/modelscope").glob("*.py")}
     assert variants.keys() == own

@@ -1,4 +1,4 @@
-"""A data set in the form of GSM8K, and a tokenizer that finds some answers right: a random model never is."""
+"""A dataset in the form of GSM8K, and a tokenizer that makes some answers correct, because a random model has none."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,6 @@ def write_word_problems(folder: Path, count: int = 12) -> Path:
 
 
 def often_right(tokenizer: Any) -> Any:
-    """The same tokenizer; every text that begins with an even token says the answer."""
+    """Return the tokenizer, changed so that every text whose first token is even decodes to the correct answer."""
     tokenizer.decode = lambda tokens, **_: rf"So \boxed{{{ANSWER}}}" if tokens[0] % 2 == 0 else "I wonder."
     return tokenizer

@@ -1,4 +1,4 @@
-"""Every local script runs from top to bottom, on a small random model and a step or two; what it learns is in docs."""
+"""Every local script runs to its end, a step or two on a small random model. What the scripts learn is in docs."""
 
 import json
 import runpy
@@ -18,11 +18,11 @@ COOKBOOK = ROOT / "cookbook"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A folder with weights: the scripts also load it with plain Transformers."""
+    """A folder with a tiny model's weights; the scripts also load it with plain Transformers."""
     shape, folder = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(shape)
-    # Smaller still: products in bf16 take long on CPUs without instructions for them.
+    # Even smaller: bf16 products are slow on CPUs without instructions for them.
     config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(shape).save_pretrained(folder)
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(tiny, monkeypatch):
-    """Runs a script; returns its names."""
+    """``run(script, *arguments)`` runs a script and returns its global names."""
     monkeypatch.setenv("TWINKLE_MODEL", tiny)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def run(tiny, monkeypatch):
 
 def test_sft_lora(run, tmp_path, capsys):
     names = run("transformers/sft_lora.py", "--epochs", 2, "--batch-size", 24, "--output", tmp_path)
-    assert float(names["metrics"]["loss"]) < 6.3  # ln 512 = 6.24 before: a random model knows nothing
+    assert float(names["metrics"]["loss"]) < 6.3  # it starts at ln 512 = 6.24, because a random model knows nothing
     assert peft.PeftConfig.from_pretrained(tmp_path / "sft_lora").r == 16
     assert "after, from" in capsys.readouterr().out
 
@@ -69,13 +69,13 @@ def test_dpo_raises_margins(run, tmp_path):
     run("transformers/dpo.py", "--epochs", 1, "--batch-size", 12, "--output", tmp_path, "--curve", tmp_path / "c.json")
     curves = json.loads((tmp_path / "c.json").read_text())
     margins = [margin for margin, _ in curves["train"]]
-    assert margins[0] == 0  # the adapter starts as the reference
+    assert margins[0] == 0  # at the start the adapter equals the reference
     assert margins[-1] > 0
     assert len(curves["held_out"]) == 1
 
 
 def test_grpo(run, tmp_path, monkeypatch):
-    """A random model never adds right, so its answers are ranked by where they stand in the batch."""
+    """A random model never adds correctly, so its answers get advantages by their position in the batch."""
     monkeypatch.setattr(
         GRPOAdvantage, "__call__", lambda _, rewards, num_generations: torch.linspace(-1, 1, len(rewards))
     )

@@ -1,4 +1,4 @@
-"""A small model, and a way to run scripts of the cookbook in processes of their own."""
+"""A fixture that runs cookbook scripts on a small model in separate processes."""
 
 import os
 import subprocess
@@ -20,7 +20,10 @@ Run = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def run_scripts(tmp_path_factory) -> Run:
-    """``run_scripts(way, *scripts)``: the folder with what they wrote; the way is local, torchrun or ray."""
+    """``run_scripts(way, *scripts)`` runs scripts and returns the folder with their output.
+
+    The way is local, torchrun or ray.
+    """
     shape, model = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(model)

@@ -1,8 +1,8 @@
-"""Runs scripts of the cookbook with small settings, one after another: by itself, under torchrun, or on a Ray cluster.
+"""Run cookbook scripts with small settings, one after another: in one process, under torchrun, or on a Ray cluster.
 
-python script_program.py local|ray OUTPUT SCRIPT…
+    python script_program.py local|ray OUTPUT SCRIPT…
 
-Each writes its curve to OUTPUT/NAME.json, and what it saves beside it. TWINKLE_MODEL is the model.
+Each script writes its curve to OUTPUT/NAME.json and saves its weights in the same folder. TWINKLE_MODEL is the model.
 """
 
 import runpy
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torch.Tensor:
-    """A random model never adds right: its answers are ranked by their places. The last sum teaches nothing."""
+    """Return advantages by position, because a random model never adds correctly. Those of the last sum are 0."""
     values = torch.linspace(-1, 1, len(rewards))
     values[-num_generations:] = 0
     return values

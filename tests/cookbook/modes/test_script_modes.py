@@ -1,4 +1,4 @@
-"""The cookbook's scripts in two processes, under torchrun and on Ray: what comes out is what one process computes."""
+"""The cookbook's scripts in two processes, under torchrun and on Ray, compute the same as in one process."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from tests.cookbook.modes.script_program import SETTINGS
 from twinkle import exists
 
 SCRIPTS = list(SETTINGS)
-# Where the same rows go into the same sums, whoever computes them. What they save, by script:
+# Scripts in which the same rows go into the same sums, however processes share them; and the files that they save.
 WEIGHTS = {
     "sft_lora": ["sft_lora/adapter_model"],
     "sft_full": ["sft_full/model"],
     "multi_lora": ["multi_lora_identity/adapter_model", "multi_lora_pirate/adapter_model"],
 }
-STEPS = 3  # 48 rows, 16 a step; the pirate's are fewer: two
+STEPS = 3  # 48 rows, 16 a step; the pirate adapter has fewer rows and takes two steps
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,10 @@ def curve(folder: Path, name: str):
 
 
 def assert_same(one: Path, other: Path, name: str) -> None:
-    """Losses are told with four digits, weights are whole; Adam magnifies what sums in another order differ by."""
+    """Compare losses, which are rounded to four digits, and weights.
+
+    Adam magnifies differences in the order of sums.
+    """
     steps = 2 if name == "multi_lora" else STEPS
     losses, expected = curve(one, name), curve(other, name)
     assert len(losses) == len(expected) == steps
@@ -56,12 +59,16 @@ def assert_same(one: Path, other: Path, name: str) -> None:
 
 
 def assert_runs(folder: Path) -> None:
-    """What these draw or average depends on who computes what; they run, and say as much as in one process."""
+    """Check scripts whose samples or means depend on how processes share the work.
+
+    They run and write as many numbers as in one process.
+    """
     preferences = curve(folder, "dpo")
     assert [len(preferences["train"]), len(preferences["held_out"])] == [2, 1]
-    assert preferences["held_out"][0][0] > 0  # the margin of pairs that were not trained on
+    assert preferences["held_out"][0][0] > 0  # the margin of held-out pairs
     rewards = curve(folder, "grpo")
-    assert rewards == {"reward": [0.0, 0.0], "accuracy": [0.0, 0.0]}  # one of each step; a random model is never right
+    # one value for each step; a random model is never correct
+    assert rewards == {"reward": [0.0, 0.0], "accuracy": [0.0, 0.0]}
 
 
 @pytest.mark.parallel

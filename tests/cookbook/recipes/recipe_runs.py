@@ -1,7 +1,7 @@
-"""Recipes of tinker-cookbook as processes, and what they leave behind.
+"""Run recipes of tinker-cookbook as processes, and read what they write.
 
 ``bench.start("sl_loop", max_steps=4)`` runs ``python -m tinker_cookbook.recipes.sl_loop`` with these options in a
-directory where the hub's names are local. A run that continues another one has its ``log_path``.
+directory where the hub's names are local folders. A run that continues another one has the same ``log_path``.
 """
 
 import json
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BASE_MODEL = "Qwen/Qwen3.5-9B-Base"  # what the recipes train unless told otherwise; plain text, "User: …"
-INSTRUCT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # rendered as ChatML, the demo model's own format
+BASE_MODEL = "Qwen/Qwen3.5-9B-Base"  # the recipes' default; plain text, "User: …"
+INSTRUCT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # rendered as ChatML, the demo model's format
 
-# Levels as the cookbook's log has them, warnings of Python, uncaught exceptions.
+# Log levels in the cookbook's format, Python warnings, uncaught exceptions.
 _COMPLAINT = re.compile(r"\[(WARNING|ERROR|CRITICAL)\]|\w+Warning: |^Traceback|\w+Error: ")
-# What the cookbook says about its own use of the SDK.
+# A warning about the cookbook's use of the SDK.
 _EXPECTED = re.compile(r"FutureWarning: DEPRECATED: ServiceClient\.create_rest_client\(\)")
 _COLOR = re.compile(r"\x1b\[\d+m")
 _RUN_SECONDS = 400
@@ -26,7 +26,7 @@ _RUN_SECONDS = 400
 
 @dataclass(frozen=True)
 class Bench:
-    """A running server and all that a recipe needs to find it."""
+    """A running server, and everything that a recipe needs to use it."""
 
     url: str
     python: Path
@@ -58,10 +58,10 @@ class Run:
     folder: Path
     output: Path
     process: subprocess.Popen[bytes]
-    rows_before: int  # metrics of the runs that this one continues
+    rows_before: int  # number of metric rows from runs that this one continues
 
     def finish(self) -> "Run":
-        """Wait for a good end."""
+        """Wait for the process, which must exit with code 0."""
         try:
             code = self.process.wait(_RUN_SECONDS)
         finally:
@@ -70,7 +70,7 @@ class Run:
         return self
 
     def kill_when(self, happened: Callable[["Run"], bool]) -> "Run":
-        """SIGKILL: no chance to save or to say goodbye."""
+        """Kill the process with SIGKILL when the condition is true, so that it cannot save or close anything."""
         deadline = time.monotonic() + _RUN_SECONDS
         try:
             while not happened(self):
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def complaints(self) -> list[str]:
-        """Warnings and errors of the SDK, the cookbook and Python."""
+        """Return warnings and errors of the SDK, the cookbook and Python."""
         return [line for line in self.said.splitlines() if _COMPLAINT.search(line) and not _EXPECTED.search(line)]
 
     @property
@@ -97,16 +97,16 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row a step."""
+        """Return the metrics, one row for each step."""
         return _rows(self.folder / "metrics.jsonl")[self.rows_before :]
 
     def metric(self, name: str) -> dict[int, float]:
-        """By step, where it was measured."""
+        """Return one metric as ``{step: value}``, for the steps that have it."""
         return {int(row["step"]): row[name] for row in self.metrics if name in row}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Complete lines of a JSONL file."""
+    """Return the complete lines of a JSONL file."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

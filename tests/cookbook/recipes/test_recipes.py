@@ -24,7 +24,10 @@ def test_sl_loop(bench: Bench) -> None:
 
 
 def test_chat_sl_goes_on_after_an_interruption(bench: Bench) -> None:
-    """Saves everything every 4 steps, enough to resume every 2, of which it deletes the last but one itself."""
+    """The recipe saves a full checkpoint every 4 steps and a rolling one every 2.
+
+    It deletes the previous rolling one.
+    """
     options = {**SMALL, "model_name": INSTRUCT_MODEL, "save_every": 4, "rolling_save_every": 2, "eval_every": 4}
     first = bench.start("chat_sl.train", "chat_sl", **options).kill_when(lambda run: 4 in run.metric("progress"))
     saved = first.checkpoints[-1]
@@ -35,9 +38,9 @@ def test_chat_sl_goes_on_after_an_interruption(bench: Bench) -> None:
     assert "Renderer metadata matches" in second.said
     resumed = second.metric("train_mean_nll")
     assert list(resumed) == list(range(saved["batch"], STEPS))
-    assert resumed[saved["batch"]] < losses[4]  # it knows what it had learned
+    assert resumed[saved["batch"]] < losses[4]  # it has kept what it learned
     assert falls(losses | resumed)
-    assert falls(test_losses | second.metric("test/nll"))  # these come from the sampler
+    assert falls(test_losses | second.metric("test/nll"))  # computed by the sampler
     assert first.complaints == second.complaints == []
     assert kept_checkpoints(bench, second) == {
         f"{kind}/{name}" for kind in ("weights", "sampler_weights") for name in (*periodic_saves(saved), "final")
@@ -49,18 +52,19 @@ def test_rl_loop(bench: Bench) -> None:
     run = bench.start("rl_loop", "rl_loop", **options).finish()
     rewards = run.metric("reward/total")
     assert list(rewards) == [0, 1]
-    assert all(0 < reward < 1 for reward in rewards.values())  # neither has nothing to learn from
+    assert all(0 < reward < 1 for reward in rewards.values())  # with 0 or 1 there would be nothing to learn from
     assert all_finite(run)
     assert [record["name"] for record in run.checkpoints] == ["000001", "final"]
     assert run.complaints == []
 
 
 def test_math_rl_on_arithmetic(bench: Bench) -> None:
-    """Whether it learns takes more steps: benchmarks/arithmetic_rl.py."""
+    """Three steps are too few to show learning; benchmarks/arithmetic_rl.py does that."""
     options = {"groups_per_batch": 8, "group_size": 4, "learning_rate": 1e-3, "lora_rank": 8, "max_steps": 3}
     run = bench.start("math_rl.train", "arithmetic", model_name=BASE_MODEL, save_every=2, **options).finish()
     assert list(run.metric("env/all/correct")) == list(run.metric("env/all/reward/total")) == [0, 1, 2]
-    # Half the mean square between the log-probabilities of sampler and trainer: bf16, and not the step before.
+    # Half the mean squared difference between the log-probabilities of sampler and trainer: small enough to be bf16
+    # rounding, so the sampler did not use the weights from before the step.
     assert all(gap < 0.01 for gap in run.metric("optim/kl_sample_train_v2").values())
     assert all_finite(run)
     assert [record["name"] for record in run.checkpoints] == ["000002", "final"]
@@ -72,7 +76,7 @@ def all_finite(run: Run) -> bool:
 
 
 def falls(metric: dict[int, float]) -> bool:
-    """The last third of a curve is far below its first point."""
+    """Return whether the last third of a curve is far below its first point."""
     values = [metric[step] for step in sorted(metric)]
     return fmean(values[-(-len(values) * 2 // 3) :]) < values[0] / 4
 
@@ -82,7 +86,7 @@ def periodic_saves(saved: dict[str, int]) -> list[str]:
 
 
 def kept_checkpoints(bench: Bench, run: Run) -> set[str]:
-    """What the server still has of the model that the run trained last."""
+    """Return the checkpoints that the server still has of the model that the run trained last."""
     model_id = run.checkpoints[-1]["state_path"].removeprefix("tinker://").partition("/")[0]
     answer = httpx.get(
         f"{bench.url}/api/v1/training_runs/{model_id}/checkpoints",

@@ -1,4 +1,4 @@
-"""tinker-cookbook's own download of trained weights, which encrypts them to a key that it makes for the occasion."""
+"""tinker-cookbook's download of trained weights, which are encrypted with a key made for this download."""
 
 import subprocess
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""CLI.from_args: what wins, how texts are read, what is refused."""
+"""CLI.from_args: which source takes precedence, how text is converted, and what is refused."""
 
 import dataclasses
 
@@ -37,12 +37,12 @@ def test_later_sources_win(monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text("training:\n  max_steps: 3\noptimizer: {learning_rate: 3e-4}\nown: {key: [1]}\n")
     args = CLI.from_args(["--config", "run.yaml", "--lr", "4"])
     assert args.training.save_steps == 1
-    assert args.training.log_interval == 10  # one file, the first
+    assert args.training.log_interval == 10  # only one file is read: the first
     assert args.training.batch_size == 2
     assert args.training.max_steps == 3
     assert args.optimizer.learning_rate == 4.0
-    assert args.server.port == 8000  # of another program
-    assert args.extra == {"own_key": [1]}  # and nobody's secrets
+    assert args.server.port == 8000  # set by another program
+    assert args.extra == {"own_key": [1]}  # and no secrets
     assert CLI.from_args([], config_file=tmp_path / "run.yaml").optimizer.learning_rate == 3e-4
 
 

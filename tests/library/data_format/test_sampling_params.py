@@ -1,4 +1,4 @@
-"""Sampling parameters: every mistake names its field, and the two translations mean the same."""
+"""Sampling parameters: every error names its field, and the two translations are equivalent."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""Notes of a trajectory: written as JSON, read back whoever wrote them."""
+"""A trajectory's user data: written as JSON, and read back whatever program wrote them."""
 
 import json
 import subprocess

@@ -19,7 +19,7 @@ from twinkle.processor import InputProcessor
 
 @dataclass
 class Mesh:
-    """Contiguous parts, the first ranks get one more."""
+    """Contiguous slices; the first ranks get one row more."""
 
     data_world_size: int
     data_rank: int
@@ -51,7 +51,8 @@ def test_batches_in_order(make):
     loader = DataLoader(make(), batch_size=4)
     assert xs(loader) == xs(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert xs(DataLoader(make(), batch_size=4, drop_last=True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert xs(DataLoader(make, batch_size=4, min_batch_size=3)) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a callable
+    # the dataset may be a callable
+    assert xs(DataLoader(make, batch_size=4, min_batch_size=3)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert xs(DataLoader(make(2), batch_size=4)) == [[0, 1]]
     assert xs(DataLoader(make(2), batch_size=4, drop_last=True)) == []
 
@@ -99,7 +100,7 @@ def test_seed_of_the_environment(monkeypatch):
     "options", [{}, {"shuffle": True}, {"drop_last": True, "shuffle": True}, {"min_batch_size": 3}]
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(stop, options):
-    """Three epochs in one run, and in two: the second starts from the state that the first had left."""
+    """Three epochs in one run, and in two runs: the second starts from the state that the first left."""
 
     def run(loader, epochs=3):
         for _ in range(epochs):
@@ -135,7 +136,7 @@ def test_streams_resume_too(stop):
 def test_skipping_is_for_one_loop():
     loader = DataLoader(table(), batch_size=4)
     loader.skip_consumed_samples(6)
-    assert xs(loader) == [[6, 7], [8, 9]]  # in the middle of a batch: its tail, then the batches of always
+    assert xs(loader) == [[6, 7], [8, 9]]  # starts in the middle of a batch: the rest of it, then the usual batches
     assert xs(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert loader.get_state() == {"consumed_train_samples": 20}
     loader.skip_consumed_samples(0)
@@ -182,7 +183,7 @@ def test_next_without_iter():
 
 
 class Located(list):
-    """Rows that know which process read them."""
+    """Rows that tell which process read them."""
 
     def __getitem__(self, index):
         return {"x": index, "process": os.getpid(), "random": random.random()}
@@ -218,7 +219,7 @@ def test_workers_of_a_stream_read_each_row_once():
 
 
 class Flaky:
-    """Row 3 cannot be read the first ``failures`` times."""
+    """A dataset whose row 3 cannot be read the first ``failures`` times."""
 
     def __init__(self, failures, error=OSError):
         self.failures = failures
@@ -241,7 +242,7 @@ def test_a_row_that_fails_to_read_is_asked_for_again():
     assert rows.reads == [0, 1, 2, 3, 3, 3, 4, 5]
     with pytest.raises(DataError, match="Max retries exceeded: row 3 cannot be read: connection lost"):
         list(DataLoader(Flaky(failures=99), batch_size=6, max_retries=2))
-    wrong = Flaky(failures=1, error=KeyError)  # would fail the same way again
+    wrong = Flaky(failures=1, error=KeyError)  # not retried: a KeyError would come again
     with pytest.raises(KeyError):
         list(DataLoader(wrong, batch_size=6))
 
@@ -294,7 +295,7 @@ def test_arguments_are_checked():
 
 
 def test_import_is_light():
-    """Datasets, loaders and processors cost their libraries when they are used, not when they are named."""
+    """Datasets, loaders and processors import their libraries when they are used, not when they are imported."""
     code = "import sys, twinkle.dataset, twinkle.dataloader, twinkle.processor; print(*sorted(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -306,7 +307,7 @@ def test_retry_sampler():
     indices = list(RetrySampler(range(4), rows, seed=1))
     assert indices[:2] == [0, 1]
     assert indices[3] == 3
-    assert len(indices) == 6  # filled up where the sampler ended
+    assert len(indices) == 6  # refilled from where the sampler ended
     assert 2 not in indices
     assert list(RetrySampler(range(4), rows, seed=1, skip_samples=3)) == indices[3:]
     assert len(RetrySampler(range(4), rows)) == 6
@@ -323,7 +324,7 @@ def test_device_mesh_sampler():
     assert list(DeviceMeshSampler(batches, min_batch_size=2, skip_samples=5)) == [[5, 6, 7]]
 
 
-# --- streams, one batch a call ----------------------------------------------------------------------------------------
+# --- streams, one batch per call --------------------------------------------------------------------------------------
 
 
 def fetcher(rows, batch_size=4, mesh=None, **options):

@@ -1,4 +1,4 @@
-"""What the tests of datasets share: conversations, and a template on the tiny model's byte tokenizer."""
+"""Fixtures for tests of datasets: conversations, and a template on the tiny model's byte tokenizer."""
 
 import pytest
 
@@ -12,12 +12,14 @@ def conversation(question: str, answer: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def chats() -> list[dict[str, object]]:
-    """Conversations of growing length."""
+    """Twelve conversations of growing length."""
     return [{"messages": conversation("?" * n, "!" * (n + 1)), "number": n} for n in range(1, 13)]
 
 
 @pytest.fixture
 def template():
+    """A template on the tiny model's byte tokenizer."""
+
     from twinkle.template import Template
 
     return Template("random://llama-tiny")
@@ -25,6 +27,8 @@ def template():
 
 @pytest.fixture(autouse=True)
 def no_bars_and_own_cache(tmp_path_factory, monkeypatch):
+    """Switches progress bars off and gives each test an empty cache."""
+
     import datasets
 
     datasets.disable_progress_bars()

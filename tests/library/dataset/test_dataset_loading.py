@@ -1,4 +1,4 @@
-"""Where rows come from: memory, files, directories, generators, hubs; and which of them are taken."""
+"""Where rows come from: memory, files, directories, generators, hubs; and which rows are selected."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_local_files(tmp_path, name):
     expected = [{"text": "a"}, {"text": "b"}] if name.endswith("txt") else ROWS
     found = list(Dataset(DatasetMeta(str(path), split="anything")))
     if name.endswith(("csv", "tsv")):
-        found = [{"x": int(row["x"]), "y": str(row["y"])} for row in found]  # without na_filter all is text
+        found = [{"x": int(row["x"]), "y": str(row["y"])} for row in found]  # without na_filter all values are text
     assert found == expected
 
 
@@ -100,7 +100,7 @@ def test_slices():
         return [row["x"] for row in Dataset(DatasetMeta(data=ROWS, data_slice=data_slice))]
 
     assert numbers(range(3)) == [0, 1, 2]
-    assert numbers([4, 0, 7]) == [4, 0, 2]  # 7 starts over
+    assert numbers([4, 0, 7]) == [4, 0, 2]  # 7 wraps around
     assert numbers(n for n in (1, 3)) == [1, 3]
     stream = IterableDataset(DatasetMeta(data=ROWS, data_slice=range(1, 3)))
     assert [row["x"] for row in stream] == [1, 2]

@@ -41,7 +41,7 @@ def xs(dataset):
 def test_map_and_filter(kind):
     dataset = kind(DatasetMeta(data=ROWS))
     dataset.map(add_square)
-    assert next(iter(dataset)) == {"x": 0, "square": 0}  # what a function does not return stays
+    assert next(iter(dataset)) == {"x": 0, "square": 0}  # columns that the function does not return stay
     dataset.map(Shifted, init_args={"by": 10})
     dataset.map(preprocess_func=Shifted(-9))
     assert xs(dataset) == [1, 2, 3, 4, 5, 6]
@@ -104,7 +104,7 @@ def test_mixing(kind, interleave, expected):
     dataset.map(Shifted, dataset_meta=second)
     dataset.mix_dataset(interleave)
     if kind is IterableDataset and interleave:
-        expected = expected[:-1]  # a stream ends with the row that uses it up, a table with the round
+        expected = expected[:-1]  # a stream ends with the row that exhausts it, a table with the round
     assert xs(dataset) == expected
     dataset.map(Shifted(100))
     assert xs(dataset) == [x + 100 for x in expected]
@@ -129,7 +129,7 @@ def test_names_of_datasets():
         dataset.map(Shifted, dataset_meta=second)
     with pytest.raises(InvalidInputError, match="not loaded yet"):
         dataset.add_dataset(first)
-    dataset.mix_dataset()  # one alone has nothing to mix
+    dataset.mix_dataset()  # a single dataset is not mixed
     assert not dataset.mixed
     with pytest.raises(InvalidInputError, match="at least one dataset"):
         len(Dataset())

@@ -1,4 +1,4 @@
-"""What users get wrong with data: every mistake names its field and what is allowed, at once."""
+"""Mistakes that users make with data: each is reported at once, with its field and the allowed values."""
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_a_row_longer_than_a_pack_has_one_of_its_own(chats):
     dataset = PackingDataset(DatasetMeta(data=chats))
     dataset.set_template("Template", model_id=MODEL)
     dataset.encode()
-    dataset.template.max_length = 40  # later than the encoding, which would refuse them
+    dataset.template.max_length = 40  # set after encoding, which would have refused the rows
     dataset.pack_dataset()
     lengths = [dataset[n]["length"] for n in range(len(dataset))]
     longest = max(len(dataset.dataset[n]["input_ids"]) for n in range(len(chats)))

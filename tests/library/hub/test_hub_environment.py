@@ -1,4 +1,4 @@
-"""The environment variables and what they may hold."""
+"""The hub's environment variables and their allowed values."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hub operations against stand-ins of the two client libraries; no network."""
+"""Hub operations with stand-ins for the two client libraries; no network."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ def calls():
 
 @pytest.fixture
 def hf(monkeypatch, calls, tmp_path):
-    """huggingface_hub with its network functions replaced by ones that take exactly the arguments we send."""
+    """huggingface_hub with its network functions replaced by ones that accept exactly the arguments we send."""
 
     def create_repo(repo_id, *, token, private, exist_ok):
         calls.append(("create", repo_id, token, private, exist_ok))
@@ -50,12 +50,12 @@ def hf(monkeypatch, calls, tmp_path):
 
 
 class HubError(Exception):
-    """Stand-in of modelscope's base error."""
+    """Stand-in for modelscope's base error."""
 
 
 @pytest.fixture
 def modelscope(monkeypatch, calls, tmp_path):
-    """The names of modelscope that we use; the library itself is an extra."""
+    """The names of modelscope that we use. The library itself is an optional dependency."""
     package, subpackage, errors = (types.ModuleType(f"modelscope{part}") for part in ("", ".hub", ".hub.errors"))
     errors.HubError = HubError
 
@@ -116,7 +116,7 @@ def test_push_to_hugging_face(hf, calls, tmp_path):
     assert done == "https://hub/me/model/commit/1"
     assert calls == [
         ("create", "me/model", "t", True, True),
-        ("upload", "me/model", tmp_path, None, "main", ["*.pt"]),  # master is called main there
+        ("upload", "me/model", tmp_path, None, "main", ["*.pt"]),  # there the branch master is called main
     ]
     with pytest.raises(UploadError, match="cannot upload to hf://me/model: OSError: no space on the hub"):
         HubOperation.push_to_hub("hf://me/model", tmp_path, commit_message="fail")
@@ -157,7 +157,7 @@ def test_uploads_in_the_background_keep_their_order(hf, calls, tmp_path, monkeyp
     first = HubOperation.async_push_to_hub("hf://me/a", tmp_path, path_in_repo="1")
     HubOperation.async_push_to_hub("hf://me/a", tmp_path, path_in_repo="2")
     HubOperation.async_push_to_hub("hf://me/b", tmp_path, commit_message="fail")
-    assert "no space on the hub" in HubOperation.wait_for("hf://me/b")["hf://me/b"]  # not held up by the other
+    assert "no space on the hub" in HubOperation.wait_for("hf://me/b")["hf://me/b"]  # not delayed by the other upload
     assert not first.done()
     release.set()
     assert HubOperation.wait_for() == {"hf://me/a": "https://hub/me/a/commit/1"}

@@ -1,4 +1,4 @@
-"""``hf://`` against a small server that speaks the hub's protocol; ``ms://`` against a stand-in of its library."""
+"""``hf://`` with a small server that speaks the hub's protocol; ``ms://`` with a stand-in for its library."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ RESOLVE = 'from twinkle.hub import resolve; print(resolve("{model_id}").path)'
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One repository, org/name, as huggingface_hub asks for it."""
+    """A server with one repository, org/name, for huggingface_hub."""
 
     def do_HEAD(self):
         self.answer(with_body=False)
@@ -54,7 +54,10 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The server's address is read when huggingface_hub is imported, so the tests resolve in another process."""
+    """A running hub.
+
+    The library huggingface_hub reads its address at import, so tests resolve ids in another process.
+    """
     pytest.importorskip("huggingface_hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -102,12 +105,12 @@ def test_hugging_face_without_its_library(monkeypatch):
 
 
 class HubError(Exception):
-    """Stand-in of modelscope's base error."""
+    """Stand-in for modelscope's base error."""
 
 
 @pytest.fixture
 def modelscope(monkeypatch):
-    """modelscope itself is not installed here; only the two names that we use are stood in for."""
+    """A stand-in for the two names of modelscope that we use; the library is not installed here."""
     package, subpackage, errors = (types.ModuleType(f"modelscope{part}") for part in ("", ".hub", ".hub.errors"))
     errors.HubError = HubError
     for module in (package, subpackage, errors):

@@ -1,4 +1,4 @@
-"""What a model id may look like, and what is said about those that may not."""
+"""The allowed forms of a model id, and the error messages for other forms."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plugins: off unless switched on, before anything is fetched; and components by name."""
+"""Plugins: disabled by default, which is checked before anything is downloaded; and components by name."""
 
 import sys
 

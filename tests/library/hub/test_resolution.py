@@ -1,4 +1,4 @@
-"""``resolve`` on local directories, and the public face of ``twinkle.hub``."""
+"""``resolve`` with local directories, and the public interface of ``twinkle.hub``."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Groups, their ranks, and where their workers go."""
+"""Device groups, their ranks, and the placement of their workers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layout of ranks, shares of a batch, ranks with a role."""
+"""The layout of ranks, the shares of a batch, and ranks with a role."""
 
 import pickle
 
@@ -82,7 +82,7 @@ def test_coordinates_of_this_process(monkeypatch):
 def test_every_part_of_a_batch_belongs_to_one_data_rank():
     mesh = DeviceMesh.from_sizes(fsdp_size=2, dp_size=2, tp_size=2)
     assert mesh.data_world_size == 4
-    # fsdp 0 dp 0, fsdp 0 dp 1, fsdp 1 dp 0, fsdp 1 dp 1: fsdp counts fastest
+    # fsdp 0 dp 0, fsdp 0 dp 1, fsdp 1 dp 0, fsdp 1 dp 1: fsdp varies fastest
     assert [mesh.get_data_rank_from_global_rank(rank) for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
     assert mesh.get_data_rank_from_global_rank(99) == 0
     rows = list(range(10))
@@ -100,7 +100,7 @@ def test_ulysses_ranks_share_their_rows(monkeypatch):
 
 def test_a_process_with_several_devices_stands_for_their_ranks(monkeypatch):
     mesh = DeviceMesh.from_sizes(dp_size=2, tp_size=2)
-    as_rank(monkeypatch, 1, 2)  # of two processes
+    as_rank(monkeypatch, 1, 2)  # two processes for a mesh of four
     assert (mesh.dp_rank, mesh.tp_rank, mesh.data_rank) == (1, 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Arguments shared out and results put together, without workers."""
+"""Dividing arguments among workers and merging their results, without workers."""
 
 import numpy as np
 import pytest
@@ -123,7 +123,7 @@ def test_outputs_of_ranks_become_one():
         }
         for rank in range(4)
     ]
-    merged = collect_tensor_dict(outputs, DP2_TP2)  # ranks 0 and 2 stand for the two data ranks
+    merged = collect_tensor_dict(outputs, DP2_TP2)  # ranks 0 and 2 represent the two data ranks
     assert merged["logps"].tolist() == [[0, 0, -200, -200], [2, 2, 2, 2]]
     assert merged["rows"].tolist() == [[1, 1, -200], [1, -200, -200], [1, 1, -200], [1, 1, 1]]
     assert merged["ids"] == [0, 2]

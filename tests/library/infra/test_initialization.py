@@ -1,4 +1,4 @@
-"""initialize in local mode, and where a seed comes from."""
+"""initialize in local mode, and which setting determines the seed."""
 
 import random
 import sys
@@ -96,7 +96,8 @@ def test_the_mode_of_the_environment(monkeypatch):
     twinkle.initialize("local")
     assert current_settings().mode == "local"
     twinkle.shutdown()
-    with pytest.raises((ImportError, InvalidInputError), match=r"ray|groups"):  # without Ray, or without groups
+    # Ray is not installed, or no groups are given
+    with pytest.raises((ImportError, InvalidInputError), match=r"ray|groups"):
         twinkle.initialize()
 
 

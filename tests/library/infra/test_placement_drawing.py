@@ -1,4 +1,4 @@
-"""The drawing of groups and meshes."""
+"""The drawing of device groups and meshes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Platforms, and what a launcher says."""
+"""Platforms, and the environment variables of launchers."""
 
 import shutil
 
@@ -19,7 +19,7 @@ def nothing_launched(monkeypatch):
 
 @pytest.fixture
 def tools(monkeypatch):
-    """The tools of drivers on this machine."""
+    """The set of driver tools that are found on this machine; a test adds names to it."""
     found = set()
     monkeypatch.setattr(shutil, "which", lambda tool: tool if tool in found else None)
     monkeypatch.setattr("sys.platform", "linux")

@@ -1,4 +1,4 @@
-"""The decorators where nothing is remote: they change nothing."""
+"""The remote decorators change nothing in local mode."""
 
 import copy
 import inspect

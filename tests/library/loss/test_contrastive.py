@@ -1,4 +1,4 @@
-"""InfoNCE, against loops over anchors; two processes against one."""
+"""InfoNCE, compared with loops over anchors, and two processes compared with one."""
 
 import math
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_settings_that_are_refused(config: dict[str, object], field: str) -> Non
 
 
 def run_process(rank: int, folder: str) -> None:
-    """Groups 0 and 1 are the first process's, group 2 the second's."""
+    """Compute the loss of this process: groups 0 and 1 belong to rank 0, group 2 to rank 1."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     part = slice(0, 6) if rank == 0 else slice(6, 9)
     e = embeddings(5)[part].clone().requires_grad_()
@@ -133,7 +133,7 @@ def run_process(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_are_one_batch(tmp_path: Path) -> None:
-    """Models average gradients over processes: half the sum over processes is the gradient of the whole batch."""
+    """Models average gradients over processes: half the sum over both must be the gradient of the whole batch."""
     torch.multiprocessing.spawn(run_process, args=(str(tmp_path),), nprocs=2)
     whole = embeddings(5).requires_grad_()
     expected = InfonceLoss(include_qq=True, include_dd=True)({"labels": LABELS}, {"embeddings": whole})["loss"]

@@ -1,4 +1,4 @@
-"""Cross entropy in its forms, against torch's."""
+"""The forms of cross entropy, compared with torch's."""
 
 import sys
 import types
@@ -136,7 +136,7 @@ def test_settings_and_outputs_that_are_refused() -> None:
 
 
 class FakeKernel:
-    """Has the interface of Liger's module, and computes the same with torch."""
+    """Has the interface of Liger's module and computes the same with torch."""
 
     def __init__(self, ignore_index: int, reduction: str, label_smoothing: float, softcap: float | None) -> None:
         self.config = (ignore_index, reduction, label_smoothing, softcap)

@@ -1,4 +1,4 @@
-"""Generalised knowledge distillation, against sums over the vocabulary."""
+"""Generalised knowledge distillation, compared with sums over the vocabulary."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_formula(beta: float, temperature: float, topk: int | None) -> None:
 
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_topk_of_a_service(as_lists: bool) -> None:
-    """Log-probabilities of K entries, of the whole vocabulary, are made a distribution over those K."""
+    """A service returns log-probabilities of K entries; they are renormalised to a distribution over these K."""
     inputs, student, teacher = example(2)
     best = torch.log_softmax(teacher, -1).topk(4)
     values, indices = (best.values.tolist(), best.indices.tolist()) if as_lists else (best.values, best.indices)
@@ -73,7 +73,7 @@ def test_topk_of_a_service(as_lists: bool) -> None:
 
 
 def test_topk_entries_that_are_missing() -> None:
-    """A service that has fewer than K entries sends −∞ for the rest."""
+    """A service with fewer than K entries sends −∞ for the rest."""
     inputs, student, teacher = example(3)
     best = torch.log_softmax(teacher, -1).topk(4)
     values = best.values.clone()
@@ -116,7 +116,7 @@ def test_padding_is_not_read() -> None:
 
 @pytest.mark.parametrize(("vocabulary", "teacher_vocabulary"), [(5, 8), (8, 5)])
 def test_vocabularies_of_different_sizes(vocabulary: int, teacher_vocabulary: int) -> None:
-    """The model that lacks entries gives them probability 0."""
+    """Entries that a model lacks have probability 0 in it."""
     inputs, student, teacher = example(6, vocabulary, teacher_vocabulary)
     result = GKDLoss(beta=0.3)(inputs, {"logits": student}, teacher_logits=teacher)["loss"]
     values = []

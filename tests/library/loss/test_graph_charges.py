@@ -1,7 +1,6 @@
-"""What a loss graph's operations are charged: never less than what torch does for them, there and back.
+"""The price of each operation in a loss graph: never less than the work of torch, forward and backward.
 
-Torch's own calls are counted, not clocked: the numbers that each of them writes, and the products where matrices are
-multiplied.
+Torch's calls are counted, not timed: the numbers that each call writes, and the products in matrix multiplications.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 from twinkle.loss.graph.operations import OPERATIONS
 
 SIDE = 32
-# Torch writes a few numbers for each that comes out: copies, masks, gradients. The most is what cosine_similarity does.
+# For each output number torch writes a few more: copies, masks, gradients. cosine_similarity has the most.
 _FEW = 20
 
 X = torch.linspace(0.1, 0.9, SIDE * SIDE).reshape(SIDE, SIDE).requires_grad_()
@@ -34,7 +33,7 @@ MASK = X.detach() > 0.4
 CUBE = torch.linspace(0, 1, 16 * 4 * 8).reshape(16, 1, 4, 8).requires_grad_()
 CUBES = torch.linspace(0, 1, 16 * 8 * 4).reshape(1, 16, 8, 4).requires_grad_()
 
-# By the last part of a name, what to call it with: several where an argument says how much there is to do.
+# Arguments for each function, by the last part of its name; several calls if an argument determines the amount of work.
 _EXAMPLES: dict[str, Sequence[tuple[Any, ...]]] = {
     "addcdiv": [(X, W, W)],
     "addcmul": [(X, W, W)],
@@ -162,7 +161,7 @@ def _examples(target: str) -> Sequence[tuple[Any, ...]]:
 
 
 class _Counting(TorchDispatchMode):
-    """Numbers that torch's calls wrote, and of how many the largest tensor was."""
+    """Counts the numbers that torch's calls write, and the size of the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ def _counted(target: str, arguments: tuple[Any, ...]) -> _Counting:
         result = OPERATIONS[target](*arguments)
         results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, tuple) else []
         differentiable = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
-        if differentiable and not target.endswith(("floor_divide", "floordiv")):  # it has no derivative
+        if differentiable and not target.endswith(("floor_divide", "floordiv")):  # floor division has no derivative
             torch.autograd.backward(differentiable, [torch.ones_like(each) for each in differentiable])
     return counting
 
@@ -195,7 +194,7 @@ def _bound(target: str, arguments: tuple[Any, ...]) -> Bound:
     return BOUNDS[CATALOG[target].bound](OPERATIONS[target], arguments, {})
 
 
-@pytest.mark.filterwarnings("ignore:reduction")  # of kl_div: it may mean something else one day
+@pytest.mark.filterwarnings("ignore:reduction")  # a warning of kl_div that its meaning may change
 @pytest.mark.parametrize("target", CATALOG)
 def test_an_operation_is_charged_what_it_does(target: str) -> None:
     for arguments in _examples(target):
@@ -210,10 +209,10 @@ def test_what_grows_with_an_argument_is_charged_for_it() -> None:
     assert _bound("torch.roll", (X, (1,) * 8, (0,) * 8)).work == 8 * _bound("torch.roll", (X, 1, 0)).work
 
 
-# --- what may not begin -----------------------------------------------------------------------------------------------
+# --- calls that are refused -------------------------------------------------------------------------------------------
 
 TENSOR = torch.tensor(5)
-# None of these may run; as they are here they would not hurt.
+# None of these may run. With the sizes used here they would do no harm.
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "many differences": ("torch.diff", (X, 9), {}),
     "many differences, by name": (".diff", (X,), {"n": 10**18}),
@@ -246,7 +245,7 @@ def test_division_that_rounds_is_charged_as_what_it_does() -> None:
 
 
 def test_names_and_places_of_arguments_are_told_apart() -> None:
-    """(1000, 1) by (1, 1000) makes a million; the other way round it would be one."""
+    """(1000, 1) times (1, 1000) has a million elements; the other way round it would have one."""
     tall, wide = torch.ones(1000, 1), torch.ones(1, 1000)
     for keywords in ({"input": tall, "other": wide}, {"other": wide, "input": tall}):
         assert BOUNDS["matmul"](torch.matmul, (), keywords).made == 1_000_000
@@ -261,7 +260,7 @@ def test_a_mask_is_one_index_for_each_dimension() -> None:
 
 def test_stacks_of_matrices_are_charged_for_their_copies() -> None:
     assert _bound("torch.matmul", (CUBE, CUBES)).made == 16 * 16 * 4 * 8
-    assert _bound("torch.matmul", (CUBE, W[:8, :3])).made == 16 * 4 * 3  # one matrix for all of a stack: no copies
+    assert _bound("torch.matmul", (CUBE, W[:8, :3])).made == 16 * 4 * 3  # one matrix for the whole stack: no copies
 
 
 def test_dimensions_are_limited() -> None:

@@ -1,4 +1,4 @@
-"""What a loss graph will cost is known by shapes: never less than what the interpreter's meter then counts."""
+"""The price of a loss graph is estimated from shapes: never less than the interpreter's meter counts later."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 
 
 class CountingMeter(Meter):
-    """Of a graph of any size."""
+    """A meter without a limit on work."""
 
     def __init__(self) -> None:
         super().__init__(Limits(work=2**60))
@@ -112,7 +112,7 @@ def test_what_cannot_be_followed_counts_as_its_largest_tensor() -> None:
 
 def test_the_clock_covers_the_way_back() -> None:
     graph = decode_graph(request(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1}))
-    times = iter([0.0, 1.0, 99.0])  # at its start, before the sum, after the gradient
+    times = iter([0.0, 1.0, 99.0])  # at the start, before the sum, after the gradient
     meter = Meter(Limits(seconds=10), clock=lambda: next(times))
     with pytest.raises(UserError, match="took more than 10 s"):
         evaluate(graph, {"logprobs": np.zeros(3, np.float32)}, "data[0]", meter)

@@ -1,4 +1,4 @@
-"""Loss graphs: they compute what the traced function computes, and nothing else."""
+"""Loss graphs compute what the traced function computes, and nothing else."""
 
 import math
 
@@ -17,7 +17,7 @@ from twinkle.loss.graph.operations import OPERATIONS
 LOGPROBS = np.array([-0.5, -1.2, -0.1, -2.0, -0.7, -0.3], np.float32)
 WEIGHTS = np.array([1.0, 0.0, 0.5, 2.0, -1.0, 3.0], np.float32)
 
-# x: log-probabilities, w: an input; vectors of six.
+# x: log-probabilities, w: an input; both have six elements.
 FUNCTIONS = {
     "arithmetic": lambda x, w: ((x * w - 1) / (2 - x) + 2**x).sum() - -x.mean() + abs(x).sum() + (x % 2).sum(),
     "names of torch": lambda x, w: torch.exp(x).sum() + torch.log1p(x.exp()).sum() + torch.special.expm1(x).sum(),
@@ -142,7 +142,7 @@ def test_nothing_in_place_random_or_uninitialised_is_listed() -> None:
     ]
 
 
-# --- what is too much -------------------------------------------------------------------------------------------------
+# --- what is too large ------------------------------------------------------------------------------------------------
 
 HUGE = 10**12
 # Each would take gigabytes or hours if it ran.
@@ -228,7 +228,7 @@ def test_numbers_of_a_datum_are_counted() -> None:
         evaluated(body, Limits(datum=200))
 
 
-# --- what makes no loss -----------------------------------------------------------------------------------------------
+# --- what is not a loss -----------------------------------------------------------------------------------------------
 
 MISTAKES = {
     "a vector": (call("s", ".exp", ref("logprobs")), "one number"),

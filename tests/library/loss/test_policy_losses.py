@@ -1,4 +1,4 @@
-"""GRPO and its relatives, against loops over tokens."""
+"""GRPO and related losses, compared with loops over tokens."""
 
 import math
 import warnings
@@ -33,7 +33,7 @@ def cispo_term(r: float, a: float, lp: float) -> float:
 
 
 def by_loop(b: Batch, term: Callable[[float, float, float], float], beta: float, coef: float, sequence: bool):
-    """Terms of the tokens of each sequence."""
+    """Return the terms of each sequence's tokens."""
     result = []
     rows = zip(b.rows(b.logps), b.rows(b.old), b.rows(b.ref), b.rows(b.entropies), b.advantages.tolist(), strict=True)
     for logps, olds, refs, entropies, a in rows:
@@ -104,7 +104,10 @@ def test_gradient(loss) -> None:
 
 
 def test_gradient_of_cispo_leaves_the_weight_alone() -> None:
-    """Numeric differences would differentiate the ratio, which is a constant here: the gradient is −c·A / tokens."""
+    """Finite differences would also differentiate the ratio, which is a constant here.
+
+    The gradient is −c·A / tokens.
+    """
     b = batch(1)
     b.logps.requires_grad_()
     CISPOLoss(epsilon=0.2)(b.inputs, b.outputs, old_logps=b.old, advantages=b.advantages)["loss"].backward()
@@ -190,7 +193,7 @@ def test_cispo_divides_by_the_items_of_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("form", ["rows", "numpy rows", "full rows", "short full rows", "longer tensor", "tensor"])
 def test_forms_of_old_logps(form: str) -> None:
-    """What a sampler has (one a label), what another model has (one a position), with or without its padding."""
+    """From a sampler (one value per label) or from another model (one per position), with or without its padding."""
     b = batch(8)
     last = [int(row.nonzero()[-1]) for row in b.mask]
     forms = {

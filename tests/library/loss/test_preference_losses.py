@@ -1,4 +1,4 @@
-"""DPO and its relatives, against loops over pairs."""
+"""DPO and related losses, compared with loops over pairs."""
 
 import math
 import warnings
@@ -30,7 +30,7 @@ def chosen_nll(b: Batch) -> float:
 
 
 def margins(b: Batch) -> list[tuple[float, float]]:
-    """Δc and Δr of each pair."""
+    """Return Δc and Δr of each pair."""
     deltas = [sum(lps) - sum(refs) for lps, refs in zip(b.rows(b.logps), b.rows(b.ref), strict=True)]
     return list(zip(deltas[0::2], deltas[1::2], strict=True))
 

@@ -1,4 +1,4 @@
-"""Each loss against its formula in numpy, written out here a second time, in float64."""
+"""Each loss, compared with its formula, which is written here again in numpy and float64."""
 
 import math
 import os
@@ -23,7 +23,7 @@ POLICY_LOSSES = ["importance_sampling", "ppo", "cispo", "gspo"]  # tokens with A
 CLIPPED_LOSSES = ["ppo", "cispo", "gspo"]
 
 
-# --- the formulas; `fixed` is lp where they say stopgrad --------------------------------------------------------------
+# --- the formulas; `fixed` is lp inside stopgrad ----------------------------------------------------------------------
 
 
 def cross_entropy(lp: Array, fixed: Array, x: Arrays) -> Array:
@@ -71,7 +71,10 @@ FORMULAS: dict[str, Callable[[Array, Array, Arrays], Array]] = {
 
 
 def example(name: str, seed: int, sequences: int = 5, length: int = 12) -> tuple[Array, dict[str, NDArray[np.generic]]]:
-    """lp and every input of the loss for a few sequences: some advantages 0, ratios between about 0.3 and 3."""
+    """Return lp and every input of the loss for a few sequences.
+
+    Some advantages are 0; ratios lie between about 0.3 and 3.
+    """
     rng = np.random.default_rng(seed)
     n = sequences * length
     lp = -rng.exponential(2.0, n)
@@ -82,7 +85,7 @@ def example(name: str, seed: int, sequences: int = 5, length: int = 12) -> tuple
         "sequence_ratio_mask": (rng.random(n) < 0.7).astype(np.float64),
         "sequence": np.repeat(np.arange(sequences), length),
     }
-    # sequences whose mean ratio differs enough to be clipped on either side
+    # the mean ratios of sequences differ enough to be clipped on either side
     x["logprobs"] = x["logprobs"] + np.repeat(rng.uniform(-0.5, 0.5, sequences), length)
     loss = TOKEN_LOSSES[name]
     names = {*loss.inputs, *loss.optional_inputs, *([] if loss.pointwise else ["sequence"])}
@@ -94,7 +97,7 @@ def tensors(x: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def exact_gradient(name: str, lp: Array, x: Arrays) -> Array:
-    """Autograd in float64, which `coefficients` rounds to float32."""
+    """Return the gradient from autograd in float64; `coefficients` rounds it to float32."""
     variable = torch.from_numpy(lp).requires_grad_()
     (gradient,) = torch.autograd.grad(get_loss(name).terms(variable, tensors(x)).sum(), variable)
     return gradient.numpy()
@@ -123,7 +126,7 @@ def test_coefficients_equal_finite_differences(name: str, seed: int) -> None:
     lp, x = example(name, seed)
     step = 1e-6
     plus, minus = FORMULAS[name](lp + step, lp, x), FORMULAS[name](lp - step, lp, x)
-    # with stopgrad parts held fixed, a term depends on its own lp alone, so one difference serves all tokens
+    # with the stopgrad parts fixed, a term depends only on its own lp, so one difference serves all tokens
     numeric = (plus - minus) / (2 * step)
     np.testing.assert_allclose(exact_gradient(name, lp, x), numeric, rtol=1e-7, atol=1e-8)
     result = coefficients(get_loss(name), torch.from_numpy(lp), tensors(x))
@@ -133,7 +136,7 @@ def test_coefficients_equal_finite_differences(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CLIPPED_LOSSES)
 def test_the_examples_are_clipped_on_both_sides(name: str) -> None:
-    """Or the tests above would say little. cispo's default lower bound is 0, which nothing passes."""
+    """Otherwise the tests above would prove little. cispo's default lower bound is 0, which no ratio passes."""
     lp, x = example(name, seed=0)
     x |= {"clip_low_threshold": np.array(0.8), "clip_high_threshold": np.array(1.2)}
     ratio = np.exp(lp - x["logprobs"])
@@ -222,7 +225,7 @@ def test_config_values_may_differ_between_tokens(name: str, value: dict[str, flo
 
 @pytest.mark.parametrize("name", sorted(FORMULAS))
 def test_tenants_in_one_call_get_what_they_get_alone(name: str) -> None:
-    """Bit for bit: also where a neighbour's numbers are not finite."""
+    """Bit for bit, even if a neighbour's numbers are not finite."""
     loss = get_loss(name)
     configs = [{key: value * factor for key, value in loss.config.items()} for factor in (1.0, 0.9, 1.3)]
     alone, together, offset = [], [], 0
@@ -336,7 +339,7 @@ def test_cispo_clipped_fraction_counts_ratios_outside_the_bounds() -> None:
 
 
 def test_gspo_diagnostics_count_sequences() -> None:
-    """Ratios e, 1 and 1/e; the fourth sequence has no advantage and does not count."""
+    """The ratios are e, 1 and 1/e; the fourth sequence has no advantage and does not count."""
     x = {
         "logprobs": torch.tensor([-2.0, -2.0, -1.0, 0.0, 0.0, -9.0]),
         "advantages": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]),

@@ -1,4 +1,4 @@
-"""Metrics, against numbers worked out by hand or by loops."""
+"""Metrics, compared with numbers computed by hand or by loops."""
 
 import inspect
 import math
@@ -31,7 +31,7 @@ from twinkle.metric.registry import METRICS
 LABELS = torch.tensor([[-100, 3, 4, 5], [6, 7, -100, -100]])
 INPUTS = {"labels": LABELS}
 NEW = torch.tensor([[math.nan, -1.0, -2.0, -3.0], [-0.5, -1.5, math.inf, math.nan]])
-OLD = [[-1.5, -2.0, -2.9], [-0.5, -1.0]]  # one for each label
+OLD = [[-1.5, -2.0, -2.9], [-0.5, -1.0]]  # one value for each label
 ADVANTAGES = [-1.0, 1.0]
 
 
@@ -141,9 +141,9 @@ def policy_numbers() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("make", "low", "high"),
     [
-        # ratios e^.5, 1, e^−.1 with A = −1, and 1, e^−.5 with A = 1: none is clipped for its sign …
+        # ratios e^.5, 1, e^−.1 with A = −1, and 1, e^−.5 with A = 1: given the sign of A, none is clipped …
         (GRPOMetric, 0.0, 0.0),
-        # … by ratio alone one is below and one above
+        # … by the ratio alone, one is below and one above the bounds
         (CISPOMetric, 1 / 5, 1 / 5),
         # the sequences' ratios are e^(.4/3) with A = −1 and e^−.25 with A = 1
         (GSPOMetric, 0.0, 0.0),
@@ -174,7 +174,7 @@ def test_clipping_by_sign() -> None:
 
 
 def test_policy_metrics_of_features_one_by_one() -> None:
-    """As a driver has them: features with lists, outputs with a row for each."""
+    """In the form that a driver has: features with lists, outputs with one row for each."""
     features = [{"labels": [-100, 3, 4, 5]}, {"labels": [6, 7]}]
     rows = [[0.0, -1.0, -2.0, -3.0], [-0.5, -1.5]]
     metric = GRPOMetric()
@@ -256,7 +256,7 @@ def test_embeddings() -> None:
     metric = EmbeddingMetric()
     metric.accumulate({"labels": labels}, {"embeddings": embeddings, "loss": 1.5}, grad_norm=2.0)
     metric.accumulate({"labels": labels}, {"embeddings": embeddings, "loss": 0.5}, grad_norm=1.0)
-    # positives .6 and .6; the others are .8 and −1 for the first anchor, .8 and 0 for the second
+    # positives .6 and .6; the other similarities are .8 and −1 for the first anchor, .8 and 0 for the second
     assert metric.calculate() == {
         "pos_sim": "0.6000",
         "pos_sim_min": "0.6000",

@@ -1,4 +1,4 @@
-"""Schedules with a warm-up, against their formula."""
+"""Schedules with a warm-up, compared with their formula."""
 
 import math
 

@@ -44,7 +44,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def robot():
-    """What DingTalk would have been sent; ``answer`` is what it says."""
+    """A stand-in for DingTalk that records messages; ``answer`` is its reply."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

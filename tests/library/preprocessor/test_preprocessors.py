@@ -1,4 +1,4 @@
-"""Preprocessors: rows of the datasets they are named after become trajectories, in batches and one by one."""
+"""Preprocessors turn rows of the datasets they are named after into trajectories, in batches and one by one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Batches for a model: padded, without padding, packed, with images; and taken apart again."""
+"""Batches for a model: padded, without padding, packed, with images; and the way back to rows."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_padded_right_and_left():
     assert right["labels"].tolist() == [[-100, 2, 3], [-100, -100, -100]]
     assert right["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert right["position_ids"].tolist() == [[0, 1, 2], [0, -1, -1]]
-    assert set(right) == {"input_ids", "labels", "attention_mask", "position_ids"}  # what a model's forward takes
+    assert set(right) == {"input_ids", "labels", "attention_mask", "position_ids"}  # the arguments of a model's forward
     left = InputProcessor(padding_side="left")([row(3), row(1, start=7)])
     assert left["input_ids"].tolist() == [[1, 2, 3], [0, 0, 7]]
     assert left["position_ids"].tolist() == [[0, 1, 2], [-1, -1, 0]]
@@ -129,7 +129,7 @@ def test_embeddings_are_of_the_last_token(options):
     processor = InputProcessor(**options)
     batch = processor([row(3), row(1, start=7)])
     ids = batch["input_ids"].float()
-    features = torch.stack([ids, ids**2], dim=-1)  # another direction for each token
+    features = torch.stack([ids, ids**2], dim=-1)  # a different direction for each token
     outputs = processor.postprocess_tensor_sp(batch, {"features": features, "loss": 0}, task="embedding")
     assert set(outputs) == {"embeddings", "loss"}
     last = torch.tensor([[3.0, 9.0], [7.0, 49.0]])

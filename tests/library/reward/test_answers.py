@@ -140,7 +140,7 @@ def test_equality_of_expressions(one: str, other: str, equal: bool) -> None:
 
 
 def test_equality_in_a_thread() -> None:
-    """math_verify's time limit works in the main thread only."""
+    """math_verify's time limit works only in the main thread."""
     pytest.importorskip("math_verify")
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(answers_equal("x+1", "1+x")))
@@ -151,7 +151,7 @@ def test_equality_in_a_thread() -> None:
 
 @pytest.mark.parametrize("bomb", ["9^{9^{9^9}}", "9^9^9", "2^{99999999}", "(10^{10})!", "((9^{99})^{99})^{99}"])
 def test_expressions_that_would_take_for_ever_are_not_evaluated(bomb: str, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # importing it would raise
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # importing it raises
     monkeypatch.setattr("twinkle.reward.answers.has_math_verify", lambda: True)
     assert not answers_equal(bomb, "x")
     with pytest.raises(ImportError):

@@ -1,4 +1,4 @@
-"""Rewards of whole trajectories."""
+"""Rewards for whole trajectories."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""DeepSeek V4's prompt format: layout, thinking, tools, and labels of exactly what the assistant says."""
+"""DeepSeek V4's prompt format: layout, thinking, tools, and labels that cover exactly what the assistant says."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_tools_calls_and_results(template):
     shown = text(template, messages, True, TOOLS)
     assert shown.startswith(f"{BOS}\n\n## Tools")
     assert '{"name": "find", "description": "Finds <it>"' in shown
-    results = "<tool_result>from x</tool_result>\n\n<tool_result>from y</tool_result>"  # as they were called
+    results = "<tool_result>from x</tool_result>\n\n<tool_result>from y</tool_result>"  # in the order of the calls
     assert shown.endswith(f"{EOS}<｜User｜>{results}<｜Assistant｜><think>")
     said = learnt(template, {"messages": messages, "tools": TOOLS})
     assert said.startswith('</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n')

@@ -1,4 +1,4 @@
-"""Labels against a slow reference: each layout written by hand, each token's bytes counted one by one."""
+"""Labels, compared with a slow reference: layouts are written by hand, and each token's bytes are counted."""
 
 import copy
 import random
@@ -11,7 +11,7 @@ from tests.support.texts.layouts import DEEPSEEK_V4, LAYOUTS, STEADY_QWEN3, Layo
 from twinkle.template import DeepseekV4Template, Qwen3_5Template, Qwen3Template, Template
 
 CONVERSATIONS = 1000
-GROUP = 25  # conversations with one setting of the template
+GROUP = 25  # conversations that share one setting of the template
 STRATEGIES = ["left", "right", "split", "delete", "raise"]
 
 
@@ -25,7 +25,7 @@ def folders(tmp_path_factory):
 
 
 def byte_lengths(tokenizer, ids) -> list[int]:
-    """How many bytes of the text each token stands for, from the vocabulary alone: a symbol is a byte."""
+    """Return the number of text bytes of each token, from the vocabulary alone: a symbol is a byte."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     added = tokenizer.get_added_vocab()
     lengths = []
@@ -39,7 +39,7 @@ def byte_lengths(tokenizer, ids) -> list[int]:
 
 
 def reference_labels(tokenizer, ids, pieces: Pieces) -> list[int]:
-    """Unshifted: a token is learnt if its first byte is in a piece that is."""
+    """Return unshifted labels: a token is learned if its first byte is in a learned piece."""
     learnt = [said for text, said in pieces for _ in text.encode()]
     labels, position = [], 0
     for token, length in zip(ids, byte_lengths(tokenizer, ids), strict=True):
@@ -50,7 +50,7 @@ def reference_labels(tokenizer, ids, pieces: Pieces) -> list[int]:
 
 
 def reference_features(ids, labels, max_length, strategy) -> list[tuple[list[int], list[int]]]:
-    """Cut, then shifted."""
+    """Return the features after truncation and shifting."""
     whole = (0, len(ids))
     if len(ids) <= max_length:
         cuts = [whole]
@@ -75,7 +75,7 @@ def check_layout(template: Template, layout: Layout, conversations: int, seed: i
         rows = [random_trajectory(draw, layout.tools) for _ in range(GROUP)]
         given = copy.deepcopy(rows)
         features = template.batch_encode(rows)
-        assert rows == given  # nothing is changed in place
+        assert rows == given  # no row was changed in place
         expected = []
         for row in rows:
             pieces = layout.reference(row["messages"], row.get("tools"), template.enable_thinking)
@@ -119,7 +119,7 @@ def test_text_is_what_transformers_renders(layout, folders):
         shown = template.format_trajectory(row, add_default_system=True)
         messages = [{k: v for k, v in m.items() if k != "tool_calls"} for m in shown["messages"]]
         if any("tool_calls" in m for m in shown["messages"]) or any(m.get("reasoning_content") for m in messages):
-            continue  # these are prepared for the template on the way
+            continue  # these are changed before the template sees them
         text = template.tokenizer.apply_chat_template(
             messages, tools=row.get("tools"), tokenize=False, add_generation_prompt=prompted, enable_thinking=True
         )
@@ -130,6 +130,6 @@ def test_a_token_that_crosses_into_the_answer_is_not_learnt(folders):
     template = Template(str(folders["chatml"]))
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nyes"}]
     feature = template.encode({"messages": messages})
-    # the header's line break and the answer's first one are a single token
+    # the header's line break and the first one of the answer are a single token
     assert "\n\n" in [template.decode([token]) for token in feature["input_ids"]]
     assert template.decode(feature["labels"][feature["labels"] != -100]) == "\nyes<|im_end|>\n"

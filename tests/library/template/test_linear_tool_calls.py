@@ -1,4 +1,4 @@
-"""Tool calls are found in time that grows with the text: the same calls as the plain regular expressions find."""
+"""Tool calls are found in linear time, and they are the same calls that plain regular expressions find."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from twinkle.template.template import _MOST_CHARACTERS
 from twinkle.template.tools.cline import _NO_TOOLS
 from twinkle.template.tools.hermes_qwen import _BLOCK as HERMES_BLOCK
 
-# --- the formats as regular expressions, which take time by the square of the length ---------------------------------
+# --- the formats as regular expressions, which need quadratic time ----------------------------------------------------
 
 OUTER = re.compile(r"<([a-z][a-z0-9_]*)>(.*?)</\1>", re.DOTALL)
 INNER = re.compile(r"<([A-Za-z_]\w*)>(.*?)</\1>", re.DOTALL)
@@ -163,7 +163,7 @@ def test_the_same_calls_as_regular_expressions(name):
     found = 0
     for _ in range(4000):
         pieces = chance.choices(alphabet, k=chance.randrange(14))
-        if chance.random() < 0.5:  # something whole, with a piece or two put into it or taken from it
+        if chance.random() < 0.5:  # a complete call, with a few pieces inserted or removed
             pieces = list(WHOLE[name])
             for _ in range(chance.randrange(4)):
                 pieces.insert(chance.randrange(len(pieces) + 1), chance.choice(alphabet))
@@ -210,7 +210,7 @@ LONG = {
 
 @pytest.mark.parametrize("what", LONG)
 def test_long_texts_take_no_time(what):
-    """By the square of their length they would take minutes: 40,000 characters took 13 to 30 seconds."""
+    """In quadratic time they would take minutes: 40,000 characters took 13 to 30 seconds."""
     began = time.monotonic()
     for size in (2**17, 2**18):
         text = LONG[what](size)
@@ -235,7 +235,7 @@ def sampled_turn(template, tokens):
 
 
 def test_a_long_sampled_turn_takes_no_time(template):
-    """The server does this with every sampled text: 150,000 characters took minutes, twice."""
+    """The server parses every sampled text: 150,000 characters took minutes, twice."""
     text = "<a>" * 50_000
     tokens = template.tokenizer.encode(text, add_special_tokens=False)
     began = time.monotonic()

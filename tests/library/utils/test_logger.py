@@ -1,4 +1,4 @@
-"""The library's logger: levels, once, conditions, files."""
+"""The library's logger: levels, messages logged once, conditions, files."""
 
 import logging
 
@@ -10,7 +10,7 @@ from twinkle.errors import InvalidInputError
 
 @pytest.fixture
 def logger(monkeypatch):
-    """The logger with nothing set up yet, and as it was afterwards."""
+    """The logger without any setup; its state is restored afterwards."""
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     logger = twinkle.get_logger()

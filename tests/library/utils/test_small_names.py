@@ -80,7 +80,7 @@ def test_seed_everything():
         seed_everything(-1)
 
 
-# --- torch's devices --------------------------------------------------------------------------------------------------
+# --- torch devices ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -138,7 +138,7 @@ def test_a_plain_tensor_is_local():
     assert framework_util.to_local_tensor(tensor) is tensor
 
 
-# --- other paths to the same things -----------------------------------------------------------------------------------
+# --- other import paths of the same names -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["find_node_ip", "DeviceMesh", "Plugin", "get_logger", "is_master", "requires"])

@@ -1,4 +1,4 @@
-"""Adapters on disk and in snapshots: going on exactly, PEFT's format both ways, and what is wrong with a directory."""
+"""Adapters on disk and in snapshots: exact resumption, PEFT's format in both directions, and damaged directories."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def item(model: PreTrainedModel, seed: int, adapter_id: str = "a") -> TrainItem:
 
 
 def trained(model: PreTrainedModel, spec: LoraSpec = SPEC) -> Trainer:
-    """A trainer whose adapter has Adam moments worth losing."""
+    """Return a trainer whose adapter has Adam moments, so that losing them shows."""
     trainer = tiny_trainer(model)
     add_trained_adapter(trainer, "a", spec, model)
     for seed in range(2):
@@ -46,7 +46,7 @@ def go_on(trainer: Trainer, model: PreTrainedModel) -> AdapterSnapshot:
 
 
 def assert_same(ours: AdapterSnapshot, theirs: AdapterSnapshot) -> None:
-    """To the bit."""
+    """Compare two snapshots bit by bit."""
     assert (ours.step, ours.layout) == (theirs.step, theirs.layout)
     for name in ("weights", "exp_avg", "exp_avg_sq"):
         assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
@@ -59,7 +59,7 @@ def llama() -> PreTrainedModel:
     return tiny_model("llama")
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -75,7 +75,7 @@ def test_save_load_continue_is_continue(llama: PreTrainedModel, tmp_path: Path) 
 
 
 def test_load_brings_an_adapter_back_to_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """In the same trainer, resident, with a gradient that belongs to weights that are gone."""
+    """Loads into the same trainer, while the adapter is resident and has a gradient of its later weights."""
     trainer = trained(llama)
     before = trainer.snapshot("a")
     trainer.save("a", tmp_path / "x")
@@ -152,7 +152,7 @@ def test_snapshot_restore_continue_is_continue(llama: PreTrainedModel, open_wind
     snapshot = trainer.snapshot("a")
     assert (snapshot.gradient is not None) == open_window
     expected = go_on(trainer, llama)
-    for other in (tiny_trainer(llama), trainer):  # in a new place, and over what has moved on
+    for other in (tiny_trainer(llama), trainer):  # into a new trainer, and over an adapter that was trained further
         other.restore("a", snapshot)
         assert other.spec("a") == SPEC
         assert_same(go_on(other, llama), expected)
@@ -191,7 +191,7 @@ SHAPES = {
 @pytest.mark.matrix
 @pytest.mark.filterwarnings(
     "ignore:Model has `tie_word_embeddings=True`"
-)  # PEFT's, on loading; ours is the output side
+)  # PEFT's warning on loading; our adapter is on the output side
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exported_adapters_load_in_peft(family: str, shape: str, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_exported_adapters_load_in_peft(family: str, shape: str, tmp_path: Path)
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     datum = random_datum(model, "cross_entropy", 17, seed=3)
-    every = np.tile(np.arange(97), (17, 1))  # all targets: log-probabilities are the logits, but for a constant
+    every = np.tile(np.arange(97), (17, 1))  # all tokens as targets: log-probabilities are the logits, up to a constant
     whole = dataclasses.replace(datum, targets=every, weights=None)
     result = the_result(trainer.forward([TrainItem("a", [whole])])[0])
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_exported_adapters_load_in_peft(family: str, shape: str, tmp_path: Path)
     "shape",
     [
         pytest.param("all-linear", marks=pytest.mark.matrix),
-        "head",  # transformers 5.5 looks for LoRA on the head, also PEFT's, under a wrong name
+        "head",  # transformers 5.5 looks for LoRA on the head, even PEFT's, under a wrong name
     ],
 )
 def test_exported_adapters_load_in_transformers(llama: PreTrainedModel, tmp_path: Path, shape: str) -> None:
@@ -243,7 +243,7 @@ def test_exported_adapters_load_in_transformers(llama: PreTrainedModel, tmp_path
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], ["q_proj", "lm_head"], r".*\.1\..*_proj"])
 def test_adapters_that_peft_wrote(family: str, targets: object, tmp_path: Path) -> None:
-    """Also with dropout, in bf16, and with the copy of the head that PEFT puts beside LoRA on it."""
+    """Also with dropout, in bf16, and with the copy of the head that PEFT saves next to LoRA on the head."""
     model = tiny_model(family)
     config = peft.LoraConfig(r=5, lora_alpha=7, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(copy.deepcopy(model), config)
@@ -297,7 +297,7 @@ def test_what_a_directory_holds(llama: PreTrainedModel, tmp_path: Path) -> None:
     assert "lm_head" in config["target_modules"]
 
 
-# --- what is wrong with a directory -----------------------------------------------------------------------------------
+# --- invalid directories ----------------------------------------------------------------------------------------------
 
 
 def _never(*args: object, **kwargs: object) -> None:
@@ -414,7 +414,7 @@ def test_a_damaged_directory_changes_nothing(victim: tuple[Trainer, Path], tmp_p
         trainer.load("a", tmp_path / "x")
     assert str(tmp_path / "x") in str(error.value)
     assert_same(trainer.snapshot("a"), before)
-    if case != "alpha":  # which is all there is to say about it
+    if case != "alpha":  # a wrong alpha is the only fault of that case
         with pytest.raises(CheckpointError):
             trainer.create_adapter_from_checkpoint("b", tmp_path / "x")
     assert trainer.adapter_ids() == ["a"]
@@ -444,7 +444,7 @@ def test_what_peft_trained_differently_is_unsupported(victim: tuple[Trainer, Pat
 
 
 def test_pickle_is_never_read(victim: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that would run code lie beside ours, and stand in where ours are missing."""
+    """Files that would run code lie next to ours, or take the place of a missing file."""
     trainer, directory = victim
     subprocess.run(["cp", "-r", directory, tmp_path / "x"], check=True)
     bomb = b"cposix\nsystem\n(S'touch " + os.fsencode(tmp_path / "exploded") + b"'\ntR."
@@ -484,7 +484,7 @@ def test_an_existing_directory_is_kept(victim: tuple[Trainer, Path], tmp_path: P
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 def test_overwrite(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:  # other systems and some network file systems
+    if not exchange:  # as on other systems and some network file systems
         monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
     trainer = trained(llama)
     trainer.save("a", tmp_path / "x")
@@ -500,7 +500,7 @@ def test_overwrite(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_overwriting_is_one_step(victim: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader finds the old directory or the new one, whole, at any time."""
+    """At any time a reader finds either the complete old directory or the complete new one."""
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     if not checkpoint._exchange(tmp_path / "one", tmp_path / "other"):
@@ -535,7 +535,7 @@ def test_a_place_that_cannot_be_written(victim: tuple[Trainer, Path], tmp_path: 
 def test_a_failure_leaves_everything_as_it_was(
     victim: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, exchange: bool
 ) -> None:
-    """Nothing new where nothing was, and the old directory where one is to be overwritten."""
+    """A failed save leaves no new directory; if it was to overwrite one, the old directory stays."""
     trainer, _ = victim
     trainer.save("a", tmp_path / "old")
     (tmp_path / "old" / "mark").write_text("")
@@ -545,7 +545,7 @@ def test_a_failure_leaves_everything_as_it_was(
         raise OSError(28, "No space left on device")
 
     replace = os.replace
-    if failing == "replace":  # only that of the new directory, so that the old one can go back
+    if failing == "replace":  # only the rename of the new directory fails, so that the old one can be moved back
         monkeypatch.setattr(os, "replace", lambda a, b: fail() if str(a).endswith(".tmp") else replace(a, b))
         monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
     else:
@@ -608,7 +608,7 @@ def test_killed_while_saving(tmp_path: Path, when: str, overwrite: str) -> None:
 
 
 def test_killed_right_after_the_exchange(tmp_path: Path) -> None:
-    """The new directory is in place; what it replaced waits under a hidden name."""
+    """The new directory is in place; the replaced one still exists under a hidden name."""
     script = [sys.executable, "-c", _KILLED, tmp_path / "x", "in _put_in_place", "overwrite"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -617,7 +617,7 @@ def test_killed_right_after_the_exchange(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_written_later_holds_what_was_there(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Training goes on while files are written."""
+    """Training continues while the files are written; they hold the state of prepare_save."""
     trainer = trained(llama)
     write, expected = trainer.prepare_save("a"), trainer.snapshot("a")
     take_step(trainer, item(llama, 5))

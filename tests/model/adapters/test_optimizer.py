@@ -1,4 +1,4 @@
-"""AdamW on one adapter: torch's own, given the same gradients, at any hyper-parameters, and nothing of anyone else."""
+"""AdamW on one adapter: equal to torch's for the same gradients and any hyper-parameters; no other adapter changes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.matrix
 
 MakeTrainer = Callable[..., Trainer]
 BASE = toy_llama()
-HUGE = pytest.param(10**400, id="10**400")  # an integer that no float holds
+HUGE = pytest.param(10**400, id="10**400")  # an integer too large for a float
 
 
 def train(trainer: Trainer, adapter_id: str = "a", seed: int = 0) -> None:
@@ -44,7 +44,7 @@ def assert_equal(left: AdapterSnapshot, right: AdapterSnapshot) -> None:
 
 
 class TorchAdamW:
-    """torch.optim.AdamW over the same tensors, fed with the gradients that the trainer reports."""
+    """torch.optim.AdamW over the same tensors, with the gradients that the trainer reports."""
 
     def __init__(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
         self.parameters = {name: torch.nn.Parameter(torch.from_numpy(w.copy())) for name, w in weights.items()}
@@ -89,7 +89,10 @@ SCHEDULES: Mapping[str, Callable[[int], AdamParams]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_steps_equal_torch_given_the_same_gradients(name: str, trainer: Trainer) -> None:
-    """At any eps: the gradients are equal bit by bit, so nothing is magnified. See the top of test_numerics.py."""
+    """Holds at any eps: the gradients are equal bit by bit, so no difference is magnified.
+
+    See the top of test_numerics.py.
+    """
     theirs = TorchAdamW(trainer.weights("a"))
     for step in range(6):
         train(trainer, seed=step)
@@ -110,7 +113,7 @@ def test_the_next_forward_pass_sees_the_step(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_without_a_gradient_nothing_changes(trained_before: bool, trainer: Trainer) -> None:
-    """Not even by weight decay or momentum, and the step does not count."""
+    """Weight decay and momentum change nothing either, and the step does not count."""
     if trained_before:
         train(trainer)
         trainer.optim_step("a", AdamParams(learning_rate=1e-2))
@@ -138,7 +141,7 @@ def test_zero_grad_drops_the_window_and_nothing_else(trainer: Trainer) -> None:
     trainer.zero_grad("a")
     assert trainer.gradients("a") == {}
     assert_equal(trainer.snapshot("a"), before)
-    trainer.zero_grad("a")  # twice is fine
+    trainer.zero_grad("a")  # a second call is allowed
     train(trainer, seed=2)
     gradients = trainer.gradients("a")
     trainer.zero_grad("a")
@@ -160,7 +163,7 @@ def test_a_zero_gradient_is_a_gradient(trainer: Trainer) -> None:
 
 
 def test_a_step_touches_one_adapter(make_trainer: MakeTrainer) -> None:
-    """Neighbours in the same stack, one of them with a gradient of its own."""
+    """Neighbours in the same stack stay unchanged, including one with its own gradient."""
     trainer = make_trainer(BASE)
     for number, adapter_id in enumerate("abc"):
         trainer.create_adapter(adapter_id, LoraSpec(8, seed=number))

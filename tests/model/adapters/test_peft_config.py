@@ -1,4 +1,4 @@
-"""Our reading of LoraConfig against the installed PEFT."""
+"""Our interpretation of LoraConfig, compared with the installed PEFT."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from twinkle.model.types import LoraSpec
 
 
 def test_our_tables_hold_every_field_of_peft_with_its_default() -> None:
-    """Fails when a new PEFT has a new field: decide in which table of peft_config.py it belongs."""
+    """Fails if a new PEFT has a new field: decide in which table of peft_config.py it belongs."""
     fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
     tables = [set(module.READ), set(module.INFORMATIVE), set(module.RESTRICTED), set(module.UNIMPLEMENTED)]
     assert set().union(*tables) == set(fields)

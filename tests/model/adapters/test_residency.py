@@ -1,4 +1,4 @@
-"""More adapters than fit on the device: who is there, and that nobody can tell."""
+"""More adapters than fit on the device: which are resident, and that paging changes no result."""
 
 import random
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def add(pool: AdapterPool, adapter_id: str, layout: RowLayout, seed: int = 0) ->
 
 
 def assert_consistent(pool: AdapterPool) -> None:
-    """Memory within the budget, one slot for each resident adapter, and in it the adapter's weights, B scaled."""
+    """Check that memory is within the budget and that each resident adapter has one slot with its weights, B scaled."""
     adapters = [pool.get(adapter_id) for adapter_id in pool.ids()]
     resident = [adapter for adapter in adapters if adapter.slot is not None]
     assert pool.resident_ids() == [adapter.adapter_id for adapter in resident]
@@ -103,7 +103,7 @@ def test_the_least_recently_used_leaves_first() -> None:
 
 
 def test_rows_scattered_over_blocks_are_brought_together() -> None:
-    """Two of nine lie in two blocks; with a third adapter they fit only in one."""
+    """Two of nine adapters lie in different blocks; with a third adapter they fit only if both move into one block."""
     slots = SLOTS_PER_BLOCK
     small = block_bytes(SMALL) + 2 * state_bytes(SMALL)
     pool = AdapterPool(
@@ -151,7 +151,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_blocks_do_not_move() -> None:
-    """Compiled code and CUDA graphs remember addresses."""
+    """Compiled code and CUDA graphs keep addresses."""
     pool = AdapterPool(10 * block_bytes(LARGE), torch.float32, CPU)
     first = add(pool, "first", SMALL)
     pool.make_resident([first])
@@ -189,7 +189,7 @@ SPECS = {
 
 
 def with_adapters(make_trainer: MakeTrainer, fitting: int | None) -> Trainer:
-    """All of ``SPECS``; room for about ``fitting`` adapters of rank 8, None: for all."""
+    """Return a trainer with all of ``SPECS`` and room for about ``fitting`` adapters of rank 8 (None: for all)."""
     trainer = make_trainer(BASE)
     for adapter_id, spec in SPECS.items():
         trainer.create_adapter(adapter_id, spec)
@@ -204,7 +204,7 @@ def item(adapter_id: str, step: int) -> TrainItem:
 
 
 def test_training_in_turns_is_the_same_with_paging_bit_for_bit(make_trainer: MakeTrainer) -> None:
-    """Each call is one adapter's, so every batch is the same; windows stay open while their adapter is away."""
+    """Each call trains one adapter, so all batches are the same. Windows stay open while their adapter is paged out."""
     paged, roomy = with_adapters(make_trainer, fitting=2), with_adapters(make_trainer, fitting=None)
     for step in range(4):
         for adapter_id in SPECS:
@@ -228,7 +228,7 @@ def test_training_in_turns_is_the_same_with_paging_bit_for_bit(make_trainer: Mak
 
 
 def test_a_call_of_more_adapters_than_fit_is_cut(make_trainer: MakeTrainer) -> None:
-    """Also when the sequences of one request are computed while others come and go."""
+    """Also if the sequences of one request are computed while other adapters are paged in and out."""
     paged, roomy = with_adapters(make_trainer, fitting=2), with_adapters(make_trainer, fitting=None)
     for step in range(3):
         items = [item(adapter_id, step) for adapter_id in SPECS]

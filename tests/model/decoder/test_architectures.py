@@ -1,4 +1,4 @@
-"""Every family: a packed batch of two tenants is each sequence alone on the plain model with PEFT."""
+"""Every family: a packed batch of two tenants gives the same results as each sequence alone on plain PEFT."""
 
 import numpy as np
 import pytest
@@ -33,12 +33,12 @@ from twinkle.model.decoder.attention import PACKED
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.trainer import self_check
 
-# Sequences of both tenants: one token, equal neighbours, longer than sliding windows and on both sides of LONG, and
-# longer than the blocks of 64 tokens in which linear attention is computed.
+# Sequences of both tenants: one token, neighbours of equal length, lengths beyond the sliding window and on both sides
+# of LONG, and longer than the blocks of 64 tokens of linear attention.
 LENGTHS = {"a": (19, 5, 33), "b": (70, 1, 19, 19, LONG, LONG + 1)}
 
-# Gradients of the gates of Qwen3.5's linear attention: the plain model itself is 2e-5 away from float64, because it
-# exponentiates sums of logarithms over a block; padding changes their rounding. Measured: 2e-5.
+# For gradients of the gates in Qwen3.5's linear attention. The plain model itself is 2e-5 away from float64, because it
+# exponentiates sums of logarithms over a block, and padding changes their rounding. Measured: 2e-5.
 GRADIENT_TOLERANCE = {"qwen3_5": 1e-4}
 
 
@@ -74,7 +74,7 @@ def test_packed_is_each_sequence_alone(family: str) -> None:
     for adapter_id, result in results.items():
         plain = Reference(model, trainer.spec(adapter_id), trainer.weights(adapter_id))
         expected = plain.forward_backward(TrainItem(adapter_id, data[adapter_id]))
-        if family == "qwen3_5":  # the gates enlarge what is rounded, at some positions more than at others
+        if family == "qwen3_5":  # the gates amplify rounding, more at some positions than at others
             for ours, datum in zip(result.logprobs, data[adapter_id], strict=True):
                 exact = exact_logprobs(plain.model, datum.tokens)
                 assert_within(ours[:, None], *exact.at(datum.targets[:, None]))
@@ -87,7 +87,10 @@ def test_packed_is_each_sequence_alone(family: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_does_not_see_its_neighbours(family: str) -> None:
-    """Other tokens, same length: all other sequences stay as they are, to the bit where the shapes stay the same."""
+    """One sequence gets other tokens of the same length.
+
+    All others keep their results, bit by bit if the shapes stay the same.
+    """
     model, trainer, data = two_tenants(family)
     before = forward_backward(trainer, data)
     gradients = trainer.gradients("a")
@@ -103,7 +106,8 @@ def test_a_sequence_does_not_see_its_neighbours(family: str) -> None:
         for number in range(len(data[adapter_id]))
         if (adapter_id, number) != ("b", 2)
     ]
-    if family == "qwen3_moe":  # how many tokens an expert gets, and so the shape of its product, depends on all of them
+    # the number of tokens per expert, and so the shape of its product, depends on all sequences
+    if family == "qwen3_moe":
         assert_logprobs_close([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
         assert_tensors_close(trainer.gradients("a"), gradients)
     else:
@@ -119,7 +123,7 @@ def test_forward_and_recomputation_give_the_same(family: str) -> None:
     scored = trainer.forward([TrainItem(adapter_id, each) for adapter_id, each in data.items()])
     for result, outcome in zip(results.values(), scored, strict=True):
         assert_logprobs_close(the_result(outcome).logprobs, result.logprobs)
-    short = tiny_trainer(model, max_tokens_per_batch=18)  # longer sequences are computed with activation checkpointing
+    short = tiny_trainer(model, max_tokens_per_batch=18)  # longer sequences use activation checkpointing
     for adapter_id in data:
         short.restore(adapter_id, trainer.snapshot(adapter_id))
         short.zero_grad(adapter_id)
@@ -140,7 +144,7 @@ def test_only_hybrid_models_are_padded(family: str) -> None:
 
 
 def test_the_tests_notice_what_they_are_for() -> None:
-    """Windows, soft-capping and long frequencies change the results on these sequences."""
+    """Shows that windows, soft-capping and long frequencies change the results on these sequences."""
     for family, changes in {
         "mistral": {"sliding_window": None},
         "gemma2": {"attn_logit_softcapping": None},
@@ -158,7 +162,7 @@ def test_the_tests_notice_what_they_are_for() -> None:
 
 @pytest.mark.matrix
 def test_text_part_of_a_vision_language_checkpoint(tmp_path) -> None:
-    """Qwen3.5 is published with a vision tower; what we load is its decoder, under the decoder's names."""
+    """Qwen3.5 is published with a vision tower; only its decoder is loaded, under the decoder's names."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     vision = {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 32}
@@ -182,7 +186,7 @@ def test_text_part_of_a_vision_language_checkpoint(tmp_path) -> None:
 
 @pytest.mark.matrix
 def test_layers_of_a_vision_tower_are_not_taken_for_the_decoder() -> None:
-    """Gemma 3 is loaded whole; the wrapper around its decoder is checked like any unknown family."""
+    """Gemma 3 is loaded whole; the wrapper around its decoder is checked like an unknown family."""
     from transformers import Gemma3Config
 
     vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -221,7 +225,7 @@ def test_dynamic_frequencies_end_at_the_length_where_they_would_change() -> None
     the_result(trainer.forward([TrainItem("a", [short])])[0])
 
 
-# --- what is not supported --------------------------------------------------------------------------------------------
+# --- unsupported models -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_experts_take_no_adapters(spec: LoraSpec, field: str) -> None:
     assert trainer.adapter_ids() == []
 
 
-# --- families that no test pins ---------------------------------------------------------------------------------------
+# --- families without a test of their own -----------------------------------------------------------------------------
 
 UNPINNED = {
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
@@ -269,7 +273,7 @@ UNPINNED = {
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "smollm3": ("SmolLM3Config", {}),
-    "stablelm": ("StableLmConfig", {}),  # does not hand sequence bounds on to its attention: padded
+    "stablelm": ("StableLmConfig", {}),  # does not pass sequence bounds to its attention, so it runs padded
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
 }
 PADDED = {"lfm2", "stablelm"}
@@ -301,7 +305,7 @@ def olmo2() -> PreTrainedModel:
 
 
 def test_a_head_that_we_compute_wrongly_is_found() -> None:
-    """A logit scale under a name that we do not know."""
+    """The model has a logit scale under an unknown name."""
     model = olmo2()
     model.lm_head.register_forward_hook(lambda module, args, output: output * 1.1)
     with pytest.raises(
@@ -311,7 +315,7 @@ def test_a_head_that_we_compute_wrongly_is_found() -> None:
 
 
 def test_neighbours_that_mix_are_found() -> None:
-    """Each token looks at the one before it, which in a packed row may be another sequence's."""
+    """Each token reads the one before it, which in a packed row may belong to another sequence."""
     model = olmo2()
 
     def shift(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -323,7 +327,7 @@ def test_neighbours_that_mix_are_found() -> None:
 
 
 def test_rows_in_another_order_are_found() -> None:
-    """A block that turns its rows around inside would give each tenant the adapter of another."""
+    """A block that reverses its rows internally would give each tenant the adapter of another one."""
     model = random_model(tiny_config("StableLmConfig"))
     mlp = model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda module, args: (args[0].flip(0),))

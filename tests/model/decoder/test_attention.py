@@ -1,4 +1,4 @@
-"""packed_attention against the plain formula, one sequence at a time."""
+"""packed_attention, compared with the plain formula, one sequence at a time."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LENGTHS = {
 
 
 def tensors(tokens: int, *, kv_heads: int = KV_HEADS, value_size: int = SIZE) -> tuple[Tensor, Tensor, Tensor]:
-    """query (1, H, T, D), key (1, J, T, D), value (1, J, T, D')."""
+    """Return query (1, H, T, D), key (1, J, T, D) and value (1, J, T, D')."""
     generator = torch.Generator().manual_seed(tokens)
     shapes = (HEADS, SIZE), (kv_heads, SIZE), (kv_heads, value_size)
     query, key, value = (
@@ -41,7 +41,7 @@ def plain(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Loops over sequences, heads and tokens: softmax of the scores of the tokens in reach."""
+    """Return the softmax of the scores of all visible tokens, by loops over sequences, heads and tokens."""
     rows = []
     start = 0
     for length in lengths:
@@ -63,7 +63,7 @@ def plain(
 def _attend(
     q_D: Tensor, key: Tensor, value: Tensor, head: int, reach: slice, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    shared = head * key.shape[1] // HEADS  # neighbouring query heads share a key/value head
+    shared = head * key.shape[1] // HEADS  # adjacent query heads share a key/value head
     scores = key[0, shared, reach] @ q_D * (1 / math.sqrt(SIZE) if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -71,7 +71,7 @@ def _attend(
 
 
 def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv_heads=KV_HEADS, value_size=SIZE):
-    """Values and gradients agree."""
+    """Check that values and gradients agree."""
     inputs = tensors(sum(lengths), kv_heads=kv_heads, value_size=value_size)
     packing = Packing.from_lengths(tuple(lengths), torch.device("cpu"))
     ours, weights = packed_attention(
@@ -89,7 +89,7 @@ def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """Relative to the whole tensor; where a token sees itself alone, the gradient of query and key is zero."""
+    """Compare relative to the whole tensor. The gradient of query and key is zero for a token that sees only itself."""
     error = (ours - theirs).norm().item()
     assert error <= TOLERANCE * max(1.0, theirs.norm().item()), error
 
@@ -123,7 +123,7 @@ def test_shared_key_value_heads(kv_heads: int, softcap: float | None) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_values_of_another_size(softcap: float | None) -> None:
-    """As in multi-head latent attention."""
+    """The value size differs from the key size, as in multi-head latent attention."""
     check((5, 8), value_size=4, softcap=softcap)
 
 
@@ -141,7 +141,7 @@ def test_bf16_is_near_fp32() -> None:
 
 
 def test_neighbours_do_not_meet() -> None:
-    """To the bit, and NaN does not spread either."""
+    """Changing one sequence changes no bit of the others; NaN does not spread either."""
     query, key, value = (x.detach() for x in tensors(13))
     packing = Packing.from_lengths((4, 4, 5), torch.device("cpu"))
     before, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing)
@@ -157,7 +157,7 @@ def test_packing_knows_where_sequences_end() -> None:
     packing = Packing.from_lengths((3, 1, 5), torch.device("cpu"))
     assert packing.ends_N1.tolist() == [0, 3, 4, 9]
     assert packing.ends_N1.dtype == torch.int32
-    assert packing.longest == 8  # the next power of two: an upper bound
+    assert packing.longest == 8  # an upper bound: the next power of two
     assert Packing.from_lengths((1,), torch.device("cpu")).longest == 1
 
 
@@ -174,7 +174,7 @@ def test_what_packing_cannot_do_is_refused(wrong: dict) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("size", [8, 64, 128])
 def test_the_kernel_is_the_formula(size: int, window: int | None) -> None:
-    """The kernels of ours, and varlen_attn, on CUDA in bf16 against SDPA in fp32; with gradients."""
+    """Our kernels and varlen_attn on CUDA in bf16, compared with SDPA in fp32, including gradients."""
     lengths = (5, 1, 17, 17, 140, 64, 65)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, sum(lengths), size, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]

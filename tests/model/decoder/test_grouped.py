@@ -1,4 +1,4 @@
-"""Products over groups of rows against the plain formula, one group after another in float64."""
+"""Products over groups of rows, compared with the plain formula in float64, one group after another."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products_equal_the_formula(sizes: str, rank: int, device: str, dtype: torch.dtype) -> None:
-    """With the strides that layers use: A and B lie in rows of adapters, x A.T in a matrix for the largest rank."""
+    """Uses the strides of real layers: A and B lie in rows of adapters, x A.T in a matrix for the largest rank."""
     like = empty_on(device, dtype)
     groups = Groups(SIZES[sizes])
     count, rows = len(groups.sizes), sum(groups.sizes)

@@ -1,4 +1,4 @@
-"""The chunked head against full logits and autograd: values and gradients, whatever the chunk."""
+"""The chunked head, compared with full logits and autograd: same values and gradients for any chunk size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from twinkle.model.decoder.lora.segments import BoundLora, Segment
 pytestmark = pytest.mark.matrix
 
 ROWS = 43
-SIZES = {"toy": (64, 97), "wide": (512, 1000)}  # hidden, vocabulary
+SIZES = {"toy": (64, 97), "wide": (512, 1000)}  # (hidden, vocabulary)
 CHUNKS = [1, 7, 16, ROWS, 1000]
 
-# Rows of each adapter of each segment. Rows 0–4, 20–22 and 40–42 have no head LoRA; chunks cut through groups.
+# Rows of each adapter in each segment. Rows 0–4, 20–22 and 40–42 have no head LoRA; chunk borders cut through groups.
 SEGMENTS = {
     "none": [],
     "one group": [(0, (ROWS,))],
@@ -65,7 +65,7 @@ def make_case(size: str, spec: str, segments: str, width: int, seed: int = 0) ->
 
 
 def full_logits(case: Case, hidden_TH: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The formula, one adapter after another."""
+    """Return the full logits by the formula, one adapter after another."""
     logits_TV = hidden_TH @ case.spec.weight_VH.T
     if case.spec.bias_V is not None:
         logits_TV = logits_TV + case.spec.bias_V
@@ -82,7 +82,7 @@ def full_logits(case: Case, hidden_TH: Tensor, factors: Sequence[tuple[Tensor, T
 
 
 def objective(case: Case, logprobs: Tensor) -> Tensor:
-    """Any function whose derivative of a row needs that row alone."""
+    """Any function for which the derivative of a row depends only on that row."""
     return (case.weights_TK.to(logprobs.dtype) * (logprobs + logprobs.exp())).sum()
 
 
@@ -91,7 +91,7 @@ def coefficients(case: Case, start: int, stop: int, logprobs_CK: Tensor) -> Tens
 
 
 def expected(case: Case) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities, and the gradients of hidden states and of each segment's A and B, by autograd."""
+    """Return log-probabilities, and the gradients of hidden states and of each segment's A and B, by autograd."""
     hidden_TH = case.hidden_TH.clone().requires_grad_()
     factors = [(bound.a_GRI.clone().requires_grad_(), bound.b_GOR.clone().requires_grad_()) for bound in case.lora]
     logprobs_TK = full_logits(case, hidden_TH, factors).log_softmax(-1).gather(1, case.targets_TK)
@@ -168,11 +168,11 @@ def test_gradients_are_added_to_what_is_there() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [5, ROWS])
 def test_a_row_that_is_not_finite_touches_no_other(chunk_rows: int) -> None:
-    """Neither other rows nor other adapters; the same bits as with finite numbers there."""
+    """Other rows and other adapters get the same bits as with finite numbers in that row."""
     outcomes = []
     for value in (0.5, float("nan"), float("inf")):
         case = make_case("toy", "plain", "several", width=2)
-        case.hidden_TH[8] = value  # the second adapter of the first segment
+        case.hidden_TH[8] = value  # a row of the second adapter in the first segment
         outcomes.append(computed(case, chunk_rows))
     logprobs_TK, (gradient_TH, *factors) = outcomes[0]
     others = torch.arange(ROWS) != 8
@@ -189,7 +189,7 @@ def test_a_row_that_is_not_finite_touches_no_other(chunk_rows: int) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_large_logits_stay_finite(softcap: float | None) -> None:
-    """exp(500) overflows; the log-sum-exp must not."""
+    """exp(500) overflows, but the log-sum-exp must not."""
     spec = HeadSpec(torch.eye(8) * 500, softcap=softcap)
     targets = torch.arange(8)[:, None]
     logprobs, gradient = ChunkedHead(spec, 3).logprobs_and_gradient(

@@ -1,4 +1,4 @@
-"""Which rows of a linear layer have an adapter decides whether LoRA's product is written or added."""
+"""LoRA's product is written if all rows of a linear layer have an adapter, and added if only some have one."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def segment(start: int, sizes: tuple[int, ...], targets: tuple[Target, ...], dev
 
 
 def whole_weights(weight_OI: Tensor, lora: SegmentLora) -> Tensor:
-    """W + B A of each row."""
+    """Return W + B A of each row."""
     groups = [weight_OI] * len(lora.weights_GP)
     if lora.layout.has(UP.name):
         groups = [
@@ -35,7 +35,7 @@ def test_rows_are_covered_where_all_have_an_adapter() -> None:
     both, one = segment(0, (3, 2), (UP, DOWN)), segment(5, (4,), (UP,))
     layer = LayerLora("layers.0.", [both, one], None)
     assert layer.covers("up", 9)
-    assert not layer.covers("up", 10)  # the last is the base model's
+    assert not layer.covers("up", 10)  # the last row has no adapter
     assert not layer.covers("down", 9)
     assert not layer.covers("other", 9)
 
@@ -44,7 +44,7 @@ def test_rows_are_covered_where_all_have_an_adapter() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("second", [(UP,), (DOWN,)])
 def test_the_order_does_not_matter(second: tuple[Target, ...], bias: bool, device: str) -> None:
-    """Whether all rows have an adapter on "up" or only the first, against the formula; in fp32."""
+    """Compare with the formula in fp32, if all rows have an adapter on "up" and if only the first ones do."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     segments = [segment(0, (3, 2), (UP,), device), segment(5, (4,), second, device)]

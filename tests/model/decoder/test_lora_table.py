@@ -1,4 +1,4 @@
-"""One kernel for all stacks of a batch against the formula, segment after segment in float64."""
+"""One kernel for all stacks of a batch, compared with the formula in float64, segment after segment."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def make_segments() -> list[SegmentLora]:
         block = torch.randn(len(sizes) + 2, layout.size, generator=generator).to(DEVICE, DTYPE) / rank**0.5
         gradient_GP = torch.randn(len(sizes), layout.size, generator=generator).to(DEVICE)
         segment = Segment(row, row + sum(sizes), Groups(sizes))
-        segments.append(SegmentLora(segment, layout, block[1:-1], gradient_GP))  # slots in the middle of a block
+        # the slots lie in the middle of a block
+        segments.append(SegmentLora(segment, layout, block[1:-1], gradient_GP))
         row = segment.stop
     return segments
 
@@ -77,12 +78,13 @@ def test_one_launch_equals_the_formula(name: str) -> None:
         add_lora_gradient(lora, dy_TO.double().cpu(), exact_x, h_TR.double().cpu(), exact_dx)
     table.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI)
     assert_close(dx_TI, exact_dx)
-    for ours, theirs in zip(segments, exact, strict=True):  # whole rows: the other layer's gradients stay as they were
+    # compares whole rows: gradients of the other layer must not change
+    for ours, theirs in zip(segments, exact, strict=True):
         assert_close(ours.gradient_GP, theirs.gradient_GP)
 
 
 def test_products_are_written_where_nothing_was() -> None:
-    """All stacks have an adapter on "narrow": what was in y and dx before does not matter."""
+    """All stacks have an adapter on "narrow", so the earlier content of y and dx must not matter."""
     segments = make_segments()
     table = LoraTable(segments, ["narrow"])
     x_TI, dy_TO = rows(192, 1), rows(320, 2)
@@ -102,7 +104,7 @@ def test_rows_that_are_not_finite_touch_no_other_group() -> None:
     for value in (0.5, torch.nan):
         segments = make_segments()
         x_TI, y_TO, h_TR = rows(192, 1), rows(320, 2), torch.zeros(len(rows(1, 1)), WIDTH, device=DEVICE, dtype=DTYPE)
-        x_TI[5:69] = value  # the second group of the first stack
+        x_TI[5:69] = value  # all rows of the second group in the first stack
         table = LoraTable(segments, ["narrow"])
         table.add("narrow", x_TI, h_TR, y_TO)
         dx_TI = torch.zeros_like(x_TI)

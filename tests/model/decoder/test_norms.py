@@ -1,4 +1,4 @@
-"""Fused norms: in the place of those that they agree with, whether gradients are asked for or not."""
+"""Fused norms replace a model's norms only if both agree, with and without gradients."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_all_norms_of_a_llama_are_fused() -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_norm_that_computes_something_else_is_left_alone(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one of its two ways."""
+    """The fused norm is wrong in one mode, with or without gradients."""
     forward = norms.FusedRmsNorm.forward
 
     def wrong(self: norms.FusedRmsNorm, x: torch.Tensor) -> torch.Tensor:

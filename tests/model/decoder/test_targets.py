@@ -1,4 +1,4 @@
-"""Which linear layers an adapter attaches to, and what a spec may say."""
+"""Which linear layers an adapter attaches to, and which specs are valid."""
 
 import math
 
@@ -26,7 +26,7 @@ def names(architecture: Architecture, **fields: object) -> list[str]:
 
 
 def layer(*modules: str) -> list[str]:
-    """These modules in both layers, in the model's order."""
+    """Return the names of these modules in both layers, in the model's order."""
     blocks = {**dict.fromkeys(ATTENTION, "self_attn"), **dict.fromkeys(MLP, "mlp")}
     attention, mlp = ([m for m in modules if m in block] for block in (ATTENTION, MLP))
     return [f"model.layers.{i}.{blocks[m]}.{m}" for group in (attention, mlp) for i in range(2) for m in group]
@@ -121,7 +121,7 @@ def test_we_pick_what_peft_picks(family: str, wanted: str | list[str]) -> None:
         present = {name.rpartition(".")[2] for name in architecture.module_names}
         wanted = [name for name in wanted if name in present]
     ours = names(architecture, target_modules=wanted)
-    if wanted == r".*\.1\..*":  # matches norms, too, where PEFT would fail
+    if wanted == r".*\.1\..*":  # also matches norms, for which PEFT would fail
         wanted = r".*\.1\..*(proj.*|dense|fc1|fc2)"
     theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=wanted)).targeted_module_names
     assert sorted(ours) == sorted(theirs)

@@ -1,4 +1,4 @@
-"""What users get wrong with the models of the library: named at once, and nothing of it stays behind."""
+"""Mistakes that users make with the library's models: reported at once, without leaving anything behind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def test_wrong_batches_are_refused(model, batch):
     row, message = BATCHES[batch]
     with pytest.raises(InvalidInputError, match=message):
         run(model, row)
-    assert run(model, feature())["num_tokens"] == 5  # and the model goes on
+    assert run(model, feature())["num_tokens"] == 5  # the model still works
 
 
 def test_a_batch_without_targets_warns(model):
@@ -77,7 +77,7 @@ def test_what_metrics_get_from_the_model_nobody_else_gives(model, name, loss):
 
 def test_a_metric_that_refuses_a_batch_does_so_once(model):
     model.add_metric("DPOMetric", is_training=True, adapter_name=NAME)
-    run(model, feature())  # one sequence is no pair
+    run(model, feature())  # one sequence is not a pair
     with pytest.raises(InvalidInputError, match="an even number"):
         run(model, feature(), feature())
     run(model, feature(), feature())
@@ -143,7 +143,7 @@ def test_wrong_settings_are_refused(model, setting):
     do, message = SETTINGS[setting]
     with pytest.raises(UserError, match=message):
         do(model)
-    model.add_adapter_to_model("b-1", peft.LoraConfig(**LORA))  # nothing of it is there
+    model.add_adapter_to_model("b-1", peft.LoraConfig(**LORA))  # the failed call added no adapter
 
 
 def test_one_advantage_is_not_one_for_each(model):
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_is_not_there(model, resume_only_model):
 
 
 def test_weights_alone_start_the_optimizer_anew(model, tmp_path):
-    """The update after loading is that of a fresh optimizer, not one with moments of other weights."""
+    """After loading, the first update is that of a fresh optimizer, without moments of other weights."""
     where = model.save("x", str(tmp_path), adapter_name=NAME)
 
     def update() -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_adapters_of_another_scale_are_refused(model, tmp_path, changed):
         model.load(where, adapter_name="b-1")
 
 
-# --- the plain model alone --------------------------------------------------------------------------------------------
+# --- only for the plain model -----------------------------------------------------------------------------------------
 
 
 def test_what_was_set_before_an_adapter_is_not_lost_in_silence():

@@ -1,4 +1,4 @@
-"""Which rows a worker gets, and how the outputs of several become those of one. The workers are in tests/on_ray."""
+"""Which rows each worker gets, and how the outputs of workers are merged. Tests with workers are in tests/on_ray."""
 
 import inspect
 
@@ -27,7 +27,7 @@ def test_rows_and_what_belongs_to_them():
     assert [share["inputs"] for share in shares] == [ROWS[:2], ROWS[2:]]
     assert [share["advantages"] for share in shares] == [[1.0, 2.0], [3.0]]
     assert [share["ref_outputs"]["logps"].tolist() for share in shares] == [[[0, 1], [2, 3]], [[4, 5]]]
-    for share in shares:  # neither has an entry for each row
+    for share in shares:  # none of these has one entry per row
         assert (share["betas"], share["scale"], share["ref_outputs"]["loss"]) == ([1, 2], 0.5, 1.0)
     arrays = parts(2, TWO, inputs=ROWS, old_logps=np.arange(3.0), shift=np.float64(2))
     assert [share["old_logps"].tolist() for share in arrays] == [[0.0, 1.0], [2.0]]
@@ -78,8 +78,9 @@ def test_one_worker_and_passes_without_a_loss():
 @pytest.mark.parametrize("model", [MultiLoraTransformersModel, TransformersModel])
 def test_every_verb_can_be_called_on_workers(model):
     public = {name for name, _ in inspect.getmembers(model, inspect.isfunction) if not name.startswith("_")}
-    prepared = {"prepare_backward", "prepare_forward", "prepare_forward_backward"}  # for who shares this process
+    # only for callers in the same process
+    prepared = {"prepare_backward", "prepare_forward", "prepare_forward_backward"}
     assert public - prepared == set(remote_methods(model))
     passes = {"forward", "forward_only", "forward_backward"}
     for name, spec in remote_methods(model).items():
-        assert spec.dispatch == (own_rows if name in passes else "all")  # the default would cut lists of options
+        assert spec.dispatch == (own_rows if name in passes else "all")  # the default would split lists of options

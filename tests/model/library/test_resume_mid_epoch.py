@@ -1,4 +1,4 @@
-"""From rows to updates and back: a training that stops in the middle of an epoch goes on as if it had not."""
+"""Training that stops in the middle of an epoch and resumes gives the same results as without the stop."""
 
 import peft
 import pytest

@@ -1,4 +1,4 @@
-"""The multi-LoRA model against plain transformers, PEFT and torch.optim, in fp32 on a small random Llama."""
+"""The multi-LoRA model, compared with plain transformers, PEFT and torch.optim, in fp32 on a small random Llama."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def shared() -> MultiLoraTransformersModel:
 
 @pytest.fixture
 def model(shared) -> MultiLoraTransformersModel:
-    """With one adapter whose A and B are both random: at B = 0 the gradient of A would hide mistakes."""
+    """A model with one adapter in which A and B are both random. At B = 0 the gradient of A would hide mistakes."""
     for name in list(shared.optimizer_group):
         shared.remove_adapter(name)
     add(shared, A)
@@ -109,7 +109,7 @@ def grpo(plain: PlainLora, batch, old: Tensor) -> Tensor:
 @pytest.mark.parametrize("limit", [None, 24], ids=["one batch", "several batches"])
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_losses_over_whole_requests(name, limit):
-    """Log-probabilities of all sequences meet in the loss, also where the sequences do not fit one batch."""
+    """The loss needs the log-probabilities of all sequences, even if they do not fit in one batch."""
     model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_tokens_per_batch=limit)
     add(model, A)
     plain, batch = plain_of(model), features(9, 14, 6, 11)
@@ -211,7 +211,7 @@ def test_accuracy_counts_the_likeliest_tokens(model):
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam"])
 @pytest.mark.parametrize("clipping", [True, False])
 def test_training_loop_equals_torch(model, optimizer, clipping):
-    """Uneven windows of two, a schedule, weight decay: losses and weights over four updates."""
+    """Compares losses and weights over four updates: uneven windows of two passes, a schedule, weight decay."""
     plain = plain_of(model)
     model.set_optimizer(optimizer, lr=2e-3, weight_decay=0.1, betas=(0.8, 0.9), adapter_name=A)
     model.set_lr_scheduler("CosineWarmupScheduler", num_warmup_steps=1, num_training_steps=6, adapter_name=A)
@@ -355,7 +355,7 @@ def test_adapters_do_not_meet(model):
     model.clip_grad_and_step(adapter_name=A)
     assert_close(model.get_state_dict(adapter_name="b-1"), before, 0.0)
     assert gradients(model, "b-1") == {}
-    model.calculate_loss(adapter_name="b-1")  # its forward pass is still its own
+    model.calculate_loss(adapter_name="b-1")  # its own forward pass is still there
     model.backward(adapter_name="b-1")
     plain = plain_of(model, "b-1")
     labels, lp, _ = logps(plain.model, features(9))
@@ -374,7 +374,7 @@ def test_evaluation_leaves_training_alone(model):
     with pytest.raises(UserError, match="backward"):
         model.backward(adapter_name=A)
     assert_close(gradients(model), grads, 0.0)
-    tokens = 9  # of 12: two labels of the prompt and the last are none
+    tokens = 9  # 12 labels without two of the prompt and the last one
     assert model.calculate_metric(False, adapter_name=A)["loss"] == f"{evaluated / tokens:.4f}"
     assert model.calculate_metric(True, adapter_name=A)["loss"] == f"{trained / (3 + 6):.4f}"
     assert "loss" not in model.calculate_metric(True, adapter_name=A)  # reset
@@ -488,7 +488,7 @@ def test_train_configs_tell_what_is_trained(model):
 @pytest.mark.parametrize("limit", [None, 24], ids=["one batch", "several batches"])
 @pytest.mark.parametrize(("loss", "options"), [("dpo", {}), ("grpo", {}), ("grpo", {"entropy_coef": 0.2})])
 def test_cuda_equals_cpu(tmp_path, loss, options, limit):
-    plain_model().save_pretrained(tmp_path)  # a seed makes other weights on another device
+    plain_model().save_pretrained(tmp_path)  # a seed gives different weights on another device
     found = []
     for device in ("cpu", "cuda"):
         model = MultiLoraTransformersModel(

@@ -1,4 +1,4 @@
-"""DPO as an objective: the formula written out, its slopes by differences, and a step in the right direction."""
+"""DPO as an objective: its value equals the formula, its slopes finite differences, and a step improves it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ NONE = np.zeros(0, np.float32)
 
 
 def pairs(generator: np.random.Generator) -> tuple[list[Datum], list[np.ndarray], list[np.ndarray]]:
-    """(data, log-probabilities, those of the reference)"""
+    """Return (data, log-probabilities, log-probabilities of the reference)."""
     data = []
     for length in LENGTHS:
         tokens, targets = (generator.integers(1, 50, length) for _ in range(2))

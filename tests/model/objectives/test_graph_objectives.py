@@ -1,4 +1,4 @@
-"""Loss graphs in the trainer: the gradients of the same function under autograd, in any batches and any company."""
+"""Loss graphs in the trainer: the same gradients as the function under autograd, however batches are composed."""
 
 import numpy as np
 import pytest

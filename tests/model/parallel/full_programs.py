@@ -1,4 +1,4 @@
-"""The library's models as every rank runs them: the same program with a mesh and, in one process, without."""
+"""Programs with the library's models that run on every rank with a mesh, or in one process without one."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from twinkle.model import MultiLoraTransformersModel, TransformersModel
 
 Feature = dict[str, Any]
 
-# Adam divides by gradients: where they are near zero it magnifies the noise of adding them up in another order.
+# Adam divides by gradients. Near zero it magnifies the rounding differences of sums in another order.
 EPS = 1e-4
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
-# Lengths of the sequences of each forward pass, and whose they are: uneven, and in turn nothing for some.
+# The sequence lengths of each forward pass, and the rank of each sequence: uneven, and some ranks have none.
 PASSES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((9, 17, 4), (0, 1, 1)),
     ((6, 23), (1, 1)),
@@ -60,7 +60,7 @@ def train_checkpointed(sizes: Sizes, model_id: str) -> dict[str, Any]:
 
 
 def train_mean(sizes: Sizes, model_id: str) -> dict[str, Any]:
-    """A loss that is a mean counts once for every rank that has data."""
+    """Train with a mean loss: the gradient is averaged over the ranks that have data."""
     model = full_model(sizes, model_id)
     model.set_loss("CrossEntropyLoss", reduction="mean")
     return _trained(model, (0, 1), 1)
@@ -86,7 +86,7 @@ def _trained(model: TransformersModel, passes: Sequence[int], window: int, **nam
 
 
 def train_peft(sizes: Sizes, model_id: str) -> dict[str, Any]:
-    torch.manual_seed(5 + (0 if not sizes else torch.distributed.get_rank()))  # rank 0's adapter is everybody's
+    torch.manual_seed(5 + (0 if not sizes else torch.distributed.get_rank()))  # all ranks use the adapter of rank 0
     model = TransformersModel(model_id=model_id, mixed_precision="no", device="cpu", device_mesh=mesh(sizes))
     model.add_adapter_to_model("tenant", LORA)
     model.set_optimizer("AdamW", lr=1e-3, eps=EPS)
@@ -117,7 +117,7 @@ def _timeless(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name not in ("total time elapse", "speed")}
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------------
+# --- saving and resuming ----------------------------------------------------------------------------------------------
 
 
 def resume_full(sizes: Sizes, folder: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def resume_full(sizes: Sizes, folder: str) -> dict[str, Any]:
 
 
 def save_and_go_on_full(sizes: Sizes, model_id: str, folder: str) -> dict[str, Any]:
-    """Saving changes nothing."""
+    """Train, save and train on: saving must change nothing."""
     model = full_model(sizes, model_id)
     _train_on(model, range(3))
     model.save("state", folder, save_optimizer=True, consumed_train_samples=7)
@@ -141,7 +141,7 @@ def _train_on(model: Any, passes: Sequence[int], **names: str) -> None:
 
 
 def multi_lora_and_back(sizes: Sizes, model_id: str, folder: str) -> dict[str, Any]:
-    """Three passes of windows of two, saved; then another model goes on from there."""
+    """Train three passes in windows of two and save; then resume in another model."""
     saved = _multi_lora(sizes, model_id)
     _train_on(saved, range(3), adapter_name="a")
     saved.save("adapter", folder, adapter_name="a", save_optimizer=True)
@@ -155,7 +155,7 @@ def multi_lora_goes_on(sizes: Sizes, model_id: str, folder: str) -> dict[str, An
 
 
 def loss_by_hand(sizes: Sizes, model_id: str) -> dict[str, Any]:
-    """forward, calculate_loss and backward one by one, with ranks that have nothing."""
+    """Call forward, calculate_loss and backward one by one, with ranks that have no data."""
     model = full_model(sizes, model_id)
     lora = _multi_lora(sizes, model_id)
     for number in (0, 1, 3):
@@ -168,7 +168,7 @@ def loss_by_hand(sizes: Sizes, model_id: str) -> dict[str, Any]:
 
 
 def one_rank_has_nonsense(sizes: Sizes, model_id: str) -> list[str]:
-    """What is wrong on one rank is refused on all, and all can go on."""
+    """Send invalid input on one rank. It must be refused on all ranks, and all can continue."""
     model, told = full_model(sizes, model_id), []
     last = rank_and_size()[0] == rank_and_size()[1] - 1
     wrong: list[Any] = [{"input_ids": [1, 10**6], "labels": [2, 3]}]

@@ -1,6 +1,6 @@
-"""Multi-LoRA training as every rank runs it: the same program with a mesh and, in one process, without.
+"""Multi-LoRA programs that run on every rank with a mesh, or in one process without one.
 
-A program's data are those of all ranks; :func:`share` says which of them a rank has. Nothing here compares.
+A program gets the data of all ranks; :func:`share` selects those of one rank. The comparisons are in the tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ from twinkle.model import (
 )
 from twinkle.model.trainer.shard_requests import RequestShards
 
-Sizes = Mapping[str, int]  # of a mesh: dp_size and fsdp_size; empty: one process without a mesh
+Sizes = Mapping[str, int]  # sizes of a mesh: dp_size and fsdp_size; empty: one process without a mesh
 
-_WIDTHS = {"toy": (64, 96, 97), "wide": (512, 1024, 1000)}  # hidden, intermediate, vocabulary
+_WIDTHS = {"toy": (64, 96, 97), "wide": (512, 1024, 1000)}  # (hidden, intermediate, vocabulary)
 ADAM = AdamParams(learning_rate=5e-4, eps=1e-8, weight_decay=0.01, grad_clip_norm=0.5)
 
 
@@ -63,7 +63,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def share(items: Sequence[Any], owners: Sequence[int]) -> list[Any]:
-    """Those of this rank: item k belongs to rank ``owners[k]``, counted modulo the number of ranks."""
+    """Return the items of this rank. Item k belongs to rank ``owners[k]`` modulo the number of ranks."""
     rank, size = rank_and_size()
     return [item for item, owner in zip(items, owners, strict=True) if owner % size == rank]
 
@@ -82,13 +82,13 @@ def datum(length: int, seed: int, vocabulary: int, *, advantages: bool = False) 
 
 @dataclass(frozen=True)
 class Request:
-    """Of one adapter; ``owners`` says whose each sequence is."""
+    """A request for one adapter; ``owners`` gives the rank of each sequence."""
 
     adapter: str
     lengths: tuple[int, ...]
     owners: tuple[int, ...]
     loss: str = "cross_entropy"
-    whole: bool = False  # an objective over all its sequences, which one rank has
+    whole: bool = False  # an objective over all sequences of the request, which are on one rank
 
     def item(self, seed: int, vocabulary: int) -> TrainItem:
         advantages = self.loss != "cross_entropy"
@@ -99,19 +99,19 @@ class Request:
 
 
 def spread(values: Sequence[TokenValues]) -> ObjectiveValue:
-    """Half the squared deviation of the sequences' sums from their mean: no sequence can do it alone."""
+    """Half the squared deviation of the sequences' sums from their mean. It cannot be computed sequence by sequence."""
     sums = np.array([value.logprobs.sum() for value in values])
     slopes = (sums - sums.mean()) * 0.01
     arrays = [np.full(len(value.logprobs), slope, np.float32) for value, slope in zip(values, slopes, strict=True)]
     return ObjectiveValue(float(0.005 * ((sums - sums.mean()) ** 2).sum()), arrays)
 
 
-# Uneven shares, ranks without data, windows of two calls, losses of three kinds. With one process all are its own.
+# Uneven shares, ranks without data, windows of two calls, three kinds of losses. A single process gets all data.
 STEPS: tuple[tuple[tuple[Request, ...], ...], ...] = (
     (
         (
             Request("small", (7, 19, 3), (0, 1, 1)),
-            Request("head", (12, 5), (0, 0)),  # nothing for the others
+            Request("head", (12, 5), (0, 0)),  # the other ranks get nothing
         ),
     ),
     (
@@ -126,7 +126,7 @@ STEPS: tuple[tuple[tuple[Request, ...], ...], ...] = (
 
 
 def make_trainer(sizes: Sizes, model: str, *, max_tokens: int = 40, tied: bool = False) -> Trainer:
-    """``max_tokens``: few, so that ranks have different numbers of micro-batches."""
+    """Return a trainer. ``max_tokens`` is small, so that ranks have different numbers of micro-batches."""
     base = adopt_model(llama(model, tied=tied))
     return Trainer(base, model_id="test", max_tokens_per_batch=max_tokens, device_mesh=mesh(sizes))
 
@@ -137,7 +137,7 @@ def add_adapters(trainer: Trainer) -> None:
 
 
 def train(sizes: Sizes, model: str, tied: bool = False) -> dict[str, Any]:
-    """Weights and moments at the end, and what was computed on the way."""
+    """Train, and return the final weights and moments with all intermediate results."""
     trainer = make_trainer(sizes, model, tied=tied)
     add_adapters(trainer)
     vocabulary, seed, losses, norms, gradients = trainer.architecture.vocab_size, 0, [], [], {}
@@ -165,7 +165,7 @@ def train(sizes: Sizes, model: str, tied: bool = False) -> dict[str, Any]:
 
 
 def own_share_of_all(sizes: Sizes, items: Sequence[TrainItem]) -> tuple[list[Any], dict[str, Any]]:
-    """Every rank is told all requests, and takes its part."""
+    """Give every rank all requests; each computes its share."""
     trainer = make_trainer(sizes, "toy")
     add_adapters(trainer)
     rank, size = rank_and_size()
@@ -174,7 +174,7 @@ def own_share_of_all(sizes: Sizes, items: Sequence[TrainItem]) -> tuple[list[Any
 
 
 def one_rank_is_wrong(sizes: Sizes) -> dict[str, Any]:
-    """Requests that fail on the last rank, in three ways, beside one that does not."""
+    """Run three requests that fail on the last rank in different ways, and one that succeeds."""
     trainer = make_trainer(sizes, "toy")
     for name in ("good", "bad", "refused", "empty"):
         trainer.create_adapter(name, LoraSpec(4, seed=1))
@@ -211,7 +211,7 @@ def different_requests(sizes: Sizes) -> str:
 
 
 def gradient_looked_at(sizes: Sizes) -> dict[str, Any]:
-    """A window whose gradient is asked for, saved and put back while it is open."""
+    """Read, save and restore the gradient of a window while it is open."""
     trainer = make_trainer(sizes, "toy")
     add_adapters(trainer)
     vocabulary = trainer.architecture.vocab_size
@@ -229,7 +229,7 @@ def drawn_seed(sizes: Sizes) -> LoraSpec:
 
 
 def numbers_held(sizes: Sizes) -> tuple[int, int]:
-    """How many weights of the base this process holds, and how many there are."""
+    """Return how many base weights this process holds, and how many there are in all."""
     base = adopt_model(llama("toy", tied=True))
     Trainer(base, model_id="test", max_tokens_per_batch=16, device_mesh=mesh(sizes))
     held = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in base.parameters()]

@@ -1,4 +1,4 @@
-"""Processes that train together: each runs the functions it is sent, and answers what they return."""
+"""Processes that train together: each runs the functions that it receives and sends back their results."""
 
 import multiprocessing
 import os
@@ -10,11 +10,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_TIMEOUT = 240  # seconds: longer than any program here takes on a busy machine
+_TIMEOUT = 240  # seconds; longer than any program here takes on a busy machine
 
 
 class ProcessPool:
-    """``size`` processes on gloo. They serve many programs; one that fails ends them, and the next starts others."""
+    """``size`` processes connected by gloo, which run many programs.
+
+    A failing program ends them; the next run starts new ones.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -22,7 +25,7 @@ class ProcessPool:
         self._processes: list[Any] = []
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``program(*args)`` returns on each rank."""
+        """Run ``program(*args)`` on each rank and return the results by rank."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -48,7 +51,7 @@ class ProcessPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         programs = ["tests.model.parallel.lora_programs", "tests.model.parallel.full_programs"]
-        context.set_forkserver_preload(programs)  # the imports are paid for once
+        context.set_forkserver_preload(programs)  # imports happen only once
         meeting = Path(tempfile.mkdtemp()) / "meeting"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -74,7 +77,7 @@ def _serve(connection: Connection, rank: int, size: int, meeting: str) -> None:
     while True:
         try:
             program, args = connection.recv()
-        except EOFError:  # the tests are over
+        except EOFError:  # the tests have ended
             return
         try:
             answer = None, program(*args)

@@ -1,4 +1,4 @@
-"""What a device mesh and the options about it may say. One process is enough to be told."""
+"""Valid device meshes and options for them. One process is enough to check refusals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Adapters trained by several processes are those that one process trains."""
+"""Several processes train adapters to the same weights as one process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def assert_same_training(together: list[dict[str, Any]], alone: Mapping[str, Any
         assert_close(together[0]["weights"][name], alone["weights"][name])
         assert_close(together[0]["gradients"][name], alone["gradients"][name])
         assert_close(together[0]["moments"][name], alone["moments"][name])
-        for other in together[1:]:  # replicas are equal to the bit
+        for other in together[1:]:  # replicas are equal bit by bit
             assert_equal(other["weights"][name], together[0]["weights"][name])
             assert_equal(other["moments"][name], together[0]["moments"][name])
     losses = np.sum([each["losses"] for each in together], 0)

@@ -1,4 +1,4 @@
-"""The library's models trained by several processes are those that one process trains."""
+"""Several processes train the library's models to the same weights as one process."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def assert_same_model(together: list[dict[str, Any]], alone: dict[str, Any]) -> 
     for each in together:
         metrics = zip(each["metrics"], alone["metrics"], strict=True)
         for ours, theirs in (*metrics, (each["evaluation"], alone["evaluation"])):
-            assert _numbers(ours) == pytest.approx(_numbers(theirs), abs=2e-4)  # they are rounded
+            assert _numbers(ours) == pytest.approx(_numbers(theirs), abs=2e-4)  # metrics are rounded
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -76,7 +76,7 @@ def test_a_window_survives_a_checkpoint(two: ProcessPool, sizes: Sizes, toy: str
     alone = train_full({}, toy)
     went_on = two.run(save_and_go_on_full, sizes, toy, str(tmp_path))
     resumed = two.run(resume_full, sizes, str(tmp_path))
-    by_one = resume_full({}, str(tmp_path))  # any number of processes can
+    by_one = resume_full({}, str(tmp_path))  # one process can resume it, too
     for trained in (went_on, resumed, [by_one]):
         assert_same_model([_from_step(each, 0) for each in trained], _from_step(alone, 1))
     summary = {"cur_step": 3, "consumed_train_samples": 7, "gradient_accumulation_steps": 2}
@@ -109,7 +109,7 @@ def test_nonsense_on_one_rank_is_refused_on_all(two: ProcessPool, sizes: Sizes, 
 
 
 def test_means_are_averaged_over_ranks_with_data(two: ProcessPool, toy: str) -> None:
-    """Pass 0 is on both ranks, pass 1 on one: the gradient of the latter is that rank's own."""
+    """Pass 0 has data on both ranks, pass 1 on one rank, whose gradient is then not averaged."""
     one = two.run(train_mean, {"dp_size": 2}, toy)[0]
     model = full_model({}, toy)
     model.set_loss("CrossEntropyLoss", reduction="mean")

@@ -1,4 +1,4 @@
-"""Requests divided over ranks: about as many tokens for each, and everything once."""
+"""Requests divided over ranks: each gets about the same number of tokens, and every sequence is assigned once."""
 
 import numpy as np
 import pytest

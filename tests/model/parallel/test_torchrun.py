@@ -1,4 +1,4 @@
-"""Under torchrun a mesh is all that a program needs: its models find the other processes."""
+"""Under torchrun a program needs only a mesh: its models find the other processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What torchrun starts in each process: two passes of two models, whose weights the first process writes.
+"""The program that torchrun starts in each process: two passes of two models. The first process writes their weights.
 
 python -m torch.distributed.run --nproc-per-node 2 torchrun_program.py MODEL FILE
 """

@@ -1,4 +1,4 @@
-"""Compiled layers: one graph for every batch, with the numbers of eager layers."""
+"""Compiled layers: one graph serves every batch and gives the numbers of eager layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ BATCHES = (
 def dense_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, packing: Packing, **_: object
 ) -> tuple[Tensor, None]:
-    """What the kernel does on CUDA, in a form that compiles on CPU: bounds are a tensor, not a list."""
+    """Compute what the CUDA kernel does, in a form that compiles on CPU: bounds are a tensor, not a list."""
     places = torch.arange(query.shape[2])
     sequence = torch.searchsorted(packing.ends_N1, places, right=True)
     allowed = (sequence[:, None] == sequence) & (places[:, None] >= places)
@@ -73,14 +73,14 @@ def train(trainer: Trainer) -> tuple[list[Sequence[np.ndarray]], dict[str, dict[
 def test_one_graph_serves_every_batch(
     tokens: int | None, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its ranks, targets and lengths, with activations kept (None) and recomputed (8)."""
+    """The graph serves all ranks, targets and lengths, with activations kept (None) and recomputed (8)."""
     monkeypatch.setattr(attention, "packed_attention", dense_attention)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     eager_logprobs, eager_gradients = train(make_trainer())
     torch._dynamo.utils.counters.clear()
     trainer = make_trainer(compiled=True, max_tokens_per_batch=tokens)
-    monkeypatch.setattr(lora, "_LoraLinear", None)  # from now on eager layers fail
+    monkeypatch.setattr(lora, "_LoraLinear", None)  # eager layers fail from here on
     logprobs, gradients = train(trainer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for ours, theirs in zip(logprobs, eager_logprobs, strict=True):
@@ -94,7 +94,7 @@ def test_one_graph_serves_every_batch(
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_compiled_layers_on_cuda_equal_eager_ones(make_trainer: MakeTrainer) -> None:
-    """In bf16, where both round: each tensor's gradient is as close to fp32's as eager layers are."""
+    """In bf16 both round: the gradient of each compiled tensor must be as close to fp32 as that of eager layers."""
     outcomes = {}
     for mode, dtype, device in (("exact", torch.float32, "cpu"), ("eager", torch.bfloat16, "cuda")):
         outcomes[mode] = train(make_trainer(wide_llama().to(device, dtype)))

@@ -1,4 +1,4 @@
-"""Limits of control groups, v1 and v2, nested, and what of the memory in use can be dropped."""
+"""Memory limits of control groups, v1 and v2, nested, and which part of the used memory can be reclaimed."""
 
 from pathlib import Path
 

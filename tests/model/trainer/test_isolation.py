@@ -1,4 +1,4 @@
-"""A tenant's bad request fails alone and changes nothing of anyone; an adapter leaves nothing to the next one."""
+"""A tenant's bad request fails alone and changes no state, and a removed adapter leaves nothing to the next one."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ def datum(length: int = 12, loss: str = "cross_entropy", seed: int = 0) -> Datum
 
 
 def policy_datum(**extras: object) -> Datum:
-    """For ppo; extras replace or add inputs, None removes one."""
+    """Return a datum for ppo. ``extras`` replace or add inputs; None removes one."""
     good = datum(loss="ppo")
     return replace(good, extras={k: v for k, v in {**good.extras, **extras}.items() if v is not None})
 
@@ -81,10 +81,10 @@ def shared_trainer(make_trainer: MakeTrainer, tokens: int | None) -> tuple[Train
 
 
 def trained(make_trainer: MakeTrainer, tokens: int | None = None) -> Trainer:
-    """All adapters have weights, Adam state and the gradient of an open window, and each time the same slots.
+    """Return a trainer whose adapters have weights, Adam state, an open window's gradient, and always the same slots.
 
-    It is always the same trainer, put back into the same state: what any test's failures left behind would show in the
-    next one's bits.
+    It is always the same trainer, restored to the same state, so anything that a failed request left behind would show
+    in the bits of the next test.
     """
     trainer, snapshots = shared_trainer(make_trainer, tokens)
     for adapter_id in trainer.adapter_ids():
@@ -100,7 +100,7 @@ def states(trainer: Trainer) -> dict[str, AdapterSnapshot]:
 
 
 def assert_same_state(left: AdapterSnapshot, right: AdapterSnapshot) -> None:
-    """Bit for bit."""
+    """Compare bit by bit."""
     assert (left.spec, left.step, left.layout) == (right.spec, right.step, right.layout)
     for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
@@ -113,7 +113,7 @@ def assert_same_states(left: Mapping[str, AdapterSnapshot], right: Mapping[str, 
 
 
 def assert_same_results(left: Sequence[object], right: Sequence[object]) -> None:
-    """Bit for bit."""
+    """Compare bit by bit."""
     for ours, theirs in zip(left, right, strict=True):
         assert isinstance(ours, TrainResult), ours
         assert isinstance(theirs, TrainResult), theirs
@@ -122,13 +122,13 @@ def assert_same_results(left: Sequence[object], right: Sequence[object]) -> None
             np.testing.assert_array_equal(a, b)
 
 
-# --- requests that are wrong ------------------------------------------------------------------------------------------
+# --- invalid requests -------------------------------------------------------------------------------------------------
 
 NAN = np.full(12, np.nan, np.float32)
 ONES = np.ones(12, np.float32)
 TOKENS = np.arange(12)
 
-# name → (the request, the error, what its message must name)
+# name → (the request, the error, a word in its message)
 INVALID: Mapping[str, tuple[TrainItem, type[TwinkleError], str]] = {
     "no data": (TrainItem("bad", []), InvalidInputError, "data"),
     "data is None": (TrainItem("bad", None), InvalidInputError, "data"),
@@ -302,7 +302,7 @@ def without_it(method: str, make_trainer: MakeTrainer) -> tuple[list[object], di
 @pytest.mark.parametrize("name", INVALID)
 @pytest.mark.parametrize("method", ["forward_backward", "forward"])
 def test_an_invalid_request_fails_alone(name: str, method: str, make_trainer: MakeTrainer) -> None:
-    """Wherever it stands among the others, they get the bits of the same call without it."""
+    """At any position in the call, the other requests get the same bits as in a call without it."""
     item, error_type, message = INVALID[name]
     expected, expected_states = without_it(method, make_trainer)
     for position in (0, 2, 3) if method == "forward_backward" else (1,):
@@ -366,7 +366,7 @@ def test_python_lists_and_narrow_integers_are_taken_as_arrays(make_trainer: Make
     assert result.metrics == pytest.approx(expected.metrics)
 
 
-# --- requests that turn NaN or infinite in compute --------------------------------------------------------------------
+# --- requests that become NaN or infinite during computation ----------------------------------------------------------
 
 
 def ruin(trainer: Trainer, adapter_id: str, value: float) -> None:
@@ -386,7 +386,10 @@ def nan_weights(trainer: Trainer) -> TrainItem:
 
 
 def restored(trainer: Trainer) -> TrainItem:
-    """Finite, and restored as the two above are, so that all adapters have the same slots."""
+    """Return a finite request.
+
+    Its adapter is restored as in the two functions above, so that all adapters have the same slots.
+    """
     trainer.restore("bad", trainer.snapshot("bad"))
     return TrainItem("bad", [datum(14, seed=6)])
 
@@ -403,7 +406,7 @@ def huge_ratio(trainer: Trainer) -> TrainItem:
 
 
 def huge_weights(trainer: Trainer) -> TrainItem:
-    """Each term of the loss is finite; the gradient is not."""
+    """Return a request whose loss terms are finite, but whose gradient is not."""
     return TrainItem("bad", [replace(datum(14, seed=6), weights=np.full(14, 3e37, np.float32))])
 
 
@@ -427,7 +430,10 @@ NON_FINITE: Mapping[str, tuple[Callable[[Trainer], TrainItem], Callable[[Trainer
 @pytest.mark.parametrize("tokens", [None, 30])
 @pytest.mark.parametrize("name", NON_FINITE)
 def test_a_request_that_turns_non_finite_fails_alone(name: str, tokens: int | None, make_trainer: MakeTrainer) -> None:
-    """The others get the bits of the same call with finite data of the same shape; its adapter stays as it was."""
+    """The other requests get the bits of the same call with finite data of the same shape.
+
+    The bad adapter is unchanged.
+    """
     make_bad, make_finite = NON_FINITE[name]
     for position in (0, 1, 3):
         outcomes = []
@@ -482,7 +488,7 @@ def test_a_non_finite_request_next_to_a_good_one_of_the_same_adapter(
 
 
 def test_one_non_finite_sequence_fails_its_whole_request(make_trainer: MakeTrainer) -> None:
-    """Also when its sequences are computed in different micro-batches."""
+    """Also if its sequences are computed in different micro-batches."""
     for tokens in (None, 16):
         trainer = trained(make_trainer, tokens)
         before = states(trainer)
@@ -496,7 +502,7 @@ def test_one_non_finite_sequence_fails_its_whole_request(make_trainer: MakeTrain
 
 
 def test_gradients_that_overflow_in_their_sum_fail_too(make_trainer: MakeTrainer) -> None:
-    """The part of each micro-batch is finite, the whole is not: nothing of it may reach the adapter."""
+    """The gradient of each micro-batch is finite, but the sum is not: none of it may reach the adapter."""
     trainer = make_trainer(BASE, max_tokens_per_batch=6)
     trainer.create_adapter("a", LoraSpec(1, seed=0, target_modules=["layers.1.mlp.down_proj"]))
     trainer.restore("a", with_random_weights(trainer, "a"))
@@ -525,7 +531,7 @@ def test_a_window_whose_gradients_overflow_in_their_sum_takes_no_step(make_train
 
 @pytest.mark.parametrize("kind", ["invalid", "NaN"])
 def test_bits_hold_on_a_wide_model_with_threads(kind: str, make_trainer: MakeTrainer, two_threads: None) -> None:
-    """Toys are bit-equal where real models are not."""
+    """Uses a wide model: toy models can be bit-equal where real models are not."""
     base = wide_llama()
     lengths = {"a": (33, 8), "b": (50,), "c": (21, 21), "bad": (40,)}
     items = {
@@ -571,7 +577,10 @@ def test_after_a_failure_training_goes_on_as_if_nothing_had_been(make_trainer: M
 
 
 def test_a_removed_adapter_leaves_nothing_to_its_successor(make_trainer: MakeTrainer) -> None:
-    """The successor takes its slot, in the same stack, with a smaller rank; it starts and trains like a first one."""
+    """The successor gets the same slot in the same stack, with a smaller rank.
+
+    It starts and trains like a first adapter.
+    """
     item = TrainItem("new", [datum(16, seed=3)])
     outcomes = []
     for predecessor in (True, False):
@@ -694,7 +703,7 @@ def initial(trainer: Trainer, spec: LoraSpec, adapter_id: str = "new") -> dict[s
 def test_initial_weights_depend_on_seed_and_module_only(rank: int, make_trainer: MakeTrainer) -> None:
     spec = LoraSpec(rank, seed=11, train_unembed=True)
     first = initial(make_trainer(BASE), spec)
-    busy = trained(make_trainer)  # other adapters, other slots, another order, a random state of torch that moved on
+    busy = trained(make_trainer)  # other adapters, other slots, another order, and torch's random state has advanced
     for again in (initial(busy, spec), initial(busy, replace(spec, alpha=1.0), "third")):
         assert again.keys() == first.keys()
         for name in first:

@@ -1,6 +1,6 @@
-"""Each loss through the trainer: its value is the formula, its gradient the slope of the formula.
+"""Each loss through the trainer: its value equals the formula, its gradient the slope of the formula.
 
-The formulas are written in numpy over the log-probabilities that the trainer returned; ``fixed`` stands where they say
+The formulas are written in numpy over the log-probabilities that the trainer returned; ``fixed`` is their value inside
 stopgrad.
 """
 
@@ -90,7 +90,7 @@ CONFIGS = {
 
 
 def value(item: TrainItem, logprobs: list[NDArray[np.float32]], fixed: list[NDArray[np.float32]]) -> float:
-    """The loss of a request, sequence by sequence."""
+    """Return the loss of a request, summed over its sequences."""
     total = 0.0
     for datum, lp, at in zip(item.data, logprobs, fixed, strict=True):
         x = {**DEFAULTS[item.loss], **item.loss_config, **datum.extras, "weights": datum.weights}
@@ -123,7 +123,7 @@ def test_every_loss_has_a_formula_here() -> None:
 
 @pytest.mark.parametrize("tokens", [None, 25])
 def test_losses_of_one_call_equal_their_formulas(tokens: int | None, make_trainer: MakeTrainer) -> None:
-    """All losses at once, each with its defaults and with a configuration: every tenant's own counts."""
+    """All losses in one call, each with its defaults and with a configuration: each request uses its own."""
     trainer = ready_trainer(make_trainer, *(f"{loss} {kind}" for loss in FORMULAS for kind in "dc"), tokens=tokens)
     items = [request(loss, f"{loss} d", seed=1) for loss in FORMULAS]
     items += [replace(request(loss, f"{loss} c", seed=2), loss_config=CONFIGS[loss]) for loss in FORMULAS]
@@ -136,7 +136,7 @@ def test_losses_of_one_call_equal_their_formulas(tokens: int | None, make_traine
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
 def test_clip_bounds_that_come_with_the_tokens(loss: str, make_trainer: MakeTrainer) -> None:
-    """They override the configuration, datum by datum: the second brings none, the third only one of them."""
+    """Clip bounds of the tokens override the configuration for each datum: the second has none, the third only one."""
     trainer = ready_trainer(make_trainer, "a")
     configured = replace(request(loss, lengths=(13, 21, 17)), loss_config=CONFIGS[loss])
     rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_clip_bounds_that_come_with_the_tokens(loss: str, make_trainer: MakeTrai
 
 
 def test_cross_entropy_without_weights_and_with_several_targets(make_trainer: MakeTrainer) -> None:
-    """K may differ between the data of one request and between the requests of one call."""
+    """K may differ between the datums of one request and between the requests of one call."""
     trainer = ready_trainer(make_trainer, "a", "b")
     data = [
         random_datum(BASE, "cross_entropy", length, seed=length, width=k) for length, k in ((9, 3), (14, 0), (5, 1))
@@ -188,9 +188,10 @@ STEP = 4e-3
 @pytest.mark.parametrize("part", ["A", "B", "random"])
 @pytest.mark.parametrize("loss", FORMULAS)
 def test_gradients_equal_finite_differences(loss: str, part: str, make_trainer: MakeTrainer) -> None:
-    """The slope of the formula along a direction in weight space, from four points; stopgrad parts stay at the middle.
+    """Compare with the slope of the formula along a direction in weight space, from four points.
 
-    Directions: the gradient's own, in A or in B, where a wrong factor shows, and a random one.
+    The stopgrad parts stay at the middle point. The directions are the gradient itself, in A or in B, where a wrong
+    factor shows, and a random one.
     """
     trainer = ready_trainer(make_trainer, "a")
     item = replace(request(loss, seed=5), loss_config=CONFIGS[loss])
@@ -218,7 +219,7 @@ def test_gradients_equal_finite_differences(loss: str, part: str, make_trainer: 
 
 @pytest.mark.parametrize("loss", FORMULAS)
 def test_gradients_follow_each_tenants_own_configuration(loss: str, make_trainer: MakeTrainer) -> None:
-    """Equal losses of several tenants are evaluated together; their configurations and sequences stay apart."""
+    """Requests with the same loss are evaluated together; each tenant keeps its own configuration and sequences."""
     items = [
         request(loss, "a", seed=1),
         replace(request(loss, "b", seed=1), loss_config=CONFIGS[loss]),
@@ -234,7 +235,7 @@ def test_gradients_follow_each_tenants_own_configuration(loss: str, make_trainer
 
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_loss_computed_by_the_client(width: int, make_trainer: MakeTrainer) -> None:
-    """Score, differentiate by the log-probabilities, send the negative gradient as weights: Tinker's custom losses."""
+    """As Tinker's custom losses do it: score, differentiate by log-probabilities, send −gradient as weights."""
     trainer = ready_trainer(make_trainer, "a")
     data = [random_datum(BASE, "cross_entropy", length, seed=length, width=width) for length in (12, 7)]
     (scored,) = trainer.forward([TrainItem("a", data)])

@@ -1,4 +1,4 @@
-"""What is free on the host: the kernel's own estimate, and a container's limit."""
+"""Free host memory: the kernel's estimate, and a container's limit."""
 
 from pathlib import Path
 

@@ -1,14 +1,14 @@
-"""A tenant gets the same numbers alone, in any company, however the batch is cut, and from PEFT + Transformers + torch.
+"""A tenant gets the same numbers alone, with others, in any micro-batches, and from PEFT + Transformers + torch.
 
 Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
 and log-probabilities |Δ| ≤ 1e-5·max(1, |x|).
 
-Adam's eps. GEMMs of another shape differ in the last bits, so gradients have a relative error δ of about 1e-6 (mostly
-in q and k of the attention). Where eps is far below the gradient's size σ, Adam's first step is the gradient's sign,
-which no δ > 0 determines near zero: some of the elements smaller than δ·σ flip, whatever the implementation, and one
-that does is a relative error of 2/√n in a tensor of n elements. With eps the error is about δ·√(σ/eps). The strict
-comparison of weights therefore takes an eps within a factor of ten or so of σ, which is 0.1 to 3 here;
-``test_the_default_eps`` says what holds at 1e-12, and test_optimizer.py compares the optimizer itself, given equal
+Adam's eps: GEMMs of different shapes differ in the last bits, so gradients have a relative error δ of about 1e-6
+(mostly in q and k of the attention). If eps is far below the gradient's size σ, Adam's first step is the sign of the
+gradient. For elements smaller than δ·σ this sign is random, so some of them flip in any implementation, and each flip
+is a relative error of 2/√n in a tensor of n elements. With a larger eps the error is about δ·√(σ/eps). The strict
+comparison of weights therefore uses an eps within a factor of about ten of σ, which is 0.1 to 3 here.
+``test_the_default_eps`` shows what holds at 1e-12, and test_optimizer.py compares the optimizer alone, with equal
 gradients, at any eps.
 """
 
@@ -53,12 +53,13 @@ class Tenant:
     lengths: tuple[int, ...]
     width: int = 0  # K of (T, K) targets
     config: Mapping[str, float] = field(default_factory=dict)
-    token_clips: bool = False  # clip bounds come with every token
+    token_clips: bool = False  # every token has its own clip bounds
     clip_norm: float = 0.0
     weight_decay: float = 0.0
 
 
-# Three of them share a stack; lengths repeat (one batched product) and differ (a loop); one sequence has one token.
+# Three tenants share a stack. Lengths are equal (one batched product) or different (a loop); one sequence has one
+# token.
 TENANTS: Mapping[str, Tenant] = {
     "rank 1": Tenant(LoraSpec(1, alpha=2, seed=1), "cross_entropy", (5, 33), clip_norm=3.0),
     "rank 5": Tenant(LoraSpec(5, alpha=7.5, seed=2), "importance_sampling", (17,), weight_decay=0.1),
@@ -77,7 +78,7 @@ ALL = list(TENANTS)
 
 
 def request(name: str, base: PreTrainedModel, step: int) -> TrainItem:
-    """Other data at each step."""
+    """Return the tenant's request at a step. Each step has other data."""
     tenant, number = TENANTS[name], ALL.index(name)
     data = [
         random_datum(base, tenant.loss, length, seed=1000 * step + 10 * number + index, width=tenant.width)
@@ -100,7 +101,7 @@ def request(name: str, base: PreTrainedModel, step: int) -> TrainItem:
 
 
 def adam(name: str, step: int) -> AdamParams:
-    """Other hyper-parameters for each tenant and each step."""
+    """Return Adam parameters that differ for each tenant and each step."""
     tenant, number = TENANTS[name], ALL.index(name)
     return AdamParams(
         learning_rate=1e-3 * (1 + number) / (1 + step),
@@ -127,7 +128,7 @@ History = Mapping[str, list[Step]]  # tenant → its steps
 def train(
     trainer: Trainer, names: Sequence[str], base: PreTrainedModel, adam: Callable[[str, int], AdamParams] = adam
 ) -> History:
-    """All of them in one call, step by step."""
+    """Train all tenants together, one call for each step."""
     for name in names:
         trainer.create_adapter(name, TENANTS[name].spec)
     history: dict[str, list[Step]] = {name: [] for name in names}
@@ -180,7 +181,7 @@ def in_company(model: str, make_trainer: MakeTrainer) -> History:
     return train(make_trainer(plain_model(model)), ALL, plain_model(model))
 
 
-# --- alone, in company, PEFT ------------------------------------------------------------------------------------------
+# --- alone, together with others, and PEFT ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -201,7 +202,7 @@ def test_alone_equals_in_company(model: str, name: str, make_trainer: MakeTraine
 @pytest.mark.parametrize("model", MODELS)
 def test_another_order_and_other_slots_change_nothing(model: str, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(plain_model(model))
-    for number in range(3):  # take the first slots of the busiest stack
+    for number in range(3):  # these take the first slots of the busiest stack
         trainer.create_adapter(f"other {number}", LoraSpec(7, seed=number))
         trainer.forward([replace(request("rank 8", plain_model(model), 0), adapter_id=f"other {number}")])
     history = train(trainer, ALL[::-1], plain_model(model))
@@ -211,7 +212,7 @@ def test_another_order_and_other_slots_change_nothing(model: str, make_trainer: 
 
 @pytest.mark.parametrize("name", ["rank 1", "rank 100"])
 def test_the_default_eps(name: str, make_trainer: MakeTrainer) -> None:
-    """Losses and log-probabilities still agree to 1e-5, weights but for flipped signs; see the top of this file."""
+    """Losses and log-probabilities still agree to 1e-5, weights except for flipped signs; see the top of this file."""
 
     def params(name: str, step: int) -> AdamParams:
         return AdamParams(learning_rate=1e-3)
@@ -235,12 +236,12 @@ def test_tied_embeddings_train_the_output_side_only(model: str, make_trainer: Ma
     assert_same(ours, train_reference(name, base, initial_weights(model, name, make_trainer)))
 
 
-BF16 = 1e-2  # losses and log-probabilities; gradients five times that
+BF16 = 1e-2  # for losses and log-probabilities; gradients may differ five times as much
 
 
 @cache
 def half_model() -> PreTrainedModel:
-    """Half as wide as the wide one: without bf16 instructions a product of 64 rows and a matrix takes 0.3 s there."""
+    """Half as wide as the wide model, whose products of 64 rows take 0.3 s on CPUs without bf16 instructions."""
     return wide_llama(hidden_size=256, intermediate_size=512, vocab_size=500).to(torch.bfloat16)
 
 
@@ -263,7 +264,10 @@ def bf16_in_company(make_trainer: MakeTrainer) -> dict[str, tuple[TrainResult, A
 
 @pytest.mark.parametrize("name", ["rank 1", "rank 5", "mlp", "rank 100"])
 def test_bf16_stays_near_fp32_alone_and_in_company(name: str, make_trainer: MakeTrainer) -> None:
-    """Against fp32 on the same, already rounded, weights. No clipped losses: a ratio near its bound may jump."""
+    """Compare with fp32 on the same rounded weights.
+
+    There are no clipped losses, because a ratio near its bound may jump.
+    """
     alone = one_pass(copy.deepcopy(half_model()), [name], make_trainer)
     exact, exact_gradients = one_pass(copy.deepcopy(half_model()).float(), [name], make_trainer)[name]
     for result, gradients in (alone[name], bf16_in_company(make_trainer)[name]):
@@ -273,12 +277,12 @@ def test_bf16_stays_near_fp32_alone_and_in_company(name: str, make_trainer: Make
         assert_tensors_close(gradients, exact_gradients, 5 * BF16)
 
 
-# --- how a batch is cut -----------------------------------------------------------------------------------------------
+# --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("toy", 1), ("toy", 40), ("toy", 100), ("wide", 40), ("wide", 100)])
 def test_micro_batches_equal_the_whole(model: str, tokens: int, make_trainer: MakeTrainer) -> None:
-    """Down to one sequence a batch; sequences longer than the budget are recomputed in the backward pass."""
+    """Down to one sequence per batch. Sequences longer than the budget are recomputed in the backward pass."""
     base = plain_model(model)
     trainer = make_trainer(base, max_tokens_per_batch=tokens)
     batches = count_batches(trainer)
@@ -289,7 +293,7 @@ def test_micro_batches_equal_the_whole(model: str, tokens: int, make_trainer: Ma
 
 
 def count_batches(trainer: Trainer) -> list[bool]:
-    """Grows by the ``recompute`` of each training batch."""
+    """Return a list to which each training batch appends its ``recompute``."""
     calls: list[bool] = []
     inner = trainer._engine.forward_backward
 
@@ -303,7 +307,7 @@ def count_batches(trainer: Trainer) -> list[bool]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_recomputed_activations_equal_kept_ones(model: str, make_trainer: MakeTrainer) -> None:
-    """The same batch, so the same bits."""
+    """Both use the same batch, so the bits are equal."""
     base = plain_model(model)
     names = ["rank 5", "with head"]
     items = [replace(request(name, base, 0), data=request(name, base, 0).data[:1]) for name in names]
@@ -328,7 +332,7 @@ def test_recomputed_activations_equal_kept_ones(model: str, make_trainer: MakeTr
 
 
 def count_layer_calls(trainer: Trainer) -> list[None]:
-    """Grows each time the first decoder layer runs."""
+    """Return a list that grows each time the first decoder layer runs."""
     calls: list[None] = []
     projection = trainer._engine.layers[0].inner.self_attn.q_proj
     projection.register_forward_pre_hook(lambda module, inputs: calls.append(None))
@@ -337,7 +341,7 @@ def count_layer_calls(trainer: Trainer) -> list[None]:
 
 @pytest.mark.parametrize("tokens", [None, 8])
 def test_no_adapter_stays_bound_to_a_layer_after_a_batch(tokens: int | None, make_trainer: MakeTrainer) -> None:
-    """Or its weights, and the activations behind them, would outlive the batch."""
+    """Otherwise its weights, and the activations that refer to them, would outlive the batch."""
     trainer = make_trainer(max_tokens_per_batch=tokens)
     trainer.create_adapter("rank 5", TENANTS["rank 5"].spec)
     trainer.forward_backward([request("rank 5", toy_llama(), 0)])
@@ -347,7 +351,7 @@ def test_no_adapter_stays_bound_to_a_layer_after_a_batch(tokens: int | None, mak
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_equals_padded(model: str, make_trainer: MakeTrainer) -> None:
-    """The plain model, padded on the right and masked, against the packed batch: log-probabilities and gradients."""
+    """Compares the log-probabilities and gradients of a packed batch with the plain model, padded and masked."""
     base = plain_model(model)
     data = [random_datum(base, "cross_entropy", length, seed=length) for length in (7, 1, 30, 13, 13)]
     trainer = make_trainer(base)
@@ -364,7 +368,7 @@ def test_packed_equals_padded(model: str, make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_chunk_of_the_head_gives_the_same(model: str, make_trainer: MakeTrainer) -> None:
-    """All requests, through the trainer; test_head.py compares the head alone with full logits."""
+    """All requests go through the trainer; test_head.py compares the head alone with full logits."""
     base = plain_model(model)
     trainer = make_trainer(base)
     for name in ALL:
@@ -390,7 +394,7 @@ def test_any_chunk_of_the_head_gives_the_same(model: str, make_trainer: MakeTrai
 
 
 def gradients_of(trainer: Trainer, calls: Sequence[Sequence[TrainItem]]) -> Arrays:
-    """What several calls leave in the gradient of adapter "a"."""
+    """Return the gradient of adapter "a" after several calls."""
     for items in calls:
         assert all(isinstance(result, TrainResult) for result in trainer.forward_backward(items))
     gradients = trainer.gradients("a")

@@ -1,4 +1,4 @@
-"""Requests with an objective of their own, a temperature, statistics, or no adapter, beside those of other tenants."""
+"""Requests with their own objective, a temperature, statistics or no adapter, together with those of other tenants."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ SPEC = LoraSpec(rank=4, alpha=8.0, seed=1)
 
 
 def squared_sum(values: Sequence[TokenValues]) -> ObjectiveValue:
-    """L = ½ (Σ lp)² − 3 Σ_i i·Σ lp_i: every slope needs every sequence, and knows its place."""
+    """L = ½ (Σ lp)² − 3 Σ_i i·Σ lp_i: every slope depends on all sequences and on the sequence's position."""
     total = sum(float(value.logprobs.sum()) for value in values)
     slopes = [np.full_like(value.logprobs, total - 3 * place) for place, value in enumerate(values)]
     weighted = sum(3 * place * float(value.logprobs.sum()) for place, value in enumerate(values))
@@ -76,7 +76,7 @@ def test_an_objective_sees_its_whole_request(limit):
 
 
 def test_order_survives_a_padded_model():
-    """Padded models sort sequences by length; the objective must not notice."""
+    """Padded models sort sequences by length; the objective must still get them in the request's order."""
     model = tiny_model("qwen3_5")
     trainer = tiny_trainer(model)
     assert trainer.architecture.padded

@@ -1,4 +1,4 @@
-"""How requests are cut into micro-batches: the plan alone, and what the trainer does when memory runs out after all."""
+"""How requests are divided into micro-batches: the plan, and how the trainer reacts if memory runs out after all."""
 
 import math
 import random
@@ -54,11 +54,11 @@ def test_a_plan_keeps_its_promises(seed: int, padded: bool) -> None:
     batches = plan(sequences, budget, padded=padded, length_class=length_class, fits=fits)
 
     planned = [sequence for batch in batches for sequence in batch.sequences]
-    assert sorted(planned, key=lambda s: (s.item, s.datum)) == sequences  # every sequence once
+    assert sorted(planned, key=lambda s: (s.item, s.datum)) == sequences  # every sequence exactly once
     for batch in batches:
         assert batch.sequences
         places = [sequences.index(sequence) for sequence in batch.sequences]
-        assert places == sorted(places)  # in the given order, so that the rows of a request adjoin
+        assert places == sorted(places)  # in the given order, so that the rows of a request are adjacent
         assert len({length_class(sequence.length) for sequence in batch.sequences}) == 1
         assert fits(frozenset(batch.items))
         assert batch.recompute == any(sequence.length > tokens for sequence in batch.sequences)
@@ -145,7 +145,7 @@ def items(lengths: dict[str, tuple[int, ...]]) -> list[TrainItem]:
 
 
 def shrink_memory(trainer: Trainer, tokens: int, tokens_recomputed: int) -> list[int]:
-    """From now on larger batches run out of memory; returns the sizes of those that do not."""
+    """Make larger batches run out of memory from now on; return a list that collects the sizes of the others."""
     done: list[int] = []
     inner = trainer._engine.forward_backward
 
@@ -177,7 +177,7 @@ def test_a_batch_that_runs_out_of_memory_is_cut_and_nobody_notices(make_trainer:
     tries = len(sizes)
     short.forward_backward(items({"0": (12, 12, 12, 12)}))
     assert sizes[tries:], "it goes on"
-    assert max(sizes[tries:]) <= 25  # and remembers
+    assert max(sizes[tries:]) <= 25  # and it remembers the limit
 
 
 def test_a_sequence_that_can_never_fit_fails_alone(make_trainer: MakeTrainer) -> None:
@@ -206,7 +206,7 @@ def test_the_token_budget_is_checked(make_trainer: MakeTrainer) -> None:
 
 def test_results_come_in_the_order_of_the_requests(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(max_tokens_per_batch=20)
-    for number, rank in enumerate((64, 8, 16)):  # stacks are computed by rank
+    for number, rank in enumerate((64, 8, 16)):  # stacks are computed in the order of ranks
         trainer.create_adapter(str(number), LoraSpec(rank, seed=number))
     requests = items({"0": (5, 30, 2), "1": (11, 3), "2": (17, 1, 8)})
     results = trainer.forward_backward(requests)

@@ -1,4 +1,4 @@
-"""A call in steps: others compute between its micro-batches, and everybody gets what they would have got alone."""
+"""A call in steps: other calls compute between its micro-batches, and every result is the same as alone."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -77,7 +77,10 @@ def test_others_compute_and_step_between_the_steps(make_trainer: MakeTrainer) ->
 def test_others_compute_and_step_in_the_middle_of_one_sequence(
     make_trainer: MakeTrainer, train: bool, kept: int
 ) -> None:
-    """Between layers, between chunks of the head, and on the way back: not a bit of anybody's result differs."""
+    """Other calls run between layers, between chunks of the head, and in the backward pass.
+
+    No bit of a result changes.
+    """
     item = TrainItem("long", [LONG_SEQUENCE])
     whole, stepped, other = (with_adapters(make_trainer, kept, 40) for _ in range(3))
     (expected,) = whole.forward_backward([item]) if train else whole.forward([item])
@@ -105,7 +108,7 @@ def test_others_compute_and_step_in_the_middle_of_one_sequence(
 
 
 def test_others_have_the_other_half_of_the_memory(make_trainer: MakeTrainer) -> None:
-    """And may still send sequences that are longer than that."""
+    """Other calls may also have sequences longer than half the memory."""
     trainer = with_adapters(make_trainer, 40, 40)
     sizes: list[int] = []
     engine = trainer.engine
@@ -130,7 +133,7 @@ def test_others_have_the_other_half_of_the_memory(make_trainer: MakeTrainer) -> 
 
 
 def test_adapters_that_leave_the_device_in_the_middle_of_a_pass_are_not_missed(make_trainer: MakeTrainer) -> None:
-    """Others may need the room: its own adapter leaves, and its slot is another's."""
+    """Other calls may need the memory: the adapter is paged out, and its slot is used by another one."""
     whole, stepped = with_adapters(make_trainer), with_adapters(make_trainer)
     (result,) = whole.forward_backward([TrainItem("long", [LONG_SEQUENCE])])
     assert isinstance(result, TrainResult)
@@ -168,7 +171,7 @@ def test_without_a_limit_it_is_one_step_with_the_same_bits(make_trainer: MakeTra
 
 
 def test_an_objective_in_steps(make_trainer: MakeTrainer) -> None:
-    """Its sequences do not fit one step: they are looked at first, in steps too."""
+    """The objective's sequences do not fit in one step, so the forward pass before it also runs in steps."""
     whole, stepped = with_adapters(make_trainer), with_adapters(make_trainer)
 
     def squares(values: Sequence[TokenValues]) -> ObjectiveValue:

@@ -1,4 +1,4 @@
-"""How a trainer is doing: adapters on and off the device, rows of tokens and of padding."""
+"""The trainer's statistics: adapters on and off the device, rows of tokens and of padding."""
 
 from collections.abc import Callable
 
@@ -18,16 +18,16 @@ def items(adapter_id: str) -> list[TrainItem]:
 
 @pytest.mark.parametrize(("family", "padding"), [("llama", 0), ("qwen3_5", 3 * max(LENGTHS) - sum(LENGTHS))])
 def test_rows(family: str, padding: int) -> None:
-    """Packed sequences have no padding; the others are as long as the longest of their batch."""
+    """Packed sequences have no padding; other sequences are padded to the longest of their batch."""
     trainer = tiny_trainer(tiny_model(family))
     trainer.create_adapter("a", LoraSpec(4, seed=1))
-    before = trainer.numbers()  # of the rehearsal that measures memory
+    before = trainer.numbers()  # includes the trial run that measures memory
     for passes in (trainer.forward, trainer.forward_backward):
         passes(items("a"))
     after = trainer.numbers()
     assert after.token_rows - before.token_rows == 2 * sum(LENGTHS)
     assert after.padding_rows - before.padding_rows == 2 * padding
-    assert after.memory is None  # it computes in host memory
+    assert after.memory is None  # this trainer computes in host memory
 
 
 def test_adapters(make_trainer: Callable[..., Trainer]) -> None:

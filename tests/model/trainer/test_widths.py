@@ -1,4 +1,4 @@
-"""Several targets a token: nobody is padded to a neighbour's width, and what came sparse is written out last."""
+"""Several targets per token: no request is padded to a neighbour's width, and sparse targets are expanded last."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def weights_after(trainer: Trainer, adapter_id: str) -> np.ndarray:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the targets that the head is asked for in training."""
+    """Collects the shapes of the targets that the head gets in training."""
     shapes: list[tuple[int, ...]] = []
     original = ChunkedHead.logprobs_and_gradient
 
@@ -65,7 +65,7 @@ def test_a_neighbour_of_another_width_costs_nothing(make_trainer: MakeTrainer, s
     for name in ("wide", "plain", "alone"):
         trainer.create_adapter(name, LoraSpec(rank=4, seed=3))
     mixed, honest = [wide(1, 60), plain(9), wide(2, 60)], [plain(30)]
-    seen.clear()  # a new trainer rehearses
+    seen.clear()  # discards those of the new trainer's trial run
     together = trained(trainer, [TrainItem("wide", mixed), TrainItem("plain", honest)])
     assert sorted(seen) == [(3, 60), (39, 1)]
     assert sum(rows * width for rows, width in seen) == 3 * 60 + 9 + 30, "no cell is there for padding"
@@ -90,7 +90,7 @@ def test_a_request_of_several_widths_is_the_sum_of_its_datums(make_trainer: Make
 
 
 def test_an_objective_sees_all_widths_of_its_request(make_trainer: MakeTrainer) -> None:
-    """Also where not all of its sequences fit one micro-batch."""
+    """Also if not all of its sequences fit in one micro-batch."""
     data = [wide(4, 5), plain(6), wide(3, 2), plain(2)]
     calls: list[list[tuple[int, ...]]] = []
 
@@ -138,7 +138,7 @@ def test_sparse_is_dense_with_zeros(make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("as_sparse", [False, True])
 def test_no_more_targets_a_token_than_tokens_exist(make_trainer: MakeTrainer, as_sparse: bool) -> None:
-    """Decided from the shape: a matrix of 2**40 cells would not fit."""
+    """The shape alone decides: a matrix of 2**40 cells would not fit in memory."""
     trainer = make_trainer()
     trainer.create_adapter("a", LoraSpec(rank=4))
     targets: Any = np.zeros((2, 4096), np.int64)
@@ -176,7 +176,7 @@ class CountingCalls(TorchDispatchMode):
 def test_the_way_back_of_many_targets_is_one_operation() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden_TH, weight_VH = torch.randn(1, 32, generator=generator), torch.randn(2048, 32, generator=generator)
-    targets_TK = torch.randint(0, 64, (1, 1024), generator=generator)  # nearly all of them several times
+    targets_TK = torch.randint(0, 64, (1, 1024), generator=generator)  # nearly all tokens occur several times
     slopes_TK = torch.randn(1, 1024, generator=generator)
     head = ChunkedHead(HeadSpec(weight_VH), 16)
     calls = {}

@@ -1,4 +1,4 @@
-"""Clipping the gradients of a model's parameters, in one process; tests/model/parallel has several."""
+"""Clipping the gradients of a model's parameters in one process; tests/model/parallel tests several processes."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 from twinkle.model.parallel import SINGLE
 from twinkle.model.transformers import gradients
 
-SIZES = (1_000_003, 70_000, 1, 0)  # the first is long enough for torch's own sum in fp32 to be 2.7e-5 away
+SIZES = (1_000_003, 70_000, 1, 0)  # the first is so long that torch's own fp32 sum has an error of 2.7e-5
 
 
 def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -26,11 +26,12 @@ def test_the_norm_has_the_digits_of_fp32(dtype: torch.dtype, norm_type: float) -
     parameters = _parameters(dtype)
     before = torch.cat([each.grad for each in parameters if each.grad is not None])
     wanted = float(torch.linalg.vector_norm(before.double(), norm_type))
-    # Pieces of 512 numbers are added up in fp32: each norm is wrong by some √512 roundings, and not all the same way.
+    # Pieces of 512 numbers are added up in fp32, so each norm has an error of about √512 roundings in random
+    # directions.
     tolerance = math.sqrt(512) * torch.finfo(torch.float32).eps / 2
     assert gradients.clip(parameters, wanted / 2, norm_type, SINGLE) == pytest.approx(wanted, rel=tolerance)
     after = torch.cat([each.grad for each in parameters if each.grad is not None])
-    # One rounding of each number, one of the factor, and 1e-6 that torch adds to the norm.
+    # One rounding of each number, one of the factor, and the 1e-6 that torch adds to the norm.
     torch.testing.assert_close(
         after.double(), before.double() / 2, rtol=2 * torch.finfo(dtype).eps + 1e-6 / wanted, atol=0
     )

@@ -1,4 +1,4 @@
-"""The plain model of the library against transformers, PEFT and torch.optim, in fp32 on a small random Llama."""
+"""The library's plain model, compared with transformers, PEFT and torch.optim, in fp32 on a small random Llama."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def make(**options) -> TransformersModel:
 
 
 def with_lora(name: str = "a-1", **options) -> TransformersModel:
-    """A and B both random: at B = 0 the gradient of A would hide mistakes."""
+    """Return a model with LoRA in which A and B are both random. At B = 0 the gradient of A would hide mistakes."""
     model = make(**options)
     add_lora(model, name)
     return model
@@ -36,7 +36,8 @@ def add_lora(model: TransformersModel, name: str, seed: int = 0) -> None:
     model.add_adapter_to_model(name, peft.LoraConfig(**LORA))
     generator = torch.Generator().manual_seed(seed)
     for tensor in model.get_state_dict(adapter_name=name).values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)  # drawn on the CPU
+        # drawn on the CPU, so that all devices get the same
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
 
 
 def plain_lora(model: TransformersModel) -> peft.PeftModel:
@@ -108,7 +109,7 @@ def test_a_head_that_is_trained_gets_its_gradient_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_5", "qwen3_moe", "phi"])
 def test_other_families(family, tmp_path):
-    """Soft caps, layers that cannot run packed, experts, biases."""
+    """Families with soft caps, layers that cannot run packed, experts, and biases."""
     plain = tiny_model(family)
     plain.save_pretrained(tmp_path)
     model = make(model_id=str(tmp_path), tokenizer_id=MODEL)
@@ -206,7 +207,7 @@ def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch):
 
 @pytest.mark.parametrize(("optimizer", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9}), (torch.optim.Adam, {})])
 def test_training_loop_equals_torch(optimizer, options):
-    """Windows of two, uneven lengths, decay for matrices alone, a schedule."""
+    """Windows of two passes, uneven lengths, weight decay only for matrices, and a schedule."""
     model, plain = make(), plain_model()
     model.set_optimizer(optimizer, lr=1e-3, weight_decay=0.1, **options)
     model.set_lr_scheduler("CosineWarmupScheduler", num_warmup_steps=1, num_training_steps=5)
@@ -431,7 +432,7 @@ def test_a_loss_that_fails_teaches_nothing_where_that_is_wanted(monkeypatch, lor
     outputs = model.forward_backward(inputs=features(5, 7))
     assert (outputs["loss"], outputs["num_tokens"]) == (0.0, 0.0)
     assert all(not gradient.any() for gradient in gradients(model.model).values())
-    assert len(gradients(model.model)) == len(before)  # the backward pass was a whole one
+    assert len(gradients(model.model)) == len(before)  # the backward pass was complete
     model.clip_grad_and_step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.get_state_dict().items())
 
@@ -444,7 +445,7 @@ def test_a_loss_that_fails_teaches_nothing_where_that_is_wanted(monkeypatch, lor
 @pytest.mark.parametrize("lora", [True, False], ids=["adapter", "full"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 0.1)])
 def test_cuda_equals_cpu(tmp_path, lora, precision, tolerance):
-    plain_model().save_pretrained(tmp_path)  # a seed makes other weights on another device
+    plain_model().save_pretrained(tmp_path)  # a seed gives different weights on another device
     found = []
     for device, own in (("cpu", "fp32"), ("cuda", precision)):
         options = {"model_id": str(tmp_path), "device": device, "mixed_precision": own}

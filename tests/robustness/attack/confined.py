@@ -1,4 +1,4 @@
-"""A server process whose memory is limited: by a cgroup (v1 or v2), or where none can be made by a watcher.
+"""A server process with a memory limit, set by a cgroup (v1 or v2) or, if none can be created, by a watcher.
 
 RLIMIT_AS would count address space, of which torch reserves far more than it uses.
 """
@@ -21,12 +21,12 @@ _WATCH_SECONDS = 0.05
 
 
 class Confinement:
-    """The memory that a process and all its children may use together."""
+    """A limit on the memory that a process and all its children use together."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self.exceeded = False  # a watcher saw more than the limit
-        self._kills_at_end: int | None = None  # known once the group is gone
+        self.exceeded = False  # the watcher saw more than the limit
+        self._kills_at_end: int | None = None  # known once the cgroup is removed
         self._group = _new_group(limit)
         self._stop = threading.Event()
 
@@ -35,14 +35,14 @@ class Confinement:
         return "watcher" if self._group is None else "cgroup"
 
     def admit(self, pid: int) -> None:
-        """Put a process, which has no children yet, under the limit."""
+        """Put a process, which must not have children yet, under the limit."""
         if self._group is None:
             threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
         else:
             (self._group / "cgroup.procs").write_text(str(pid))
 
     def kills(self) -> int:
-        """How often the kernel ended a process for memory, or the watcher saw too much."""
+        """Return how often the kernel killed a process for memory, or 1 if the watcher saw too much."""
         if self._group is None:
             return int(self.exceeded)
         if self._kills_at_end is not None:
@@ -52,7 +52,7 @@ class Confinement:
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
     def peak(self) -> int:
-        """The most bytes in use so far, page cache included; 0 where only a watcher looks."""
+        """Return the largest number of bytes in use so far, with page cache; 0 if there is only a watcher."""
         if self._group is None:
             return 0
         for name in ("memory.peak", "memory.max_usage_in_bytes"):
@@ -77,12 +77,12 @@ class Confinement:
 
 
 class ConfinedServer(Server):
-    """A :class:`Server` under a memory limit, in its own cgroup for as long as the test lasts."""
+    """A :class:`Server` under a memory limit, in its own cgroup while the test lasts."""
 
     confinement: Confinement
 
     def confine(self, limit: int = LIMIT) -> Self:
-        """To be called before the first start."""
+        """Set the limit. Call this before the first start."""
         self.confinement = Confinement(limit)
         return self
 
@@ -97,13 +97,13 @@ class ConfinedServer(Server):
         self.confinement.close()
 
     def rss(self) -> int:
-        """Resident bytes of the server and its children."""
+        """Return the resident bytes of the server and its children."""
         assert self.process is not None
         return resident_bytes(self.process.pid)
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and its descendants; 0 of one that is gone."""
+    """Return the resident bytes of a process and its descendants; 0 if it has ended."""
     total = 0
     with contextlib.suppress(OSError, ValueError):
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -114,7 +114,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _new_group(limit: int) -> Path | None:
-    """A memory cgroup of our own; None where the system does not let us make one."""
+    """Create a memory cgroup; return None if the system does not allow it."""
     name = f"twinkle-test-{uuid.uuid4().hex[:8]}"
     for root, file in ((_V1, "memory.limit_in_bytes"), (_V2, "memory.max")):
         group = root / name

@@ -1,4 +1,4 @@
-"""Servers with little memory for tests that attack them, and a look at each afterwards: it was never killed."""
+"""Servers with a memory limit, for tests that attack them. A test fails if its server exceeded the limit."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,10 @@ from tests.robustness.attack.confined import LIMIT, ConfinedServer
 
 @pytest.fixture
 def confined_server(tmp_path: Path) -> Iterator[Callable[..., ConfinedServer]]:
-    """``confined_server(config, limit=3 * GIB, **tuning)``: as own_server in tests/server, with a memory limit."""
+    """``confined_server(config, limit=3 * GIB, **tuning)`` starts a server under a memory limit; see confined.py.
+
+    Otherwise it is like ``own_server`` in tests/server/conftest.py.
+    """
     servers: list[ConfinedServer] = []
 
     def make(config: dict[str, Any] | None = None, limit: int = LIMIT, **tuning: float) -> ConfinedServer:

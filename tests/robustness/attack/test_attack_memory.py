@@ -1,4 +1,4 @@
-"""Results, JSON and adapters that together would take more memory than the server has (F4, F11 and F14)."""
+"""Results, JSON and adapters that together would take more memory than the server has."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ ConfinedServers = Callable[..., ConfinedServer]
 
 
 def wide_pass(model: str, seq: int, tokens: int) -> bytes:
-    """A pass whose result has 4 KiB a token, and which has 8 bytes a token itself."""
+    """Return a pass of 8 bytes a token whose result has 4 KiB a token."""
     nothing = pb.SparseCsr(crow_indices=np.zeros(tokens + 1, "<i8").tobytes())
     targets = pb.Tensor(sparse_csr=nothing, dtype=pb.DTYPE_INT64, shape=(tokens, WIDTH))
     return training_body(model, seq, [datum(np.ones(tokens + 1, np.int64), target_tokens=targets)], forward_only=True)
@@ -32,7 +32,7 @@ def wide_pass(model: str, seq: int, tokens: int) -> bytes:
 
 @contextlib.contextmanager
 def worst_healthz(server: ConfinedServer) -> Iterator[list[float]]:
-    """The longest that a health check took meanwhile, in seconds."""
+    """Yield a list with the longest time, in seconds, that a health check took inside the ``with`` block."""
     worst, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -70,7 +70,7 @@ def highest_rss(server: ConfinedServer) -> Iterator[list[int]]:
 
 
 def read_all(tenant: Tenant, request_id: str) -> int:
-    """Fetch a result as JSON without keeping it; returns its bytes."""
+    """Fetch a result as JSON without keeping it, and return its size in bytes."""
     body = {"request_id": request_id}
     with tenant.http.stream("POST", "retrieve_future", json=body, headers={"Accept": "application/json"}) as answer:
         assert answer.status_code == 200, answer.read()
@@ -78,7 +78,7 @@ def read_all(tenant: Tenant, request_id: str) -> int:
 
 
 def test_results_as_json_hold_nobody_up(confined_server: ConfinedServers) -> None:
-    """F4."""
+    """Health checks stay fast, and memory stays low, while three clients read a large result as JSON."""
     server = confined_server(mock_config(limits={"max_json_result_bytes": 512 * MIB}))
     tenant = Tenant(server.url, "tml-a")
     model = tenant.model()
@@ -107,7 +107,7 @@ def test_json_above_the_limit_is_refused_by_name(confined_server: ConfinedServer
 
 
 def hang_up(server: ConfinedServer, tenant: Tenant, request_id: str) -> None:
-    """Ask for a result and leave before a byte of it is read."""
+    """Request a result and close the connection before reading any of it."""
     body = f'{{"request_id": "{request_id}"}}'
     head = (
         f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-API-Key: {tenant.key}\r\n"
@@ -121,7 +121,7 @@ def hang_up(server: ConfinedServer, tenant: Tenant, request_id: str) -> None:
 
 
 def test_results_that_were_hung_up_on_count(confined_server: ConfinedServers) -> None:
-    """F14. Results of 16 MiB: the tenant may leave 128 MiB unfetched, of which 64 MiB are in memory."""
+    """Results have 16 MiB each. The tenant may leave 128 MiB unfetched, of which 64 MiB are in memory."""
     limits = {"max_unfetched_result_bytes": 128 * MIB, "max_result_bytes": 64 * MIB}
     server = confined_server(mock_config(limits=limits))
     tenant = Tenant(server.url, "tml-a")
@@ -148,7 +148,7 @@ def test_results_that_were_hung_up_on_count(confined_server: ConfinedServers) ->
 
 
 def test_more_adapters_than_memory(confined_server: ConfinedServers) -> None:
-    """F11. Adapters of rank 64 on the demo model take 360 MB each in training: ten are more than the server has."""
+    """Adapters of rank 64 on the demo model take 360 MB each in training, so ten are more than the server has."""
     applications = [
         {"name": "server", "import_path": "server"},
         {"name": "model", "import_path": "model", "args": {"model_id": DEMO, "backend": "transformers"}},

@@ -1,4 +1,4 @@
-"""A flipped bit in one tenant's journal, and a full disk, each with a restart: everybody else goes on."""
+"""A flipped bit in one tenant's journal, or a full disk, and a restart: all other tenants continue."""
 
 import contextlib
 import os
@@ -27,7 +27,8 @@ def test_one_bit_of_one_tenant_costs_nobody_else(confined_server: Callable[..., 
     segment = next((server.data_dir / "journal" / kind).glob("*.journal"))
     content = bytearray(segment.read_bytes())
     assert results[0] != results[1]
-    content[content.rindex(models[0].encode() if kind == "bodies" else results[0])] ^= 1  # in what alice sent, or got
+    # in a request of alice, or in her result
+    content[content.rindex(models[0].encode() if kind == "bodies" else results[0])] ^= 1
     segment.write_bytes(content)
     server.start()
     alice, bob = tenants
@@ -40,12 +41,12 @@ def test_one_bit_of_one_tenant_costs_nobody_else(confined_server: Callable[..., 
 
 
 def test_a_deleted_segment_costs_its_tenant_alone(confined_server: Callable[..., ConfinedServer]) -> None:
-    """F10: the files with all that alice sent and got are gone; bob came after a restart and has files of his own."""
+    """The files with all requests and results of alice are gone. Bob came after a restart, so he has other files."""
     server = confined_server(snapshot=3600.0)
     alice, bob, carol = (Tenant(server.url, f"tml-deleted-{name}") for name in ("alice", "bob", "carol"))
     lost = alice.model(seed=1)
     request = alice.forward_backward(lost, 1)
-    alice.json(alice.optim_step(lost, 2))  # by now the result of 1 is written down
+    alice.json(alice.optim_step(lost, 2))  # by now the result of op 1 is in the journal
     server.kill()
     old = list((server.data_dir / "journal").glob("*/*.journal"))
     server.start()
@@ -67,7 +68,7 @@ def test_a_deleted_segment_costs_its_tenant_alone(confined_server: Callable[...,
 
 @dataclass(frozen=True)
 class KilledServer:
-    """What a server left behind that was killed: its data, and an adapter that has one pass."""
+    """What a killed server left behind: its data, and an adapter with one pass."""
 
     data_dir: Path
     key: str
@@ -89,7 +90,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> KilledServer:
 
 @pytest.fixture
 def full_disk(tmp_path: Path, killed: KilledServer) -> Iterator[Path]:
-    """A file system with the data of the killed server on which not a byte is free."""
+    """A file system with the data of the killed server and not a single free byte."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], check=False)
@@ -114,7 +115,7 @@ def fill(disk: Path) -> None:
     "command", [("keys", "create"), ("clear", "persistence", "--yes"), ("check-data",)], ids=lambda words: words[0]
 )
 def test_commands_run_on_a_full_disk(tmp_path: Path, full_disk: Path, command: tuple[str, ...]) -> None:
-    """F20: each of them wants to write before it reads."""
+    """Each of these commands writes before it reads."""
     server = ConfinedServer(tmp_path, mock_config(data_dir=str(full_disk / "data")))
     arguments = server.command(*command, "-c", str(tmp_path / "config.yaml"))
     ended = subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment())
@@ -126,7 +127,7 @@ def test_commands_run_on_a_full_disk(tmp_path: Path, full_disk: Path, command: t
 def test_a_server_starts_on_a_full_disk(
     confined_server: Callable[..., ConfinedServer], killed: KilledServer, full_disk: Path
 ) -> None:
-    """F20: and what was under way goes on."""
+    """Interrupted work continues."""
     server = confined_server(mock_config(data_dir=str(full_disk / "data")))
     tenant = Tenant(server.url, killed.key)
     assert tenant.loss(tenant.forward_backward(killed.model, 2)) > 0
@@ -135,7 +136,7 @@ def test_a_server_starts_on_a_full_disk(
 def test_a_server_without_a_reserve_starts_on_a_full_disk(
     confined_server: Callable[..., ConfinedServer], killed: KilledServer, full_disk: Path
 ) -> None:
-    """F20 where the space held in reserve was used up before: it says what it could not write, and works later."""
+    """The reserved disk space was used up before. The server logs what it could not write, and works later."""
     (full_disk / "data" / "reserve").unlink()
     fill(full_disk)
     server = confined_server(mock_config(data_dir=str(full_disk / "data")))

@@ -1,4 +1,4 @@
-"""Attacks without a key: endless headers, one endless header, an endless URL, and connections that stay silent."""
+"""Attacks without a key: endless headers, one endless header, an endless URL, and silent connections."""
 
 import contextlib
 import resource
@@ -21,7 +21,7 @@ _CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def flood(server: ConfinedServer, beginning: bytes, piece: bytes, size: int) -> int:
-    """Send so many bytes in as many connections as that takes; return how many connections there were."""
+    """Send this many bytes over as many connections as needed, and return the number of connections."""
     sent = connections = 0
     while sent < size:
         connections += 1
@@ -35,7 +35,7 @@ def flood(server: ConfinedServer, beginning: bytes, piece: bytes, size: int) -> 
 
 
 class Watcher:
-    """The slowest answer to a health check, and the most memory, while something goes on."""
+    """Records the slowest health check and the peak memory while something runs."""
 
     def __init__(self, server: ConfinedServer) -> None:
         self.server = server
@@ -89,9 +89,9 @@ def test_headers_cost_no_memory(
 def test_silent_connections_do_not_take_the_files(
     confined_server: Callable[..., ConfinedServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """500 of them, where 400 files may be open: an honest tenant trains and saves all the time."""
+    """500 silent connections with a limit of 400 open files, while an honest tenant trains and saves all the time."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, limit[1]))  # the server inherits it, and may not raise it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, limit[1]))  # the server inherits the limit and may not raise it
     start = ConfinedServer.spawn
 
     def with_few_files(self: ConfinedServer) -> ConfinedServer:
@@ -114,7 +114,7 @@ def test_silent_connections_do_not_take_the_files(
             silent[-1].sendall(b"" if number % 2 else b"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\n")
     saved, seq, deadline = 0, 1, time.monotonic() + 30
     while time.monotonic() < deadline:
-        honest = Tenant(server.url, tenant.key)  # on a new connection
+        honest = Tenant(server.url, tenant.key)  # over a new connection
         with contextlib.suppress(httpx.TransportError):
             honest.json(honest.save(model, seq, f"ck{seq}"))
             saved, seq = saved + 1, seq + 1

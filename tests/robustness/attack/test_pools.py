@@ -1,4 +1,4 @@
-"""One tenant's text, templates and batches: they hold neither the interpreter nor the threads of the others."""
+"""One tenant's texts, templates and batches block neither the interpreter nor the threads of other tenants."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from twinkle.template.dsml import parse_dsml
 pytestmark = pytest.mark.attack
 
 TINY, NAME = "random://llama-tiny", "tiny"
-PROMPT_SECONDS = 10.0  # generous: what was blocked took a minute
+PROMPT_SECONDS = 10.0  # generous: a blocked request took a minute
 ROWS = [{"input_ids": list(range(1, 65)), "labels": list(range(1, 65))}] * 64
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 IN_FLIGHT = 100
@@ -45,7 +45,7 @@ def took(call: Callable[[], Any]) -> float:
 
 
 class Flood:
-    """Many requests of one tenant at a time, until it is stopped. ``body`` makes each from two numbers."""
+    """Sends many concurrent requests of one tenant until it is stopped. ``body`` makes each from two numbers."""
 
     def __init__(self, tenant: NativeTenant, path: str, body: Callable[[int, int], dict[str, Any]]) -> None:
         self._tenant = tenant
@@ -63,7 +63,7 @@ class Flood:
         while self.sent < IN_FLIGHT:
             assert time.monotonic() < deadline, "the flood does not begin"
             time.sleep(0.05)
-        time.sleep(1)  # they are on their way
+        time.sleep(1)  # time for the requests to arrive
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class Flood:
             headers=self._tenant.http.headers,
             timeout=120,
             trust_env=False,
-            verify=False,  # there is no TLS here, and reading all certificates a hundred times takes long
+            verify=False,  # there is no TLS here, and loading all certificates a hundred times takes long
         ) as http:
             for number in range(10_000):
                 if self._stop.is_set():
@@ -100,7 +100,7 @@ def seconds_of(honest: NativeTenant) -> dict[str, float]:
 
 
 def test_templates_and_texts_hold_up_nobody(confined_server: Callable[..., ConfinedServer]) -> None:
-    """F15 with a tokenizer that is slow to load, as those of large models are, and texts that are slow to encode."""
+    """Uses a tokenizer that is slow to load, like those of large models, and texts that are slow to encode."""
     server = confined_server(config(), tokenizer=0.4, encode=2.0)
     greedy, honest = (NativeTenant(server.url, f"tml-{name}", NAME) for name in ("greedy", "honest"))
     for tenant in (greedy, honest):
@@ -149,7 +149,7 @@ class Processors:
 
 
 def loaders(session: Processors, characters: int) -> Iterator[str]:
-    """Loaders of one batch of 150 rows, each with a text of so many characters."""
+    """Yield loaders with one batch of 150 rows; each row has a text of this many characters."""
     rows = [{"question": "?", "answer": "#### 1"}] * 150
     meta = json.dumps({"_TWINKLE_TYPE_": "DatasetMeta", "data": rows})
     dataset = session.create("dataset", "Dataset", dataset_meta=meta)
@@ -198,5 +198,5 @@ def test_batches_by_reference_have_a_size(confined_server: Callable[..., Confine
     ids=["cline", "vcp", "dsml"],
 )
 def test_long_texts_are_looked_through_in_seconds(look: Callable[[], Any]) -> None:
-    """F8: 260 kB of each, which took 215, 30 and 222 s by the square of their length."""
+    """Each text has 260 kB; in quadratic time they took 215, 30 and 222 s."""
     assert took(look) < PROMPT_SECONDS

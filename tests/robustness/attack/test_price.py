@@ -1,4 +1,4 @@
-"""Small requests that declare or cause much: refused by name, or counted at what they cost (F1, F3, F5, F6)."""
+"""Small requests that declare or cause much work: refused with the limit's name, or priced at what they really cost."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ class Client(Tenant):
     """A tenant of the tiny model."""
 
     def adapter(self) -> tuple[str, str]:
-        """A session and a new adapter in it."""
+        """Create a session and an adapter in it; return both ids."""
         session = self.session()
         made = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}}
         return session, str(self.json(self.submit("create_model", {**made, "type": "create_model"}))["model_id"])
@@ -47,7 +47,7 @@ def client(server: ConfinedServer, name: str) -> Client:
 
 
 def sparse(rows: int, columns: int, dtype: pb.DType = pb.DTYPE_INT64) -> pb.Tensor:
-    """A tensor that lists nothing."""
+    """Return a sparse tensor without values."""
     csr = pb.SparseCsr(crow_indices=np.zeros(rows + 1, "<i8").tobytes())
     return pb.Tensor(sparse_csr=csr, dtype=dtype, shape=[rows, columns])
 
@@ -66,7 +66,7 @@ def step_seconds(tenant: Client, model: str, seq: int) -> float:
 
 
 def test_one_wide_target_does_not_kill_the_server(confined_server: Make) -> None:
-    """F1: 3.7 kB, K = 2**22 beside 299 plain tokens; and after a restart it is still there."""
+    """A request of 3.7 kB has K = 2**22 next to 299 plain tokens. The server still runs after a restart."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (_, own), (_, other) = greedy.adapter(), honest.adapter()
@@ -84,7 +84,7 @@ def test_one_wide_target_does_not_kill_the_server(confined_server: Make) -> None
 
 
 def test_the_widest_that_is_allowed_costs_its_neighbour_nothing(confined_server: Make) -> None:
-    """F1 with legal widths: the vocabulary decides, and nobody is padded to it."""
+    """With legal widths: the vocabulary is the limit, and no other request is padded to it."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (_, own), (_, other) = greedy.adapter(), honest.adapter()
@@ -99,7 +99,7 @@ def test_the_widest_that_is_allowed_costs_its_neighbour_nothing(confined_server:
 
 
 def test_queued_sparse_requests_take_what_they_list(confined_server: Make) -> None:
-    """F3: seq 1 is held back; 123 bytes each were 256 MiB each."""
+    """seq 1 is held back, so the others wait. Each has 123 bytes and once took 256 MiB."""
     server = confined_server(config(max_targets_per_token=2**23))
     greedy = client(server, "greedy")
     _, own = greedy.adapter()
@@ -119,9 +119,9 @@ def test_queued_sparse_requests_take_what_they_list(confined_server: Make) -> No
 
 
 def test_many_targets_of_one_token_hold_nobody_up(confined_server: Make) -> None:
-    """F5: one token with 2**20 targets was a loop in Python of 20 s.
+    """One token with 2**20 targets once took a Python loop of 20 s.
 
-    Widths that are allowed are one operation, see test_widths in tests/model.
+    Allowed widths are a single operation; see test_widths in tests/model.
     """
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
@@ -135,7 +135,7 @@ def test_many_targets_of_one_token_hold_nobody_up(confined_server: Make) -> None
 
 
 def powers(numbers: int) -> Callable[[Any], Any]:
-    """Return a loss that takes twelve powers of so many numbers."""
+    """Return a loss that takes twelve powers of this many numbers."""
 
     def power(logprobs: Any) -> Any:
         grid = logprobs.new_ones(numbers, dtype=torch.float64) * logprobs.sum().exp()
@@ -147,7 +147,7 @@ def powers(numbers: int) -> Callable[[Any], Any]:
 
 
 def custom_passes(tenant: Client, session: str, model: str, numbers: int) -> list[str]:
-    """Submit eight requests of one token with such a loss."""
+    """Submit eight requests of one token with such a loss; return their ids."""
     made = tenant.json(tenant.submit("create_custom_loss", request(powers(numbers), {"logprobs": 1}, session)))
     fields = {"loss": "custom", "loss_fn_config_v2": {"loss_id": pb.LossConfigValue(text=str(made["loss_id"]))}}
     rows = [datum([5, 6], weights=tensor([1.0]))]
@@ -155,7 +155,7 @@ def custom_passes(tenant: Client, session: str, model: str, numbers: int) -> lis
 
 
 def test_custom_losses_have_a_limit(confined_server: Make) -> None:
-    """F6: eight requests of one token, twelve powers of 2**22 numbers each, held up a neighbour for 31 s."""
+    """Eight requests of one token, each with twelve powers of 2**22 numbers, once delayed a neighbour by 31 s."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (session, own), (_, other) = greedy.adapter(), honest.adapter()
@@ -168,7 +168,7 @@ def test_custom_losses_have_a_limit(confined_server: Make) -> None:
 
 
 def test_custom_losses_within_the_limit_wait_their_turn(confined_server: Make) -> None:
-    """F6 with an eighth of the numbers, which is allowed: all eight were one batch before the neighbour's step."""
+    """With an eighth of the numbers, which is allowed. Once all eight were in one batch before the neighbour's step."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (session, own), (_, other) = greedy.adapter(), honest.adapter()
@@ -183,7 +183,7 @@ def test_custom_losses_within_the_limit_wait_their_turn(confined_server: Make) -
 
 
 def test_a_long_pass_gives_way_at_every_micro_batch(confined_server: Make) -> None:
-    """One request of 49 152 tokens: a neighbour's steps come between its micro-batches."""
+    """During one request of 49 152 tokens, a neighbour's steps run between its micro-batches."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (_, own), (_, other) = greedy.adapter(), honest.adapter()

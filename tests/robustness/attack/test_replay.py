@@ -1,4 +1,4 @@
-"""Requests that must not come back to haunt the next start: F2, F9 and the poison of F1."""
+"""Requests that must not harm the next start: large waiting passes, answered passes, ops that kill the server."""
 
 import json
 import re
@@ -24,10 +24,10 @@ def journal_bytes(server: ConfinedServer) -> int:
 
 
 def sparse_pass(model: str, seq: int) -> bytes:
-    """Some hundred bytes that used to become 256 MiB: targets (1, 33554424) without a single value."""
+    """Return about a hundred bytes that once became 256 MiB: targets of shape (1, 33554424) without a single value."""
     targets = pb.Tensor(dtype=pb.DTYPE_INT32, shape=[1, 33_554_424])
     targets.sparse_csr.crow_indices = bytes(16)
-    row = datum([1, 2, 3])  # two tokens: refused when it runs
+    row = datum([1, 2, 3])  # two tokens, so it is refused when it runs
     row.loss_fn_inputs["target_tokens"].CopyFrom(targets)
     return training_body(model, seq, [row], forward_only=True)
 
@@ -50,7 +50,7 @@ def test_forward_passes_of_any_width_do_not_stop_the_next_start(confined_server:
 def test_many_large_passes_that_wait_are_decoded_one_after_another(
     confined_server: Callable[..., ConfinedServer],
 ) -> None:
-    """240 MB of bodies, twice as much when decoded, that all have to run again: a start holds a few of them."""
+    """240 MB of bodies, twice as much when decoded, must all run again; a start holds only a few at a time."""
     server = confined_server(limit=800 * 2**20, snapshot=600.0)
     tenant = Tenant(server.url, "tml-large")
     model = tenant.model()
@@ -66,7 +66,7 @@ def test_many_large_passes_that_wait_are_decoded_one_after_another(
 
 
 def test_answered_forward_passes_are_not_read_at_the_next_start(confined_server: Callable[..., ConfinedServer]) -> None:
-    """F2 with passes that are allowed: 120 MB of bodies were 250 MB at the next start."""
+    """The passes are allowed: 120 MB of bodies once became 250 MB at the next start."""
     server = confined_server(limit=800 * 2**20, snapshot=600.0)
     tenant = Tenant(server.url, "tml-evaluation")
     model = tenant.model()
@@ -74,10 +74,11 @@ def test_answered_forward_passes_are_not_read_at_the_next_start(confined_server:
     rows = [datum(np.full(4000, 7).tolist()) for _ in range(250)]  # 1 M tokens, 12 MB
     for seq in range(1, 11):
         assert tenant.loss(tenant.forward_backward(model, seq, rows, forward_only=True)) > 0
-    tenant.result(tenant.forward_backward(model, 11, forward_only=True))  # by now the outcome of 10 is written down
+    # by now the outcome of op 10 is in the journal
+    tenant.result(tenant.forward_backward(model, 11, forward_only=True))
     server.kill()
     server.start()
-    assert tenant.loss(tenant.forward_backward(model, 12)) > 0  # after all that had to be replayed
+    assert tenant.loss(tenant.forward_backward(model, 12)) > 0  # runs after everything that had to be replayed
     (replayed,) = re.findall(rf"replaying (\d+) ops of {re.escape(model)}", server.log())
     assert int(replayed) <= 2, "the creation, and the small pass where its outcome was not written down yet"
     grown = server.rss() - empty
@@ -86,7 +87,7 @@ def test_answered_forward_passes_are_not_read_at_the_next_start(confined_server:
 
 
 def test_forward_passes_leave_the_disk(confined_server: Callable[..., ConfinedServer]) -> None:
-    """2 kB on the wire, 50 MB unpacked: 12 of them stayed for as long as their adapter lived."""
+    """A pass has 2 kB on the wire and 50 MB unpacked; 12 of them once stayed on disk as long as their adapter lived."""
     config = mock_config(limits={"result_retention_seconds": 1.0})
     server = confined_server(config, housekeeping=1.0, snapshot=1.0)
     tenant = Tenant(server.url, "tml-disk")
@@ -99,7 +100,7 @@ def test_forward_passes_leave_the_disk(confined_server: Callable[..., ConfinedSe
         if answer.status_code == 200:
             tenant.result(answer.json()["request_id"])
     deadline = time.monotonic() + 30
-    while journal_bytes(server) > 2 * 64 * 2**20:  # at most what is in the files that are being written
+    while journal_bytes(server) > 2 * 64 * 2**20:  # at most the content of the files that are being written
         assert time.monotonic() < deadline, journal_bytes(server)
         time.sleep(0.5)
 

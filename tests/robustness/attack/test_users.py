@@ -1,4 +1,4 @@
-"""Ordinary users: scripts that come and go, clients that are killed, a server that is stopped, rows for ever."""
+"""Ordinary users: scripts that come and go, killed clients, a suspended server, and an endless series of sessions."""
 
 import signal
 import time
@@ -29,27 +29,27 @@ def tiny_config(**sections: object) -> dict[str, object]:
 
 
 def sampler(tenant: Tenant, model: str) -> tuple[str, str]:
-    """A session, and a sampling session of the base model."""
+    """Create a session and a sampling session of the base model; return both ids."""
     session = tenant.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
     return session, str(tenant.post("create_sampling_session", body).json()["sampling_session_id"])
 
 
 def test_the_31st_script_in_half_an_hour(confined_server: Confined) -> None:
-    """P1: forty scripts with default limits, each of which trains a step and ends without a word."""
+    """Forty scripts with default limits; each trains a step and ends without closing its session."""
     server = confined_server(mock_config(limits={"silent_session_seconds": 2.0}), housekeeping=0.5)
     tenant = Tenant(server.url, "tml-scripts")
     last = ""
     for number in range(40):
         if number in (30, 35):
-            time.sleep(2.5)  # a minute, where silence is measured in minutes
+            time.sleep(2.5)  # stands for the minutes by which silence is normally measured
         last = tenant.model()
         tenant.result(tenant.forward_backward(last, 1))
     assert tenant.loss(tenant.forward_backward(last, 2)) > 0
 
 
 def test_samples_of_a_killed_client(confined_server: Confined) -> None:
-    """P9: a thousand long sequences of a client that is gone, and another key's ten tokens."""
+    """A killed client left a thousand long sequences; another tenant wants ten tokens."""
     server = confined_server(tiny_config(limits={"silent_session_seconds": 8.0}), housekeeping=1)
     killed, other = Tenant(server.url, "tml-killed"), Tenant(server.url, "tml-other")
     _, name = sampler(other, TINY)
@@ -62,7 +62,7 @@ def test_samples_of_a_killed_client(confined_server: Confined) -> None:
     requests = [
         killed.submit("asample", sample_body(crowd, seq, sampling_params=long, num_samples=4)) for seq in range(250)
     ]
-    killed.http.close()  # kill -9: no more questions, no heartbeats
+    killed.http.close()  # like kill -9: no more polls or heartbeats
     time.sleep(1)
     began = time.monotonic()
     other.tokens(other.submit("asample", sample_body(name, 1, sampling_params=small)))
@@ -82,7 +82,7 @@ def waiting(tenant: Tenant) -> int:
 
 
 def test_a_stopped_server(confined_server: Confined) -> None:
-    """F17: SIGSTOP for longer than the session timeout."""
+    """The server is suspended with SIGSTOP for longer than the session timeout."""
     server = confined_server(mock_config(limits={"session_timeout_seconds": 6.0}), housekeeping=0.5)
     tenant = Tenant(server.url, "tml-stopped")
     session = tenant.session()
@@ -98,7 +98,7 @@ def test_a_stopped_server(confined_server: Confined) -> None:
 
 
 def test_rows_for_ever(confined_server: Confined) -> None:
-    """F16: sessions that bring as much as they may and end at once."""
+    """Sessions store as much metadata as they may and end at once."""
     limits = {"max_session_rows_per_tenant": 200, "ended_session_retention_seconds": 1.0}
     server = confined_server(mock_config(limits=limits), housekeeping=0.5)
     tenant = Tenant(server.url, "tml-rows")

@@ -1,9 +1,11 @@
-"""SIGKILL at random moments under clients that pipeline: none sees an error, and nothing is lost or done twice.
+"""SIGKILL at random moments while clients pipeline requests: no client sees an error, nothing is lost or done twice.
 
-Three clients of the real SDK train, save and sample while the server is killed twenty times and started again. They go
-on until the last kill; then as many steps are made on a server that nobody disturbs, and everything is compared.
+Three clients of the real SDK train, save and sample while the server is killed and restarted twenty times. They
+continue until the last kill. Then the same number of steps runs on a server that is never killed, and all results are
+compared.
 
-``CHAOS_BACKEND=mock`` takes the model out of it, ``CHAOS_KILLS`` and ``CHAOS_SEED`` choose others.
+``CHAOS_BACKEND=mock`` replaces the model by the mock; ``CHAOS_KILLS`` and ``CHAOS_SEED`` set the number of kills and
+the seed.
 """
 
 import json
@@ -29,9 +31,9 @@ KILLS = int(os.environ.get("CHAOS_KILLS") or 20)
 SEED = int(os.environ.get("CHAOS_SEED") or time.time())
 MODEL = "mock" if MOCK else "random://llama-tiny"
 CLIENTS = 3
-DEPTH = 4  # steps that a client submits before it waits for the first of them
-SAMPLE_EVERY, SAVE_EVERY = 5, 8  # steps
-LEAST_STEPS = 20  # of the client that comes late
+DEPTH = 4  # number of steps that a client submits before it waits for the first
+SAMPLE_EVERY, SAVE_EVERY = 5, 8  # in steps
+LEAST_STEPS = 20  # steps of the client that starts late
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.chaos
@@ -52,18 +54,19 @@ def server_in(directory: Path) -> Server:
 
 @dataclass
 class Report:
-    """What a client saw."""
+    """What a client observed."""
 
     losses: list[float] = field(default_factory=list)
-    samples: dict[int, types.SampleResponse] = field(default_factory=dict)  # by the step they were published after
-    samples_again: dict[int, types.SampleResponse] = field(default_factory=dict)  # by the same clients, in the end
+    # by the step after which they were published
+    samples: dict[int, types.SampleResponse] = field(default_factory=dict)
+    samples_again: dict[int, types.SampleResponse] = field(default_factory=dict)  # drawn by the same clients at the end
     checkpoints: list[str] = field(default_factory=list)
     final: str = ""
     longest_wait: float = 0.0
 
 
 class Client(threading.Thread):
-    """One tenant. Trains ``steps`` steps, or until it is told to stop."""
+    """One tenant. Trains ``steps`` steps, or until it is stopped."""
 
     def __init__(self, server: Server, number: int, stop: threading.Event, steps: int | None = None) -> None:
         super().__init__(name=f"client {number}")
@@ -144,12 +147,12 @@ def reports(clients: list[Client]) -> list[Report]:
 
 
 def kill_repeatedly(server: Server, chance: random.Random, clients: list[Client]) -> None:
-    """While it starts, while it replays, and mostly in the middle of work."""
+    """Kill the server while it starts, while it replays, and mostly while it works."""
     for number in range(1, KILLS + 1):
         moment = chance.choice(["starting", "started", "working", "working"])
         if moment != "starting":
             wait_until(server.is_healthy, server)
-        if moment == "working":  # all of them: clients that found nobody there take their time to come back
+        if moment == "working":  # wait for all of them: clients that found no server take a while to return
             before = steps_of(clients)
             wait_until(lambda before=before: all(map(int.__gt__, steps_of(clients), before)), server)
         time.sleep(chance.uniform(0.0, 2.0))
@@ -189,7 +192,7 @@ def test_chaos(tmp_path: Path) -> None:
     try:
         for client in clients[:-1]:
             client.start()
-        late = threading.Timer(2.0, clients[-1].start)  # this one comes into the middle of it
+        late = threading.Timer(2.0, clients[-1].start)  # this client starts in the middle of the work
         late.start()
         kill_repeatedly(server, chance, clients)
         late.join()
@@ -245,7 +248,7 @@ def directory_of(server: Server, path: str) -> Path:
 
 
 def compare_weights(given: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """The largest relative distance of two tensors."""
+    """Return the largest relative distance between two tensors."""
     assert given.keys() == expected.keys()
     norms = {name: float(np.linalg.norm(expected[name])) for name in expected}
     assert min(norms.values()) > 0, "all of them were trained"
@@ -253,7 +256,7 @@ def compare_weights(given: dict[str, np.ndarray], expected: dict[str, np.ndarray
 
 
 def compare_samples(given: dict[int, types.SampleResponse], expected: dict[int, types.SampleResponse]) -> None:
-    """Every published version samples as it would have, also long after."""
+    """Check that every published version samples the same as on the quiet server, even long after its publication."""
     assert given.keys() == expected.keys()
     for step, response in expected.items():
         for one, other in zip(given[step].sequences, response.sequences, strict=True):

@@ -1,12 +1,13 @@
-"""One bit flips, or one file is cut, somewhere in the data directory of a server with five tenants; then it starts.
+"""Flip one bit or truncate one file in the data directory of a server with five tenants, then start the server.
 
-300 flips and 50 cuts, each on a copy of its own (DAMAGE_COUNT=20 makes 20 in all; DAMAGE_SEED repeats a run). Whatever
-is hit, one of these is true:
+300 flips and 50 truncations, each on its own copy (DAMAGE_COUNT=20 makes 20 in all; DAMAGE_SEED repeats a run). One of
+these must hold, whatever is hit:
 
-- The start is refused, and names the file and a command: only for what all tenants depend on.
-- The server starts, and everything is as it would be without damage: unused bytes, or damage that was put right.
-- The server starts, one tenant, the one whose bytes were hit, gets errors that name the damage, and all others have
-  bit-equal results, weights, checkpoints and samples. The log names the damage, too.
+- The start is refused with a message that names the file and a command. This is allowed only for data that all
+  tenants depend on.
+- The server starts, and everything is as without damage: the bytes were unused, or the damage was repaired.
+- The server starts, and the tenant whose bytes were hit gets errors that name the damage. All others get bit-equal
+  results, weights, checkpoints and samples. The log names the damage too.
 """
 
 import json
@@ -38,7 +39,7 @@ COUNT = int(os.environ.get("DAMAGE_COUNT", "350"))
 SEED = int(os.environ.get("DAMAGE_SEED", str(random.randrange(10**6))))
 ROW = [datum([3, 1, 4, 1, 5, 9, 2, 6])]
 _MAY_REFUSE = ("state.db", "state.db-wal", "secret")
-# Of every kind of file some are hit, however small they are.
+# Weights for choosing the kind of file to hit, so that small files are hit too.
 _KINDS = {
     "state.db": 8,
     "state.db-wal": 4,
@@ -60,7 +61,7 @@ class Work:
 
     tenant: Tenant
     model: str
-    requests: list[str]  # all of them, fetched or not
+    requests: list[str]  # all request ids, fetched or not
     checkpoint: str
     sampler: str
     next_seq: int
@@ -72,7 +73,8 @@ def test_damage_costs_only_its_owner_and_is_never_silent(tmp_path: Path) -> None
     server = Server(_made(tmp_path / "original"), snapshot=0.2, housekeeping=3600.0)
     works = [_work(server.start() if number == 0 else server, number) for number in range(TENANTS)]
     _close_once(server, works)
-    looked_at = _copied(server, tmp_path / "looked-at")  # whoever closes a database last empties its WAL
+    # a copy, because closing the last connection to a database empties its WAL
+    looked_at = _copied(server, tmp_path / "looked-at")
     owners = _owners(looked_at.data_dir, works)
     expected = _start_and_ask(server, tmp_path / "undamaged", works)
     assert isinstance(expected, list), expected
@@ -88,7 +90,7 @@ def test_damage_costs_only_its_owner_and_is_never_silent(tmp_path: Path) -> None
     print("\n".join(f"{count:4} {what}" for what, count in sorted(verdicts.items())))
 
 
-# --- before -----------------------------------------------------------------------------------------------------------
+# --- before the damage ------------------------------------------------------------------------------------------------
 
 
 def _made(directory: Path) -> Path:
@@ -97,7 +99,11 @@ def _made(directory: Path) -> Path:
 
 
 def _work(server: Server, number: int) -> Work:
-    """Steps, some behind a snapshot; a checkpoint; a sampler version; forward passes; results that nobody fetched."""
+    """Do the work of one tenant.
+
+    It trains steps, some before a snapshot, saves a checkpoint and a version, runs forward passes, and leaves results
+    unfetched.
+    """
     tenant = Tenant(server.url, key_for(f"damage-{number}"))
     model = tenant.model(seed=number)
     requests = [f"{model}:0"]
@@ -112,7 +118,7 @@ def _work(server: Server, number: int) -> Work:
     sampler = str(tenant.json(published)["sampling_session_id"])
     requests += [saved, published, tenant.forward_backward(model, seq + 3, ROW, forward_only=True)]
     seq += 3
-    time.sleep(1.0)  # a snapshot
+    time.sleep(1.0)  # time for a snapshot
     for _ in range(2):
         requests += [tenant.forward_backward(model, seq + 1), tenant.optim_step(model, seq + 2)]
         seq += 2
@@ -120,7 +126,7 @@ def _work(server: Server, number: int) -> Work:
 
 
 def _close_once(server: Server, works: list[Work]) -> None:
-    """Half of the tenants' rows are in the database file, half in its WAL: a restart in between, then a kill."""
+    """Restart once, work, and kill: half of the tenants' rows are then in the database file, half in its WAL."""
     assert server.stop() == 0
     server.start()
     for work in works:
@@ -135,7 +141,7 @@ def _close_once(server: Server, works: list[Work]) -> None:
 
 
 def _owners(data_dir: Path, works: list[Work]) -> dict[tuple[str, int], list[tuple[int, int, int]]]:
-    """(first byte, behind the last, tenant's number) of all blobs in the journal, by kind and segment."""
+    """Return (first byte, end, tenant's number) of all blobs in the journal, by kind and segment."""
     numbers = {work.model: number for number, work in enumerate(works)}
     blobs: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     with closing(sqlite3.connect(data_dir / "state.db")) as database:
@@ -155,7 +161,7 @@ class Hit:
     file: str
     kind: str
     offset: int
-    bit: int | None  # None: the file ends at the offset now
+    bit: int | None  # None: the file is truncated at the offset
 
     def __str__(self) -> str:
         what = "cut" if self.bit is None else f"bit {self.bit}"
@@ -196,11 +202,11 @@ def _kind(path: Path) -> str:
 
 
 def _used_bytes(path: Path, content: bytes) -> list[int]:
-    """Of a database most bytes are free: those that are not zero are hit more often."""
+    """Return the non-zero bytes of a database, which are hit more often: most of its bytes are free."""
     return [place for place, byte in enumerate(content) if byte] if path.name == "state.db" else []
 
 
-# --- behind it --------------------------------------------------------------------------------------------------------
+# --- after the damage -------------------------------------------------------------------------------------------------
 
 
 def _verdict(
@@ -236,7 +242,7 @@ def _verdict(
 
 
 def _owner(hit: Hit, works: list[Work], owners: dict[tuple[str, int], list[tuple[int, int, int]]]) -> set[int] | None:
-    """Whose bytes were hit; None: that is not known."""
+    """Return the tenants whose bytes were hit; None if that is not known."""
     parts = Path(hit.file).parts
     if parts[0] == "journal":
         blobs = owners.get((parts[1], int(Path(hit.file).stem)), []) if parts[1] in ("bodies", "outcomes") else []
@@ -249,7 +255,7 @@ def _owner(hit: Hit, works: list[Work], owners: dict[tuple[str, int], list[tuple
 
 
 def _start_and_ask(server: Server, directory: Path | None, works: list[Work]) -> list[dict[str, bytes]] | str:
-    """What each tenant gets, by what it asked for; or what a server said that did not start."""
+    """Start the server and return each tenant's answers by request. If it did not start, return its message."""
     running = server if directory is None else _copied(server, directory)
     running.spawn()
     assert running.process is not None
@@ -292,7 +298,7 @@ def _submitted(tenant: Tenant, submit: Callable[[], str]) -> bytes:
 
 
 def _loaded(tenant: Tenant, work: Work) -> bytes:
-    """The tenant's checkpoint, in a new model of a new session."""
+    """Load the tenant's checkpoint into a new model of a new session."""
     try:
         model = tenant.model(seed=99)
         said = json.loads(_answer(tenant, tenant.load(model, 1, work.checkpoint)))

@@ -1,4 +1,4 @@
-"""A mock server for all of it, and a look at it afterwards: still healthy, and no traceback in its log."""
+"""A mock server to fuzz. After the tests it must be healthy and have no traceback in its log."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,7 @@ from tests.support.servers.running import Server
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The mock server that all tests of a module attack."""
     server = Server(tmp_path_factory.mktemp("fuzzed")).start()
     yield server
     healthy, log = server.is_healthy(), server.log()

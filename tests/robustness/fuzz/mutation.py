@@ -1,4 +1,4 @@
-"""Changes to good requests, drawn from a seed: bytes at random, or values of a JSON document."""
+"""Random changes to valid requests, drawn from a seed: to the bytes, or to values of a JSON document."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ _TEXTS = (
 
 
 def changed_bytes(draw: random.Random, body: bytes, others: list[bytes]) -> bytes:
-    """One to six changes; ``others`` give pieces to splice in."""
+    """Make one to six changes; pieces of ``others`` may be spliced in."""
     data = bytearray(body)
     for _ in range(draw.randint(1, 6)):
         place = draw.randrange(len(data) + 1)
@@ -50,10 +50,13 @@ def changed_bytes(draw: random.Random, body: bytes, others: list[bytes]) -> byte
 
 
 def changed_json(draw: random.Random, body: bytes, others: list[bytes]) -> bytes:
-    """Replace, remove, repeat or move one to four values, and now and then bytes; a body too deep for that stays."""
+    """Replace, remove, repeat or move one to four values, sometimes bytes.
+
+    A body that is nested too deeply is unchanged.
+    """
     try:
         document = json.loads(body)
-    except RecursionError:  # an earlier change made it: it is there for the decoder, not for us
+    except RecursionError:  # made by an earlier change; it tests the decoder's limit, not json's
         return body
     for _ in range(draw.randint(1, 4)):
         document = _changed(draw, document, json.loads(draw.choice(others)))
@@ -90,7 +93,7 @@ def _places(document: Any) -> Any:
 
 
 def _value(draw: random.Random, other: Any) -> Any:
-    """Something else: a number at an edge, a text, nothing, nesting, or a piece of another document."""
+    """Return another value: a number at an edge, a text, nothing, nesting, or a piece of another document."""
     match draw.randrange(7):
         case 0:
             return draw.choice(_LARGE)

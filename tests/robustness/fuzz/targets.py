@@ -1,4 +1,7 @@
-"""What reads bytes that come from anywhere, with good requests to begin from. Each may answer, or raise a UserError."""
+"""Decoders of bytes that any client may send, with valid requests as seeds.
+
+A decoder may return or raise a UserError.
+"""
 
 import json
 import zlib
@@ -28,7 +31,7 @@ from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import decode_json_pass
 from twinkle_client.protocol.verbs import VERBS
 
-MAX_MESSAGE = 4000  # characters: an error never repeats a body
+MAX_MESSAGE = 4000  # characters; an error message must not repeat the body
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _wide(logprobs, teacher):
 
 
 def _every_operation(at_once: int = 8) -> list[bytes]:
-    """Each name of the catalog on what might fit it: pieces for other graphs."""
+    """Return graphs with each operation of the catalog on plausible arguments, as pieces for other graphs."""
     targets, bodies = list(CATALOG), []
     for first in range(0, len(targets), at_once):
         chosen = targets[first : first + at_once]
@@ -147,7 +150,7 @@ def _sample(body: bytes) -> object:
 
 
 def _native(body: bytes) -> object:
-    """As run_verb reads it, for every verb."""
+    """Read the body as run_verb does, for every verb."""
     fields = codec.read_fields(body)
     for verb in VERBS:
         if VERBS[verb].takes_rows and "inputs" in fields:

@@ -1,4 +1,4 @@
-"""Connections that nobody's client makes: cut off, slow, gone, or far too many. Whoever behaves notices nothing."""
+"""Connections that no real client makes: cut off, slow, abandoned, or far too many. Honest tenants are not affected."""
 
 import contextlib
 import random
@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.servers.running import Server, Tenant, key_for, training_body
 
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, as a process that is killed far away
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, as when a remote process is killed
 
 
 class Raw:
-    """One API key, and bytes for a socket."""
+    """An API key, and raw bytes for a socket."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
@@ -34,7 +34,7 @@ class Raw:
 
 
 def results(server: Server, name: str) -> list[bytes]:
-    """Of an honest tenant."""
+    """Return the results of an honest tenant."""
     tenant = Tenant(server.url, key_for(name))
     model = tenant.model()
     futures = [tenant.forward_backward(model, 1), tenant.optim_step(model, 2), tenant.forward_backward(model, 3)]
@@ -52,7 +52,7 @@ def hang_up(connection: socket.socket, draw: random.Random) -> None:
 
 
 def cut_off(server: Server, draw: random.Random, count: int) -> None:
-    """Requests that end anywhere: in their head, in their body, or with more than they said."""
+    """Send requests that end anywhere: in their head, in their body, or after more bytes than announced."""
     raw = Raw(server, "who is cut off")
     model = Tenant(server.url, raw.key).model()
     for number in range(count):
@@ -69,11 +69,11 @@ def cut_off(server: Server, draw: random.Random, count: int) -> None:
 
 
 def vanish(server: Server, draw: random.Random, count: int) -> None:
-    """Clients that wait for a result that is not there yet, and are gone when it comes."""
+    """Open clients that wait for a result and disconnect before it arrives."""
     raw = Raw(server, "who vanishes")
     tenant = Tenant(server.url, raw.key)
     model = tenant.model()
-    waiting = tenant.forward_backward(model, 2)  # number 1 is missing: it waits
+    waiting = tenant.forward_backward(model, 2)  # waits, because number 1 is missing
     body = f'{{"request_id": "{waiting}"}}'.encode()
     connections = [raw.connect() for _ in range(count)]
     for connection in connections:
@@ -86,7 +86,7 @@ def vanish(server: Server, draw: random.Random, count: int) -> None:
 
 
 def send_slowly(server: Server, count: int, steps: int, pause: float) -> list[bytes]:
-    """All at once, a few bytes at a time; what each is answered."""
+    """Send all requests at once, a few bytes at a time; return the answers."""
     raw = Raw(server, "who is slow")
     model = Tenant(server.url, raw.key).model()
     bodies = [raw.request("forward_backward", training_body(model, number + 1)) for number in range(count)]
@@ -103,7 +103,7 @@ def send_slowly(server: Server, count: int, steps: int, pause: float) -> list[by
 
 
 def crowd(server: Server, count: int) -> None:
-    """Connections that say nothing or begin to, all open together, then dropped."""
+    """Open many connections that send nothing, or only the start of a request, and drop them all."""
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < count + 500:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, count + 500), hard))
@@ -131,7 +131,7 @@ def test_a_few_of_each(target: Server) -> None:
 
 @pytest.mark.fuzz
 def test_thousands(target: Server) -> None:
-    """All kinds at once, beside a tenant whose results are those of a quiet day."""
+    """All kinds at once, next to a tenant whose results must be those of a quiet server."""
     expected = results(target, "quiet day")
     over, rounds = threading.Event(), []
 

@@ -1,7 +1,7 @@
-"""Whatever arrives, reading it ends: with an answer, or with an error that says whose mistake it was.
+"""Decoding any input ends with a result, or with an error that says whose mistake it was.
 
-Every run tries the same few hundred bodies; ``make fuzz`` goes on for minutes with a seed of its own, which it prints.
-FUZZ_SEED repeats it, FUZZ_SECONDS says how long each target takes.
+Every run tries the same few hundred bodies. ``make fuzz`` runs for minutes with a new seed, which it prints. FUZZ_SEED
+repeats a run, and FUZZ_SECONDS is the time for each target.
 """
 
 import faulthandler
@@ -18,16 +18,16 @@ _HUNG_SECONDS = 60
 
 
 def attempt(name: str, draw: random.Random) -> float:
-    """One changed body; how long reading it took. What breaks is left in build/fuzz."""
+    """Decode one changed body and return the time it took. A body that breaks the decoder is saved in build/fuzz."""
     target = TARGETS[name]
     body = draw.choice(target.seeds)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         try:
             body = target.change(draw, body, target.seeds)
-        except ValueError:  # it is no JSON any more: good enough
+        except ValueError:  # it is no longer JSON, which is a good test too
             break
     faulthandler.dump_traceback_later(_HUNG_SECONDS, exit=True)
-    started = time.process_time()  # of the processor, which others use as well
+    started = time.process_time()  # CPU time, because other processes use the machine
     try:
         target.run(body)
     except BaseException:
@@ -42,13 +42,13 @@ def attempt(name: str, draw: random.Random) -> float:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_good_requests_are_read(name: str) -> None:
-    """The seeds are what they are meant to be; fuzzing refusals finds little."""
+    """The seeds must be valid: mutations of refused requests would find little."""
     for seed in TARGETS[name].seeds[:2]:
         TARGETS[name].read(seed)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about odd shapes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's warnings about odd shapes
 def test_a_few_hundred(name: str) -> None:
     draw = random.Random(f"{name} 1")
     for _ in range(200):

@@ -1,6 +1,6 @@
-"""Valid but greedy requests beside an honest tenant, under 3 GiB: the server lives, and every refusal says why.
+"""Valid but greedy requests next to an honest tenant, under 3 GiB: the server survives, and every refusal says why.
 
-FUZZ_SEED repeats a run (its choices; times differ), FUZZ_GREEDY_SECONDS is how long it takes, ten minutes by default.
+FUZZ_SEED repeats a run's choices (times differ). FUZZ_GREEDY_SECONDS is its duration, ten minutes by default.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from tests.robustness.attack.confined import LIMIT, ConfinedServer
 from tests.support.servers.running import Tenant, datum
 
 MODEL = "random://llama-tiny"
-_LONGEST_STEP = 240.0  # seconds: how much slower steps become is printed, and a benchmark's to judge
+_LONGEST_STEP = 240.0  # seconds; the slowdown of steps is printed, and benchmarks judge it
 
 
 @pytest.fixture
 def greedy_target(tmp_path: Path) -> Iterator[ConfinedServer]:
-    """A model that is served with default limits."""
+    """A server with a tiny model and default limits, under a memory limit."""
     model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
     applications = [
         {"name": "server", "import_path": "server"},
@@ -38,7 +38,7 @@ def greedy_target(tmp_path: Path) -> Iterator[ConfinedServer]:
 
 
 class Honest(threading.Thread):
-    """Small steps, one after another, until it is told to stop."""
+    """A tenant that trains small steps, one after another, until it is stopped."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)

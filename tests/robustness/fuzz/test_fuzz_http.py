@@ -1,4 +1,4 @@
-"""Requests made from our own OpenAPI document, good ones and wrong ones: whatever they are, it is no error of ours."""
+"""Valid and invalid requests made from our OpenAPI document: none of them may cause a server error."""
 
 import contextlib
 import json
@@ -13,15 +13,15 @@ import pytest
 
 from tests.support.servers.running import Server, Tenant, key_for
 
-_ALLOWED = (503, 507)  # not now; the disk is full
-_SECONDS = 60.0  # no answer may take longer: the longest poll takes 25
-# They would reach for a hub, or start a process with torch for each, or are protobuf (test_fuzz_decoders.py).
+_ALLOWED = (503, 507)  # 503: not available now; 507: the disk is full
+_SECONDS = 60.0  # longest time for an answer; the longest poll takes 25
+# These would contact a hub, start a process with torch for each request, or are protobuf (see test_fuzz_decoders.py).
 _LEFT_OUT = ("/upload_to_hub", "/processor/", "/forward_backward")
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Things there are, put into half of the requests in the place of made-up ones."""
+    """Ids of existing objects, which replace made-up ones in half of the requests."""
 
     values: dict[str, str]
 
@@ -96,7 +96,7 @@ def test_made_from_the_document(target: Server) -> None:
                     case.body = ids.put_into(case.body)
                     case.path_parameters = ids.put_into(case.path_parameters)
                 if isinstance(case.body, dict) and "target" in case.body:
-                    case.body["timeout"] = 0.01  # of a poll for which nothing will come
+                    case.body["timeout"] = 0.01  # shortens a poll that will get no result
                 headers = {"X-API-Key": tenant.key, "X-Twinkle-Session-Id": ids.values["session_id"]}
                 answer = case.call(headers=headers, timeout=_SECONDS)
                 counts[answer.status_code] += 1
@@ -105,7 +105,7 @@ def test_made_from_the_document(target: Server) -> None:
                     f"{json.dumps(case.body, default=repr)[:2000]}"
                 )
 
-            with contextlib.suppress(Unsatisfiable):  # nothing wrong can be said where nothing is asked for
+            with contextlib.suppress(Unsatisfiable):  # a route without parameters has no invalid requests
                 attempt()
             slowest = max(slowest, (time.perf_counter() - started, f"{operation.method} {operation.path}"))
     print(f"{sum(counts.values())} requests: {dict(sorted(counts.items()))}; longest {slowest[1]} {slowest[0]:.1f} s")

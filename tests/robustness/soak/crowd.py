@@ -1,4 +1,4 @@
-"""Many tenants at once: workers that live one life after another until they are told to stop, and check each."""
+"""Many concurrent tenants: workers run one life after another until they are stopped, and check each."""
 
 import itertools
 import json
@@ -19,9 +19,9 @@ from tests.support.paths import ROOT
 from tests.support.servers.running import environment
 
 CLIENT = Path(__file__).with_name("soak_client.py")
-DIED_TWICE = "the server died twice while running it"  # what a client hears of a request that two kills have met
+DIED_TWICE = "the server died twice while running it"  # the error of a request that was running at two kills
 HOWS = ("raw", "sdk", "native")
-KEPT = 3  # weights of as many finished lives of each way to talk to a server, for comparison
+KEPT = 3  # how many finished lives of each client type keep their weights for comparison
 Weights = dict[str, np.ndarray]
 
 
@@ -58,11 +58,11 @@ class Crowd:
             worker.start()
 
     def finish(self) -> None:
-        """Let everybody come to the end of the present life."""
+        """Let every worker finish its current life."""
         self._stop.set()
         for worker in self._workers:
             worker.join()
-        for key in self._killed:  # what it saved in its last moments it would have deleted
+        for key in self._killed:  # a killed client could not delete its last checkpoints
             self._delete_checkpoints(key)
         self.beats.end()
 
@@ -74,7 +74,7 @@ class Crowd:
                 try:
                     live(number)
                 except BaseException as error:  # noqa: BLE001 - raised by the test
-                    if DIED_TWICE in str(error):  # two kills met the same request, which is then given up by name
+                    if DIED_TWICE in str(error):  # two kills met the same request, which then failed
                         self._given_up(number)
                         continue
                     error.add_note(f"in life {number} of {name}")
@@ -94,7 +94,7 @@ class Crowd:
         try:
             said, complaint = process.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
-            process.kill()  # as a client dies
+            process.kill()  # simulates the death of a client
             process.communicate()
             assert patience < 600, f"the {how} client {number} did not come to an end"
             self._killed.append(key_of(how, number))
@@ -110,7 +110,7 @@ class Crowd:
             self._killed += [key_of(how, number) for how in HOWS]
 
     def _take(self, report: Report) -> None:
-        """Check what was acknowledged against the checkpoint on disk, then delete it as its tenant."""
+        """Compare the acknowledged steps with the checkpoint on disk, then delete the checkpoint as its tenant."""
         weights: Weights | None = None
         if report.final is not None:
             directory = directory_of(self.data_dir, report.final)
@@ -154,7 +154,7 @@ def step_count(directory: Path) -> int:
 
 
 def distance(given: Weights, expected: Weights) -> float:
-    """The largest relative distance of two tensors."""
+    """Return the largest relative distance between two tensors."""
     assert given.keys() == expected.keys()
     norms = {name: float(np.linalg.norm(expected[name])) for name in expected}
     assert min(norms.values()) > 0, "all of them were trained"

@@ -1,4 +1,4 @@
-"""Measurements as a small SVG: one curve a panel, one under another, kills and phases marked."""
+"""Draw measurements as a small SVG: one panel for each curve, with marks for kills and phases."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ PANELS = (
 
 
 def draw(rows: Sequence[Row], marks: Sequence[float], phases: Sequence[tuple[float, str]], file: Path) -> None:
-    """``marks``: seconds at which the server was killed; ``phases``: where each begins, and its name."""
+    """Draw to ``file``. ``marks``: seconds at which the server was killed; ``phases``: start and name of each phase."""
     end = rows[-1]["seconds"]
     height = GAP + len(PANELS) * (PANEL + GAP) + 24
     parts = [

@@ -1,4 +1,4 @@
-"""What a server takes, second by second: memory, files, threads and processes, disk, and what it holds inside."""
+"""Measure a server every second: memory, files, threads and processes, disk, and its internal counts."""
 
 import contextlib
 import csv
@@ -19,7 +19,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Disk:
-    """Of one directory, with all that is under it."""
+    """Disk usage of a directory and everything below it."""
 
     files: int
     directories: int
@@ -32,13 +32,13 @@ def disk_of(directory: Path) -> Disk:
         directories += len(below)
         files += len(names)
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it was deleted since
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                 size += os.lstat(os.path.join(folder, name)).st_size
     return Disk(files, directories, size)
 
 
 def process_of(pid: int) -> Row | None:
-    """None: it is gone."""
+    """Return the measurements of a process; None if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -50,12 +50,12 @@ def process_of(pid: int) -> Row | None:
 
 
 class Measurements(threading.Thread):
-    """A row a second, of the process that is the server at that moment."""
+    """Adds one row a second for the process that is currently the server."""
 
     def __init__(self, data_dir: Path, probe: Path, pid: Callable[[], int | None]) -> None:
         super().__init__(name="measurements", daemon=True)
         self.rows: list[Row] = []
-        self.phase = 0.0  # written down with each row
+        self.phase = 0.0  # recorded in each row
         self._data_dir = data_dir
         self._probe = probe
         self._pid = pid
@@ -73,7 +73,7 @@ class Measurements(threading.Thread):
                 self.rows.append(row)
 
     def now(self) -> Row | None:
-        """None while no server is there, or has not counted yet."""
+        """Measure now. Return None if no server is running or it has not counted yet."""
         pid = self._pid()
         process = None if pid is None else process_of(pid)
         counts = self._counts()
@@ -102,7 +102,7 @@ def _size(file: Path) -> int:
 
 
 def slope(rows: list[Row], name: str) -> float:
-    """Growth a minute, by least squares."""
+    """Return the growth per minute, by least squares."""
     minutes = np.array([row["seconds"] for row in rows]) / 60
     return float(np.polyfit(minutes, [row[name] for row in rows], 1)[0])
 

@@ -1,7 +1,7 @@
-"""One life of a real client in a process of its own, which may be killed: soak_client.py KIND NUMBER URL.
+"""Run one life of a real client in its own process, which may be killed: ``soak_client.py KIND NUMBER URL``.
 
-KIND is ``sdk`` (Tinker's) or ``native`` (ours). The last line that it prints is its report, as JSON. Like the lives of
-soak_tenants.py, it is a function of its number.
+KIND is ``sdk`` (Tinker's) or ``native`` (ours). The last printed line is its report, as JSON. As in soak_tenants.py,
+the number determines what the life does.
 """
 
 import json
@@ -54,7 +54,7 @@ def native(number: int, url: str) -> tuple[int, str]:
     model.add_adapter_to_model("default", LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"), seed=number)
     model.set_optimizer("AdamW", lr=1e-3, eps=1e-8)
     if chance.random() < 0.2:
-        GSM8KAccuracyReward(client=client)  # has a process of its own on the server, as long as the session lives
+        GSM8KAccuracyReward(client=client)  # has its own process on the server while the session lives
     sampler = Sampler(model)
     steps = chance.randint(6, 16)
     for step in range(steps):
@@ -65,7 +65,7 @@ def native(number: int, url: str) -> tuple[int, str]:
             sampler.sample([{"input_ids": [5, 6, 7]}], {"max_tokens": 8}, adapter_name="default")
     final = str(model.save("final", save_optimizer=True))
     if chance.random() < 0.5:
-        client.close()  # the others leave without a word: their sessions must expire
+        client.close()  # the other clients do not close their session, which must expire
     return steps, final
 
 
@@ -80,4 +80,4 @@ if __name__ == "__main__":
     steps, final = {"sdk": sdk, "native": native}[kind](number, url)
     seconds = round(time.monotonic() - started, 1)
     print(json.dumps({"kind": kind, "number": number, "steps": steps, "final": final, "seconds": seconds}), flush=True)
-    os._exit(0)  # no goodbye from exit handlers
+    os._exit(0)  # skip exit handlers, which would close the session

@@ -1,7 +1,7 @@
-"""Tenants of a soak: short lives of many kinds, over plain HTTP, that go on through the death of the server.
+"""Tenants of a soak test: short lives of many kinds, over plain HTTP, that continue when the server dies.
 
-A life is a function of its number: what it does and which data it trains on. So the same life on a server that nobody
-disturbs must end with the same weights, and its report says what the server has acknowledged until then.
+The number of a life determines what it does and which data it trains on. So the same life on an undisturbed server must
+end with the same weights. Its report says what the server has acknowledged.
 """
 
 import json
@@ -18,18 +18,18 @@ import numpy as np
 from tests.support.servers.running import Tenant, datum, sample_body, tensor
 
 MODEL = "random://llama-tiny"
-PATIENCE = 240.0  # seconds that one request is tried for
+PATIENCE = 240.0  # seconds for which one request is retried
 HEARTBEAT = 3.0
 
 
 def key_of(how: str, number: int) -> str:
-    """``how``: raw, sdk or native."""
+    """Return the API key of a life; ``how`` is raw, sdk or native."""
     return f"tml-soak-{how}-{number}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a life left behind. ``steps``: how many optim_steps are in ``final``, a checkpoint's address."""
+    """The result of a life. ``steps`` is the number of optim_steps in ``final``, the address of a checkpoint."""
 
     number: int
     how: str
@@ -40,7 +40,7 @@ class Report:
 
 
 class Lasting(Tenant):
-    """A tenant that sends again what got no answer. Everything it sends may be sent twice."""
+    """A tenant that repeats requests without an answer. Everything it sends may be sent twice."""
 
     def __init__(self, url: str, key: str) -> None:
         super().__init__(url, key)
@@ -58,7 +58,7 @@ class Lasting(Tenant):
             answer = self._lasting(
                 lambda run=run, one=one: self.http.delete(f"training_runs/{run}/checkpoints/{one['checkpoint_id']}")
             )
-            assert answer.status_code in (200, 404), answer.text  # 404: it expired, or was deleted by the first try
+            assert answer.status_code in (200, 404), answer.text  # 404: it expired, or the first attempt deleted it
 
     def create(self, session_id: str, rank: int, seed: int) -> str:
         body = {
@@ -73,7 +73,7 @@ class Lasting(Tenant):
         return str(self.json(answer.json()["request_id"])["model_id"])
 
     def sampled(self, body: Mapping[str, Any]) -> bytes:
-        """Samples are not journalled: one that a dead server took with it is sent again."""
+        """Return a sample. Samples are not journalled, so one that was lost with the server is sent again."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             request_id = self.submit("asample", body)
@@ -104,12 +104,12 @@ class Lasting(Tenant):
 
 
 class Heartbeats(threading.Thread):
-    """Signs of life for all sessions whose client is there; an abandoned one gets none."""
+    """Sends heartbeats for all sessions whose client is alive; an abandoned session gets none."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="heartbeats", daemon=True)
         self._http = httpx.Client(base_url=f"{url}/api/v1/", timeout=30, trust_env=False, verify=False)
-        self._keys: dict[str, str] = {}  # by session
+        self._keys: dict[str, str] = {}  # session → key
         self._over = threading.Event()
 
     def keep(self, session_id: str, tenant: Tenant) -> None:
@@ -130,12 +130,12 @@ class Heartbeats(threading.Thread):
                 try:
                     self._http.post("session_heartbeat", json=body, headers=headers)
                 except httpx.TransportError:
-                    break  # nobody there: the server forgives the time in which it is down
+                    break  # the server is down, and extends deadlines by its downtime
 
 
 @dataclass(frozen=True)
 class Life:
-    """One of a number's possible lives, against the server at ``url``."""
+    """One life with this number, on the server at ``url``."""
 
     number: int
     url: str
@@ -158,13 +158,13 @@ class Life:
 
 
 def train(life: Life, tenant: Lasting, chance: random.Random) -> Report:
-    """Trains, publishes, samples, saves, goes back to what it saved, makes mistakes, saves at the end."""
+    """Train, publish, sample, save, load what was saved, make mistakes, and save at the end."""
     session = tenant.session()
     life.beats.keep(session, tenant)
     try:
         model = tenant.create(session, chance.choice([4, 8, 16]), life.number)
         seq, steps = 1, 0
-        kept: dict[str, int] = {}  # address → the steps in it, of what does not expire
+        kept: dict[str, int] = {}  # address → steps in it, for checkpoints that do not expire
         waiting: list[tuple[str, str]] = []
         for step in range(chance.randint(3, 9)):
             if chance.random() < 0.15:
@@ -198,7 +198,7 @@ def train(life: Life, tenant: Lasting, chance: random.Random) -> Report:
 
 
 def abandon(life: Life, tenant: Lasting, chance: random.Random) -> Report:
-    """Goes away in the middle: results that nobody fetches, ops behind a gap, samples under way."""
+    """Leave in the middle: unfetched results, ops behind a gap, unfinished samples."""
     session = tenant.session()
     life.beats.keep(session, tenant)
     try:
@@ -214,14 +214,14 @@ def abandon(life: Life, tenant: Lasting, chance: random.Random) -> Report:
             for number in range(3):
                 tenant.submit("asample", _sample(published, number, life.number, tokens=64))
         if chance.random() < 0.5:
-            tenant.forward_backward(model, seq + 1, _rows(life.number, 99))  # number seq never comes
+            tenant.forward_backward(model, seq + 1, _rows(life.number, 99))  # number seq is never sent
         return life.report(tenant, "abandon")
     finally:
         life.beats.leave(session)
 
 
 def sample(life: Life, tenant: Lasting, chance: random.Random) -> Report:
-    """Samples from the base model; takes some back, and does not fetch others."""
+    """Sample from the base model; cancel some samples, and do not fetch others."""
     session = tenant.session()
     life.beats.keep(session, tenant)
     try:
@@ -243,7 +243,7 @@ def sample(life: Life, tenant: Lasting, chance: random.Random) -> Report:
 
 
 def ask(life: Life, tenant: Lasting, chance: random.Random) -> Report:
-    """An OpenAI client: whole answers, streams, and streams that are left in the middle."""
+    """Act as an OpenAI client: whole answers, streams, and streams that are abandoned."""
     headers = {"Authorization": f"Bearer {tenant.key}"}
     with httpx.Client(base_url=f"{life.url}/v1/", headers=headers, timeout=60, trust_env=False, verify=False) as http:
         for number in range(chance.randint(1, 5)):
@@ -258,14 +258,14 @@ def ask(life: Life, tenant: Lasting, chance: random.Random) -> Report:
                         for _ in answer.iter_raw():
                             if leaves:
                                 break
-            except httpx.TransportError:  # this protocol has nothing to send again by
+            except httpx.TransportError:  # this protocol has no way to repeat a request
                 time.sleep(0.5)
             tenant.requests += 1
     return life.report(tenant, "ask")
 
 
 def err(life: Life, tenant: Lasting, chance: random.Random) -> Report:
-    """Sends what cannot be understood, and asks for what is not there. Each is refused, and none is kept."""
+    """Send invalid requests and ask for missing objects. Each is refused, and nothing is kept."""
     session = tenant.session()
     for _ in range(chance.randint(3, 8)):
         path, content = chance.choice(MISTAKES)
@@ -315,7 +315,7 @@ def _publish_and_sample(tenant: Lasting, model: str, seq: int, number: int, draw
 
 
 def _fail_a_window(tenant: Lasting, model: str, seq: int, rows: list[Any]) -> None:
-    """A mistake costs the window that it is in."""
+    """A failed pass fails its whole window."""
     failed = tenant.forward_backward(model, seq, rows, loss="no_such_loss")
     refused = tenant.optim_step(model, seq + 1)
     assert "no_such_loss" in tenant.error(failed, PATIENCE)

@@ -1,11 +1,12 @@
 """Hours of mixed load in minutes: many sessions, expiries, saves, deletes and kills. Nothing leaks, nothing is lost.
 
-A real server with a tiny model, whose times are cut down (a session expires after 25 s of silence instead of half an
-hour, a parked adapter after 15 s instead of a week), serves tenants of all protocols that come and go. In the first
-part it is killed again and again; in the second it is left alone, so that one process's memory can be seen; then all
-tenants leave, everything expires, and the server must be where it was.
+A real server with a tiny model serves tenants of all protocols that come and go. Its times are shortened: a session
+expires after 25 s of silence instead of half an hour, a parked adapter after 15 s instead of a week. In the first part
+the server is killed again and again. In the second it is left alone, so that the memory of one process can be observed.
+Then all tenants leave, everything expires, and the server must be back at its initial state.
 
-``SOAK_MINUTES`` is how long tenants come (20), ``SOAK_SEED`` chooses other lives. The measurements go to build/soak.
+``SOAK_MINUTES`` is the time during which tenants come (20), ``SOAK_SEED`` chooses other lives. The measurements go to
+build/soak.
 """
 
 import os
@@ -28,7 +29,7 @@ from tests.support.servers.running import Server, environment
 MINUTES = float(os.environ.get("SOAK_MINUTES") or 20)
 SEED = int(os.environ.get("SOAK_SEED") or time.time())
 OUTPUT = ROOT / "build" / "soak"
-DISTURBED = 0.4  # of the time
+DISTURBED = 0.4  # share of the time
 RAW, PROCESSES = 6, 2
 LIMITS = {
     "session_timeout_seconds": 25.0,
@@ -37,8 +38,8 @@ LIMITS = {
     "unfetched_result_seconds": 60.0,
     "sampler_version_retention_seconds": 10.0,
 }
-AT_REST = 200.0  # seconds that everything may take to expire after the last tenant has left
-# What must be nothing then. Threads, files and memory are compared with a fresh server.
+AT_REST = 200.0  # seconds in which everything must expire after the last tenant has left
+# These counts must then be zero. Threads, files and memory are compared with a fresh server.
 NOTHING = (
     "adapters",
     "trainer_adapters",
@@ -71,18 +72,18 @@ NOTHING = (
     "samplers_directories",
     "snapshots_directories",
 )
-JOURNAL_MIB = 0.2  # the two segments of 64 KiB that are being written, and what is just too long for them
-DATABASE_KIB_PER_LIFE = 4.0  # sessions and runs stay on record
-DATABASE_LOG_MIB = 65.0  # SQLite begins it anew at 16384 pages of 4 KiB
-MORE_FILES = 12  # than a server that was never asked for anything: connections that are kept, the database's
-MEMORY_SHARE = 0.05  # of its memory is what a server may grow by in the last third of the load
+JOURNAL_MIB = 0.2  # the two open segments of 64 KiB, and a blob that no longer fits
+DATABASE_KIB_PER_LIFE = 4.0  # records of sessions and runs stay
+DATABASE_LOG_MIB = 65.0  # SQLite restarts its log at 16384 pages of 4 KiB
+MORE_FILES = 12  # beyond those of a server without requests: kept connections, the database's files
+MEMORY_SHARE = 0.05  # share of its memory by which a server may grow in the last third of the load
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.soak
 
 
 class WatchedServer(Server):
-    """Its process writes what it holds to ``probe``."""
+    """A server whose process writes its internal counts to ``probe``."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
@@ -150,13 +151,13 @@ def test_soak(tmp_path: Path) -> None:
     compare_with_quiet_server(tmp_path / "quiet", crowd.trained)
 
 
-# --- what happens -----------------------------------------------------------------------------------------------------
+# --- the phases -------------------------------------------------------------------------------------------------------
 
 
 def disturb(
     server: WatchedServer, crowd: Crowd, chance: random.Random, measured: Measurements, until: float
 ) -> list[float]:
-    """Kills the server, mostly without a warning; returns when."""
+    """Kill the server, mostly without warning; return the times of the kills."""
     kills = []
     while True:
         pause = time.monotonic() + chance.uniform(5, 30)
@@ -181,7 +182,7 @@ def when(condition: Callable[[], Row | None], server: Server, seconds: float = 6
 
 
 def wait_for_rest(measured: Measurements) -> Row:
-    """The first measurement with nothing left, or the last one."""
+    """Return the first measurement with nothing left, or the last one."""
     deadline = time.monotonic() + AT_REST
     while time.monotonic() < deadline:
         row = measured.now()
@@ -197,7 +198,7 @@ def raise_first(errors: list[BaseException]) -> None:
         raise AssertionError("a tenant saw what it must not see") from errors[0]
 
 
-# --- what must hold ---------------------------------------------------------------------------------------------------
+# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 def left_over(row: Row) -> dict[str, float]:
@@ -216,7 +217,7 @@ def check_rest(rest: Row, fresh: Row, lives: int) -> None:
 
 
 def check_memory(rows: list[Row]) -> None:
-    """Of the process that was left alone, in the last third of the load: by then all shapes have been met."""
+    """Check the growth of the undisturbed process in the last third of the load. By then all shapes have occurred."""
     last = rows[len(rows) * 2 // 3 :]
     for name in ("rss_mib", "python_blocks", "open_files", "threads", "disk_mib"):
         growth = slope(last, name)
@@ -226,7 +227,7 @@ def check_memory(rows: list[Row]) -> None:
 
 
 def compare_with_quiet_server(directory: Path, trained: list[Trained]) -> None:
-    """Each again, alone: the same steps, the same weights."""
+    """Run each life again, alone: it must have the same steps and the same weights."""
     quiet = WatchedServer(directory)
     quiet.start()
     try:

@@ -1,9 +1,10 @@
-"""``twinkle-server`` with days cut down to seconds, which writes once a second what it holds in memory.
+"""Run ``twinkle-server`` with days shortened to seconds, and write once a second what it holds in memory.
 
-watched_launch.py PROBE -- ARGUMENTS OF TWINKLE-SERVER
+    watched_launch.py PROBE -- ARGUMENTS OF TWINKLE-SERVER
 
-PROBE is the file that has the last count, as JSON. Counting looks at what no route shows: slots of the device, versions
-of the sampler, promises, caches. Limits are the configuration's; only what it cannot shorten is changed here.
+PROBE is the file with the latest counts, as JSON. They include what no route shows: slots on the device, versions in
+the sampler, promised futures, caches. Limits come from the configuration; only constants that it cannot set are changed
+here.
 """
 
 import asyncio
@@ -23,13 +24,13 @@ from twinkle.server.runtime import embedded
 from twinkle.server.services.sampling import completions
 from twinkle.server.state.store import Store
 
-SEGMENT_BYTES = 64 * 1024  # of 64 MiB none would be full after twenty minutes, and none would be deleted
+SEGMENT_BYTES = 64 * 1024  # no segment of 64 MiB would be full after twenty minutes, and none would be deleted
 SECONDS = {"gap": 15.0, "snapshot": 1.0, "housekeeping": 1.0}
-COMPLETIONS_SECONDS = 20.0  # of an hour
+COMPLETIONS_SECONDS = 20.0  # instead of an hour
 
 
 def counts(gateway: Gateway) -> dict[str, int]:
-    """All that should be nothing, or as before, when nobody uses the server."""
+    """Count everything that should be zero, or as before, when the server is unused."""
     found = {"threads": len(os.listdir("/proc/self/task")), "python_blocks": sys.getallocatedblocks()}
     found["sampling_sessions_cached"] = len(gateway._samplers)
     found["sampling_clients"] = len(gateway._sampling_clients._covered) + len(gateway._sampling_clients._writing)
@@ -91,7 +92,8 @@ async def _watch(gateway: Gateway, probe: Path) -> None:
         written = probe.with_suffix(".new")
         try:
             found = counts(gateway)
-        except Exception:  # the counts know the server's inside, which has changed: say so, instead of counting nothing
+        # the counts read private attributes; if those have changed, log it instead of counting nothing
+        except Exception:
             logging.getLogger(__name__).exception("the server cannot be counted")
             os._exit(1)
         written.write_text(json.dumps({"pid": os.getpid(), **found}))

@@ -1,4 +1,4 @@
-"""One vLLM engine for all tests that do not kill it. Where vLLM is not installed everything here is skipped."""
+"""One vLLM engine for all tests that do not kill it. All tests here are skipped if vLLM is not installed."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-# Servers for tests, and what the trainer's tests compare with.
+# Helpers for the small model that vLLM and the trainer share.
 from tests.sampler.vllm.vllm_model import ENGINE_ARGS, SPECS, make_adapter, write_model
 from twinkle import hub
 from twinkle.model import Trainer
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True, scope="session")
 def _installed() -> None:
-    torch.set_num_threads(1)  # on models this small threads only wait for each other
+    """Runs torch on one thread."""
+    torch.set_num_threads(1)  # models this small gain nothing from more threads
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the small model. Skips the test if vLLM is not installed."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; `make test-vllm` does that")
     return write_model(tmp_path_factory.mktemp("model") / "small")
@@ -32,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trainer(model_dir: Path) -> Trainer:
-    """With an adapter for each of SPECS, which tests leave as they are."""
+    """A trainer with an adapter for each of SPECS. Tests must not change the adapters."""
     trainer = Trainer.from_pretrained(str(model_dir), device="cpu", dtype="fp32", memory_budget_bytes=2**30)
     for number, (name, spec) in enumerate(SPECS.items()):
         make_adapter(trainer, name, spec, seed=number)
@@ -41,7 +43,7 @@ def trainer(model_dir: Path) -> Trainer:
 
 @pytest.fixture(scope="session")
 def sampler(trainer: Trainer, model_dir: Path) -> "Iterator[VllmSampler]":
-    """Each adapter is published under its own name."""
+    """The vLLM engine, with each adapter published under its own name."""
     from twinkle.sampler.vllm import VllmSampler
 
     sampler = VllmSampler(trainer, hub.load_tokenizer(str(model_dir)), engine_args=ENGINE_ARGS)
@@ -54,7 +56,7 @@ def sampler(trainer: Trainer, model_dir: Path) -> "Iterator[VllmSampler]":
 
 @pytest.fixture(scope="session")
 def torch_sampler(trainer: Trainer, model_dir: Path) -> TorchSampler:
-    """The same versions on the trainer's own model."""
+    """The torch sampler with the same versions, on the trainer's model."""
     sampler = TorchSampler(trainer, hub.load_tokenizer(str(model_dir)), kv_budget_bytes=2**24)
     for name in SPECS:
         sampler.publish(name, name)

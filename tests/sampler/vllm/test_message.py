@@ -1,4 +1,4 @@
-"""What is drawn arrives as it was, through a softmax and a choice of the likeliest. Needs no vLLM."""
+"""Numbers arrive unchanged through a softmax and a top-k selection. Needs no vLLM."""
 
 import math
 
@@ -13,7 +13,7 @@ VOCAB = 40
 
 
 def through_vllm(row: torch.Tensor, top: int) -> tuple[int, dict[int, float]]:
-    """As vLLM reports a position: the likeliest token, and the log-probabilities of some of the likeliest."""
+    """Return what vLLM reports of a position: the likeliest token, and log-probabilities of several likely ones."""
     reported = row.log_softmax(0).topk(min(top + message.OVERHEAD, len(row)))
     pairs = zip(reported.indices.tolist(), reported.values.tolist(), strict=True)
     return int(row.argmax()), {token: value for token, value in pairs if value > -math.inf}

@@ -1,4 +1,4 @@
-"""vLLM's processes: their arguments, their death, their end with the server's."""
+"""vLLM's processes: their arguments, their death, and that they end with the server."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ def test_engine_args() -> None:
 
 
 def test_an_engine_that_is_killed(model_dir: Path) -> None:
-    """What is under way fails and says so, what comes later too, and nothing is left of it."""
+    """Running and later requests fail with a message that says so, and no process or file is left."""
     from twinkle.sampler.vllm import VllmSampler
 
     trainer = Trainer.from_pretrained(str(model_dir), device="cpu", dtype="fp32", memory_budget_bytes=2**30)
@@ -79,8 +79,8 @@ def vllm_server(directory: Path, memory_dir: Path) -> Server:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_server(number: signal.Signals, model_dir: Path, tmp_path: Path) -> None:
-    """SIGINT reaches every process, as from a terminal; SIGKILL the server alone."""
-    import psutil  # vLLM brings it
+    """SIGINT reaches every process, as from a terminal; SIGKILL reaches only the server."""
+    import psutil  # installed with vLLM
 
     memory_dir = tmp_path / "memory"
     memory_dir.mkdir()

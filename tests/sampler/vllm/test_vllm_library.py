@@ -1,4 +1,4 @@
-"""vLLMSampler, the library's: in one call what LocalSampler gives, with the same weights and the same seeds."""
+"""The library's vLLMSampler gives the same results as LocalSampler, with the same weights and seeds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def own(model_dir: Path) -> Iterator[vLLMSampler]:
     sampler = vLLMSampler(str(model_dir), ENGINE_ARGS, dtype="fp32")
     yield sampler
     sampler.shutdown()
-    sampler.shutdown()  # twice is once
+    sampler.shutdown()  # a second call does nothing
 
 
 def move(model: MultiLoraTransformersModel) -> None:
@@ -63,7 +63,7 @@ def test_same_as_the_torch_sampler(own: vLLMSampler, model: MultiLoraTransformer
     local = LocalSampler(model)
     base = own.sample(PROMPTS, PARAMS)
     assert_equal(base, local.sample(PROMPTS, PARAMS))
-    for _ in range(2):  # the second hand-over takes the place of the first
+    for _ in range(2):  # the second set of weights replaces the first
         move(model)
         hand_over(model, own, "a")
         own.reset_prefix_cache()

@@ -1,6 +1,6 @@
-"""What vLLM samples, and its log-probabilities, against transformers with PEFT and against the torch sampler.
+"""vLLM's samples and log-probabilities, compared with transformers with PEFT and with the torch sampler.
 
-BOUND is the largest difference of a log-probability in fp32: both sides add up the same numbers in another order, and
+BOUND is the largest difference of a log-probability in fp32: both sides add the same numbers in a different order, and
 a log-probability loses some of its last bits on its way out of vLLM.
 """
 
@@ -29,7 +29,7 @@ DRAWS = [
 
 
 def requests() -> list[SampleRequest]:
-    """All versions with all ways to draw, to be sampled together."""
+    """Return requests for all versions with all ways to draw, to be sampled together."""
     return [
         request(f"{version}-{number}", version, prompt(5 + number, number), 2, max_tokens=9, seed=number, **draw)
         for version in VERSIONS
@@ -58,7 +58,7 @@ def test_logprobs_are_of_the_tempered_distribution_over_the_whole_vocabulary(
             expected = rows[np.arange(len(rows)), sequence.tokens]
             np.testing.assert_allclose(sequence.logprobs, expected, atol=BOUND)
             likeliest = np.sort(rows, axis=1)[:, ::-1][:, :6]
-            if temperature > 1e-3:  # below, all but one are equally impossible
+            if temperature > 1e-3:  # below that, all tokens except one are equally impossible
                 np.testing.assert_allclose(sequence.topk_logprobs.logprobs, likeliest, atol=BOUND)
                 named = np.take_along_axis(rows, sequence.topk_logprobs.token_ids, axis=1)
                 np.testing.assert_allclose(named, likeliest, atol=BOUND)
@@ -84,7 +84,7 @@ def test_samples_are_the_same_in_any_company(sampler: Sampler) -> None:
 
 
 def test_all_that_can_be_asked_of_a_prompt(sampler: Sampler, torch_sampler: Sampler) -> None:
-    """Of several versions at once, together with samples."""
+    """All options for several versions at once, together with samples."""
     tokens = prompt(24, 7)
     named = np.full((23, 3), -1)
     named[4:9, 1] = 33
@@ -108,7 +108,7 @@ def test_all_that_can_be_asked_of_a_prompt(sampler: Sampler, torch_sampler: Samp
 
 
 def test_prompts_are_found_in_the_cache(sampler: Sampler) -> None:
-    """Not those of another version: its keys and values are others."""
+    """A prompt of another version is not found: its keys and values differ."""
     tokens = prompt(200, 11)
     first = run(sampler, [request("r", "a", tokens, max_tokens=2)])["r"]
     again = run(sampler, [request("r", "a", tokens, max_tokens=2)])["r"]
@@ -118,7 +118,7 @@ def test_prompts_are_found_in_the_cache(sampler: Sampler) -> None:
 
 
 def test_scopes_share_nothing(sampler: Sampler) -> None:
-    """Neither what is generated nor what is scored tells by its time what others have asked."""
+    """The time of generating or scoring does not reveal what other tenants have asked."""
     asked = replace(request("r", None, prompt(200, 12), max_tokens=2), prompt_logprobs=True, prompt_logprobs_last_n=1)
     scored = []
     step = sampler._scorer.step

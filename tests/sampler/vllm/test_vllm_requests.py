@@ -40,7 +40,7 @@ def test_stop_strings(sampler: Sampler) -> None:
 
 
 def test_the_end_token(sampler: Sampler) -> None:
-    """Made likely by asking often: it ends a sample and is part of it, unless it is told not to."""
+    """Many samples make the end token likely. It ends a sample and is part of it, unless the request says otherwise."""
     many = request("r", "a", PROMPT, 64, seed=1, max_tokens=200, temperature=3.0, stop_at_eos=True)
     ended = [sequence for sequence in run(sampler, [many])["r"].sequences if sequence.stop_reason == "stop"]
     assert ended
@@ -74,7 +74,7 @@ def test_streams(sampler: Sampler) -> None:
 
 
 def test_cancelling(sampler: Sampler) -> None:
-    """One that is cancelled says nothing more, and the others go on."""
+    """A cancelled request gives no more events, and the others continue."""
     kept = request("kept", "a", PROMPT, seed=5, max_tokens=40)
     sampler.submit(replace(request("gone", "a", PROMPT, 4, max_tokens=200), stream=True, prompt_logprobs=True))
     sampler.submit(kept)

@@ -1,4 +1,4 @@
-"""Versions never change, are whole or refused, and leave no files behind."""
+"""Versions never change, are complete or refused, and leave no files behind."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ def test_retired_while_in_use(sampler: "VllmSampler", trainer: Trainer, tmp_path
 def test_retired_right_after_its_requests_were_cancelled(
     sampler: "VllmSampler", trainer: Trainer, tmp_path: Path
 ) -> None:
-    """vLLM has not heard of the cancellation then, and must not find the files gone: it would die of that."""
+    """At this moment vLLM does not know of the cancellation. It must still find the files, or it would die."""
     trainer.save("a", tmp_path / "a", optimizer=False)
     before = files(sampler)
     for number in range(6):  # more than vLLM holds at once
@@ -99,7 +99,7 @@ def test_retired_right_after_its_requests_were_cancelled(
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["down_proj", "lm_head"]])
 def test_an_adapter_of_pefts(sampler: "VllmSampler", model_dir: Path, tmp_path: Path, modules: list[str]) -> None:
-    """With what PEFT writes beside it where the head is among the modules."""
+    """Includes the files that PEFT writes if the head is among the modules."""
     model = get_peft_model(peft_reference(model_dir, None), LoraConfig(r=4, lora_alpha=8, target_modules=modules))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -114,7 +114,7 @@ def test_an_adapter_of_pefts(sampler: "VllmSampler", model_dir: Path, tmp_path: 
 
 
 def test_more_versions_than_fit_a_batch(sampler: "VllmSampler", trainer: Trainer) -> None:
-    """vLLM drops and reads them again; each answers as it did alone."""
+    """vLLM drops versions and reads them again; each gives the same samples as alone."""
     names = [f"many-{number}" for number in range(9)]
     for number, name in enumerate(names):
         make_adapter(trainer, name, LoraSpec(rank=4, seed=number), seed=20 + number)
@@ -131,7 +131,7 @@ def test_more_versions_than_fit_a_batch(sampler: "VllmSampler", trainer: Trainer
 def test_a_head_that_vllm_would_not_apply(
     sampler: "VllmSampler", trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused, by name and with what to do; left out where it changes nothing."""
+    """It is refused with a message that says what to do, or left out if it changes nothing."""
     assert sampler._unapplied == frozenset()
     monkeypatch.setattr(sampler, "_unapplied", frozenset({"lm_head"}))
     before = files(sampler)
@@ -147,7 +147,7 @@ def test_a_head_that_vllm_would_not_apply(
 
 
 def test_an_adapter_that_vllm_computes_otherwise(sampler: "VllmSampler", trainer: Trainer) -> None:
-    """As if it had ignored one of the modules: no version comes of it."""
+    """vLLM's numbers differ as if it had ignored a module: no version is published."""
     before = files(sampler)
     make_adapter(trainer, "whole", LoraSpec(rank=4, seed=5), seed=5)
     make_adapter(trainer, "part", LoraSpec(rank=4, seed=5, train_mlp=False), seed=5)

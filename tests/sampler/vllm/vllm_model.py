@@ -1,4 +1,4 @@
-"""A small model that vLLM can run on a CPU, whose heads are at least 32 wide, and adapters for it."""
+"""A small model that vLLM can run on a CPU (its heads are at least 32 wide), and adapters for it."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from twinkle.sampler import Finished, Progress, SampleFailure, Sampler, SampleRe
 VOCAB = 512
 CONTEXT = 256
 END = 257
-# Adapters without and with LoRA on the head, of different ranks.
+# Adapters of different ranks, without and with LoRA on the head.
 SPECS = {
     "a": LoraSpec(rank=8, seed=1),
     "b": LoraSpec(rank=4, seed=2, train_mlp=False, train_unembed=True),
@@ -28,7 +28,7 @@ ENGINE_ARGS = {"kv_cache_memory_bytes": 2**26, "max_loras": 4, "max_num_seqs": 6
 
 
 def write_model(directory: Path, *, tied: bool = True) -> Path:
-    """With the tokenizer of the other small models: a token for each byte."""
+    """Write the model with the tokenizer of the other small models: one token for each byte."""
     config = LlamaConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -51,19 +51,19 @@ def write_model(directory: Path, *, tied: bool = True) -> Path:
 
 
 def make_adapter(trainer: Trainer, adapter_id: str, spec: LoraSpec, seed: int, size: float = 0.05) -> None:
-    """With random weights, large enough to be seen."""
+    """Create an adapter with random weights, large enough to change the samples."""
     trainer.create_adapter(adapter_id, spec)
     trainer.restore(adapter_id, with_random_weights(trainer, adapter_id, seed=seed, size=size))
 
 
 def peft_reference(model: Path, adapter: Path | None) -> PreTrainedModel:
-    """Plain transformers, with the adapter in PEFT."""
+    """Return the plain transformers model, with the adapter in PEFT."""
     plain = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return plain if adapter is None else PeftModel.from_pretrained(plain, adapter).eval()
 
 
 def logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], temperature: float = 1.0) -> NDArray[np.float32]:
-    """(T, V): row t is the distribution of the token after ``tokens[: t + 1]``."""
+    """Return (T, V): row t is the distribution of the token after ``tokens[: t + 1]``."""
     with torch.no_grad():
         logits = model(input_ids=torch.as_tensor(tokens)[None]).logits[0].float()
     return (logits / temperature).log_softmax(-1).numpy()
@@ -76,12 +76,12 @@ def prompt(length: int, seed: int = 0) -> NDArray[np.int64]:
 def request(
     name: str, version: str | None, tokens: NDArray[np.int64], num_samples: int = 1, **params: object
 ) -> SampleRequest:
-    """Never ends by itself, unless told so."""
+    """Return a request that does not stop at the end token, unless ``params`` says so."""
     return SampleRequest(name, version, tokens, SamplingParams(**{"stop_at_eos": False} | params), num_samples)
 
 
 def events(sampler: Sampler, seconds: float = 120.0) -> list[Finished | Progress]:
-    """All that comes until nothing is under way."""
+    """Return all events until the sampler is idle."""
     found: list[Finished | Progress] = []
     end = time.monotonic() + seconds
     while sampler.busy:

@@ -1,4 +1,4 @@
-"""Training and sampling on one thread: turns are counted, not timed."""
+"""Training and sampling on one compute thread. The tests count turns; they do not measure time."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from twinkle.server.backends.compute_thread import Compute, Lane
 
 
 class Gate:
-    """Holds the compute thread until everything is in its lane; then each piece writes down its name."""
+    """Holds the compute thread until everything is in its lane; then each piece records its name."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -36,7 +36,7 @@ async def run_all(gate: Gate, pieces: list[tuple[str, Lane]]) -> Compute:
 
 
 def test_lanes_alternate() -> None:
-    """However much waits in one lane, the other goes on after one piece of it."""
+    """However much waits in one lane, the other lane gets its turn after one piece of it."""
     gate = Gate()
     pieces = [(f"t{number}", Lane.TRAINING) for number in range(5)] + [("s0", Lane.SAMPLING), ("s1", Lane.SAMPLING)]
     asyncio.run(run_all(gate, pieces)).close()
@@ -45,7 +45,7 @@ def test_lanes_alternate() -> None:
 
 @pytest.mark.parametrize(("rounds", "other"), [(Lane.SAMPLING, Lane.TRAINING), (Lane.TRAINING, Lane.SAMPLING)])
 def test_a_loop_that_never_pauses_delays_the_other_by_one_turn(rounds: Lane, other: Lane) -> None:
-    """A rollout and an optimizer step; a stream of batches and a sample."""
+    """A rollout against an optimizer step, and a stream of batches against a sample."""
     done: list[str] = []
 
     async def main() -> None:
@@ -131,7 +131,7 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
 
 
 def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
-    """The event loop sends the step a moment after the pass has ended; what came in between waits."""
+    """The event loop sends the step a moment after the pass has ended; work that arrived in between waits."""
     gate = Gate()
 
     async def main() -> None:
@@ -203,7 +203,7 @@ def test_a_step_of_the_optimizer_comes_first_but_not_twice_in_a_row() -> None:
 
 
 def test_nobody_waits_for_a_step_that_a_failed_pass_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a tenant could keep the device idle with passes that fail at once."""
+    """Otherwise a tenant could keep the device idle with passes that fail at once."""
     waited: list[Compute] = []
     monkeypatch.setattr(Compute, "_step_comes", lambda compute: bool(waited.append(compute)))
 

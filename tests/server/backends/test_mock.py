@@ -1,4 +1,4 @@
-"""The mock: what it computes is exact, so that tests built on it see every op that is lost, repeated or reordered."""
+"""The mock computes exact results, so that tests built on it notice every op that is lost, repeated or reordered."""
 
 import subprocess
 import sys
@@ -86,7 +86,7 @@ class TestTrainer:
 
     @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
     def test_gradient(self, loss):
-        """Against finite differences in the weights, which a snapshot can set."""
+        """Compared with finite differences in the weights, which a snapshot can set."""
         extras = {"logprobs": np.full(6, -0.7, np.float32), "advantages": np.linspace(-1, 2, 6).astype(np.float32)}
         item = TrainItem("a", [_datum(3, 6, **({} if loss == "cross_entropy" else extras))], loss)
         trainer = _trainer()
@@ -113,7 +113,7 @@ class TestTrainer:
         assert trainer.snapshot("a").step == 0
 
     def test_everything_counts_once(self):
-        """A lost, repeated or moved op changes what comes later."""
+        """A lost, repeated or moved op changes later results."""
         runs = {
             "once": [(0, True), (1, True)],
             "lost": [(1, True)],
@@ -250,14 +250,14 @@ class TestState:
         assert other.snapshot("a").step == 0
         for one in (trainer, other):
             _train(one, seed=1)
-        assert (_logprobs(other) != _logprobs(trainer)).any()  # the momentum is gone
+        assert (_logprobs(other) != _logprobs(trainer)).any()  # the momentum was not loaded
 
     def test_directories(self, tmp_path):
         trainer = _trainer()
         before = trainer.prepare_save("a")
         _train(trainer)
         trainer.prepare_save("a")(tmp_path / "ck")
-        before(tmp_path / "ck")  # what was there when it was prepared, over what is there now
+        before(tmp_path / "ck")  # writes the state from when it was prepared over the current files
         trainer.load("a", tmp_path / "ck")
         assert trainer.snapshot("a").step == 0
         trainer.create_adapter("b", LoraSpec(rank=16, seed=1))

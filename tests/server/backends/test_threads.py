@@ -1,4 +1,4 @@
-"""Methods that belong to one thread of a server say so, and tests find out when another one calls them."""
+"""Methods that belong to one thread declare it, and tests fail if another thread calls them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``clear persistence``: what is under way is forgotten; keys, checkpoints, usage and audit log stay."""
+"""``clear persistence`` deletes unfinished work; keys, checkpoints, usage and the audit log stay."""
 
 import io
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_it_asks_first(tmp_path: Path, clear, monkeypatch, answer: str, code: in
 
 
 def test_every_table_is_cleared_or_kept() -> None:
-    """A new one needs a decision."""
+    """A new table needs a decision."""
     cleared = {statement.table for statement in retention._CLEARED}
     kept = {tables.API_KEYS, tables.AUDIT, tables.CHECKPOINTS, tables.SCHEMA_VERSION, tables.USAGE}
     assert cleared | kept == set(tables.METADATA.tables.values())

@@ -1,4 +1,4 @@
-"""The command line: background start, key management, and what wrong use says."""
+"""The command line: start in the background, key management, and error messages."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    Server(tmp_path)  # writes the file
+    Server(tmp_path)  # writes config.yaml
     return tmp_path / "config.yaml"
 
 

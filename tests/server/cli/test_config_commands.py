@@ -1,4 +1,4 @@
-"""check-config and print-config in this process: what scripts read, and where the file may come from."""
+"""check-config and print-config in this process: their output for scripts, and where the file may come from."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""launch_server and ServerLauncher: what is served, and a configuration with little or nothing in it."""
+"""launch_server and ServerLauncher: what they serve, also with a minimal or empty configuration."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from twinkle.server.runtime.process import announcement
 
 @pytest.fixture
 def served(monkeypatch) -> list[tuple[ServerConfig, Sequence[str]]]:
-    """What would have been served."""
+    """Collects the configurations that would have been served."""
     calls: list[tuple[ServerConfig, Sequence[str]]] = []
     monkeypatch.setattr(launch, "run_server", lambda config, notes=(): calls.append((config, notes)))
     return calls
@@ -64,7 +64,7 @@ def test_without_applications_there_is_nothing_to_serve(tmp_path: Path, argument
 
 
 def test_a_server_without_models(own_server) -> None:
-    """Sessions are served, and nothing else."""
+    """It serves sessions and nothing else."""
     server = own_server({"applications": [{"name": "server", "import_path": "server"}]})
     answer = httpx.get(f"{server.url}/api/v1/get_server_capabilities", headers={"X-API-Key": "tml-a"}, trust_env=False)
     assert answer.json()["supported_models"] == []

@@ -1,4 +1,4 @@
-"""What operators do beside a running server: usage, evicting, backups; and what Tinker's own command line shows."""
+"""What operators do while a server runs: usage, eviction, backups; and what Tinker's command line shows."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Keeps house all the time."""
+    """A server that runs maintenance all the time."""
     server = Server(tmp_path_factory.mktemp("watched"), housekeeping=0.1, snapshot=0.05, **{"pass": 0.005}).start()
     yield server
     server.close()
@@ -54,7 +54,7 @@ def owner(tenant: Tenant, model: str) -> str:
 
 
 def train(tenant: Tenant, model: str, first: int, steps: int) -> list[float]:
-    """Losses of as many steps, two numbers each."""
+    """Train this many steps of two sequence numbers each, and return the losses."""
     losses = []
     for seq in range(first, first + 2 * steps, 2):
         losses.append(tenant.loss(tenant.forward_backward(model, seq)))
@@ -151,7 +151,7 @@ def test_an_evicted_adapter_goes_on_from_its_checkpoint(watched: Server, user: T
     assert "weights/parked" in user.error(user.forward_backward(model, 7))
     again = user.model()
     user.json(user.load(again, 1, f"tinker://{model}/weights/parked"))
-    # The rows of a step depend on its number: the same ones once more.
+    # The rows of a step depend on its number, so these are the same rows again.
     losses = []
     for seq in (7, 9):
         request = user.submit("forward_backward", _renumbered(again, seq, seq - 5))
@@ -178,7 +178,7 @@ def _renumbered(model: str, rows_of: int, seq: int) -> bytes:
 
 
 def test_a_backup_of_a_server_at_work_goes_on_elsewhere(own_server: Callable[..., Server], tmp_path: Path) -> None:
-    """Training goes on while the copy is made. The copy goes on with the same ids and comes to the same numbers."""
+    """Training continues while the copy is made. The copy continues with the same ids and gets the same numbers."""
     server = own_server(housekeeping=0.1, snapshot=0.05, **{"pass": 0.005})
     user = Tenant(server.url, "tml-user")
     model = user.model()
@@ -201,7 +201,7 @@ def test_a_backup_of_a_server_at_work_goes_on_elsewhere(own_server: Callable[...
         while len(losses) < 5:
             time.sleep(0.01)
         backups = [tmp_path / f"backup{number}" for number in range(4)]
-        for backup in backups[:3]:  # at different moments between snapshots, prunings and steps
+        for backup in backups[:3]:  # at different moments between snapshots, pruning and steps
             back_up(server.data_dir, server.data_dir / "state.db", backup)
         made = command(server, "backup", str(backups[3]))
         assert made.returncode == 0, made
@@ -235,10 +235,10 @@ def _directory(path: Path) -> Path:
 
 
 def _goes_on(user: Tenant, model: str, losses: dict[int, float]) -> None:
-    """All that was acknowledged before the copy is there, and the rest comes out as it did."""
+    """Check that everything acknowledged before the copy is there, and that the rest gives the same results."""
     last = max(losses)
     assert len(losses) >= 5
-    for seq in range(3, last + 1, 2):  # those that are done answer as before, those after it are done now
+    for seq in range(3, last + 1, 2):  # finished ops answer as before, later ones run now
         assert user.loss(user.forward_backward(model, seq)) == losses[seq]
         user.json(user.optim_step(model, seq + 1))
 

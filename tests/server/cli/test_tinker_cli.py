@@ -1,6 +1,7 @@
 """The SDK's console script, command by command, against a server over a socket.
 
-``checkpoint push-hf`` needs a hub. The server issues keys and tokens, so that ``auth`` has all there is to do.
+``checkpoint push-hf`` is missing because it needs a hub. The server issues keys and tokens, so that all of ``auth``
+works.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from twinkle.server.state.store import Store
 
 
 class Terminal:
-    """A shell of a user with a home directory, and what was trained before it was opened."""
+    """A user's shell with a home directory, and a model that was trained before."""
 
     def __init__(self, server: Server, process: CliProcess, home: Path, key: str) -> None:
         self.server = server
@@ -66,7 +67,7 @@ def process() -> Iterator[CliProcess]:
 
 @pytest.fixture
 def tinker(server: Server, process: CliProcess, tmp_path: Path) -> Terminal:
-    """Each test is a tenant of its own."""
+    """A shell of a tenant that no other test uses."""
 
     async def key() -> str:
         store = await Store.open(server.data_dir, server.database, lock=False)
@@ -93,7 +94,7 @@ def test_auth(tinker: Terminal) -> None:
     assert who["user_urn"] == entry["details"]["org_details"]["name"]
     assert "still active" in tinker("auth", "logout", key=False).out
     assert tinker.tenant.get("get_server_capabilities").status_code == 200
-    entry["type"] = "generated"  # of a key that a login made: a logout takes it back
+    entry["type"] = "generated"  # marks the key as made by a login, so that a logout revokes it
     file.write_text(json.dumps(stored))
     tinker("auth", "logout", key=False)
     assert tinker.tenant.get("get_server_capabilities").status_code == 401
@@ -142,7 +143,7 @@ def test_deleting(tinker: Terminal) -> None:
 
 
 def test_downloading(tinker: Terminal) -> None:
-    """Training weights by way of a session of their own, which leaves no export behind."""
+    """Training weights are exported in a separate session, which leaves no export behind."""
     contents = []
     for path in (tinker.external, tinker.weights):
         said = tinker("--format", "json", "checkpoint", "download", path, "-o", "here")

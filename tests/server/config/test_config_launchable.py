@@ -1,4 +1,4 @@
-"""What can be configured and not launched yet: the file is good, a note says so, and a launch is refused."""
+"""Settings that can be configured but not launched yet: the file is valid, a note says so, and a launch is refused."""
 
 import pytest
 

@@ -71,7 +71,7 @@ def load(tmp_path):
 
 @pytest.fixture
 def problems(load):
-    """The lines that the error about this text has, without the file's name."""
+    """Return the lines of the error about this text, without the file's name."""
 
     def problems(text, **overrides):
         with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""The older form loads with a note on what each key became, or is refused with what is allowed instead."""
+"""The older form loads, with a note about the new name of each key, or is refused with the allowed values."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def load(tmp_path):
 
 @pytest.fixture
 def problems(load):
-    """Field → what is allowed."""
+    """Return ``{field: allowed values}`` of the error about a text."""
 
     def problems(text):
         with pytest.raises(ConfigError) as caught:
@@ -151,7 +151,7 @@ DEFAULT_QUEUE = (
 
 
 def test_a_queue_with_all_its_defaults(load):
-    """As a configuration was printed whole."""
+    """As in a configuration that was printed with all defaults."""
     config, notes = load(model(f"backend: mock, queue_config: {DEFAULT_QUEUE}"))
     assert config.limits == LimitsConfig(max_training_tokens_per_minute=960_000, max_tokens_per_request=16_000)
     assert len([note for note in notes if "queue_config" in note]) == 9, "each key is spoken of"

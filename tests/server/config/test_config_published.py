@@ -1,6 +1,6 @@
-"""Configurations as they are published for servers of this kind are read as they stand.
+"""Published configurations for servers of this kind load without changes.
 
-Two things in them are refused on purpose: an open server on the network, and Redis.
+Two settings in them are refused on purpose: an open server on the network, and Redis.
 """
 
 from typing import Any

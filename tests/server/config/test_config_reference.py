@@ -1,4 +1,4 @@
-"""The reference page and print-config say what the schema says."""
+"""The reference page and print-config match the schema."""
 
 import pytest
 

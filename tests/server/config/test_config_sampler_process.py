@@ -1,4 +1,4 @@
-"""Where samplers run on Ray, and what their applications may ask for there."""
+"""Where samplers run on Ray, and which resources their applications may request there."""
 
 import pytest
 
@@ -30,11 +30,11 @@ def applications(trained=None, options=None, kind="torch", **sampled):
         (applications(), False),
         (applications(device_group=GROUP), True),
         (applications(device_group={**GROUP, "device_type": "cpu"}), True),
-        (applications({"device_group": GROUP}, device_group=GROUP), False),  # the model's
+        (applications({"device_group": GROUP}, device_group=GROUP), False),  # the model's group
         (applications(options={"num_gpus": 0.5}), True),
         (applications(options={"num_gpus": 0, "num_cpus": 2}), False),
         (applications(TWO), True),
-        (applications({"device": "cpu"}, device_group=GROUP), True),  # another device than the model's is no mistake
+        (applications({"device": "cpu"}, device_group=GROUP), True),  # a different device than the model's is allowed
         (applications(device_group=WIDE, device_mesh={"tp_size": 2}, kind="vllm"), True),
         (applications(kind="mock", device_group=GROUP), False),
     ],

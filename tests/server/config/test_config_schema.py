@@ -1,4 +1,4 @@
-"""What each section allows, and what must hold between them."""
+"""What each section allows, and what must hold between sections."""
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -36,7 +36,7 @@ def processor(name="processor", **args):
 
 
 def problems(*applications):
-    """Where and what, for these applications."""
+    """Return ``{field: allowed values}`` of the problems in these applications."""
     return {one.field: one.allowed for one in find_problems({"applications": list(applications)})}
 
 

@@ -1,4 +1,4 @@
-"""Environment variables of a server: those that stand for a key, and those that do nothing and are named."""
+"""A server's environment variables: those that set a key, and those that have no effect and are reported."""
 
 from pathlib import Path
 

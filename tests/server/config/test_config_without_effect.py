@@ -1,4 +1,4 @@
-"""On Ray too, a key that does nothing is said in a note, and the number of processes is a number of replicas."""
+"""On Ray too, a note reports each key without effect, and the number of processes is a number of replicas."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def group(**keys):
 
 
 def idle(application):
-    """The keys that are spoken of."""
+    """Return the keys that the notes name."""
     return [note.partition(":")[0].removeprefix("applications[0].") for note in without_effect(configured(application))]
 
 

@@ -9,7 +9,7 @@ _ROW = re.compile(r"^\| (?P<resource>[^|]+) \| (?P<default>[^|]+) \| `(?P<key>\w
 
 
 def rows() -> dict[str, re.Match[str]]:
-    """The rows of the table that name a key of `limits`, by that key."""
+    """Return the rows that name a key of `limits`, by that key."""
     text = (ROOT / "SECURITY.md").read_text()
     found = {match["key"]: match for match in _ROW.finditer(text)}
     assert len(found) == len(list(_ROW.finditer(text))), "a key has two rows"
@@ -17,7 +17,7 @@ def rows() -> dict[str, re.Match[str]]:
 
 
 def shown(key: str, value: object) -> str:
-    """A default as the table writes it, of those that are not None."""
+    """Return a default that is not None, as the table writes it."""
     assert isinstance(value, int | float)
     if key.endswith("_gib"):
         return f"{value:g} GiB"
@@ -38,7 +38,7 @@ def test_defaults_are_those_of_the_schema() -> None:
     defaults = {key: LimitsConfig.model_fields[key].default for key in rows()}
     for key, default in defaults.items():
         written = rows()[key]["default"]
-        if default is None:  # no limit, or one that is a share of the machine's memory
+        if default is None:  # no limit, or a share of the machine's memory
             assert re.fullmatch(r"none|a (fifth|quarter|twentieth) of .*", written), key
         else:
             assert written == shown(key, default)

@@ -1,4 +1,4 @@
-"""Keys and the tokens that clients exchange them for."""
+"""API keys, and the tokens that clients exchange them for."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ Keys = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def keyed_server(tmp_path_factory: pytest.TempPathFactory):
-    """With keys and tokens, and a short memory for keys that worked."""
+    """A server with keys and tokens, which caches accepted keys only briefly."""
     config = mock_config(auth={"mode": "keys", "jwt": True})
     server = Server(tmp_path_factory.mktemp("keyed"), config, key_cache=0.2).start()
     yield server
@@ -26,7 +26,7 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def keys(keyed_server: Server, capsys: pytest.CaptureFixture[str]) -> Keys:
-    """``twinkle-server keys``, beside the running server: what it prints."""
+    """``keys(*arguments)`` runs ``twinkle-server keys`` while the server runs, and returns its output."""
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
@@ -48,7 +48,7 @@ def claims_of(token: str) -> dict[str, object]:
 
 
 def changed(token: str, **claims: object) -> str:
-    """With the signature of what it was."""
+    """Return the token with other claims but the old signature."""
     header, _, signature = token.split(".")
     payload = base64.urlsafe_b64encode(json.dumps({**claims_of(token), **claims}).encode()).rstrip(b"=").decode()
     return f"{header}.{payload}.{signature}"
@@ -105,7 +105,7 @@ def test_tokens_that_are_not_ours(keyed_server: Server, keys: Keys) -> None:
 
 
 def test_a_token_is_exchanged_for_nothing(keyed_server: Server, keys: Keys) -> None:
-    """Neither for a newer one, nor for the end of its key."""
+    """A token can neither get a newer token nor revoke its key."""
     holder = Tenant(keyed_server.url, token_of(Tenant(keyed_server.url, keys("create"))))
     for answer in (
         holder.post("auth/token", {}),
@@ -124,7 +124,7 @@ def test_a_revoked_key_takes_its_tokens_along(keyed_server: Server, keys: Keys) 
     assert (described["name"], type(described["key_id"])) == ("lost", int)
     holder = Tenant(keyed_server.url, token_of(tenant))
     assert holder.get("get_server_capabilities").status_code == 200
-    keys("revoke", described["note"])  # by another process: noticed when the server looks again
+    keys("revoke", described["note"])  # in another process: the server notices when it checks again
     deadline = time.monotonic() + 10
     while holder.get("get_server_capabilities").status_code != 401:
         assert time.monotonic() < deadline
@@ -133,7 +133,10 @@ def test_a_revoked_key_takes_its_tokens_along(keyed_server: Server, keys: Keys) 
 
 
 def test_a_revoked_key_takes_its_addresses_along(keyed_server: Server, keys: Keys) -> None:
-    """Those of archives, exported files and traces, also when a token asked for them; other keys' addresses stay."""
+    """Addresses of archives, exported files and traces end with their key.
+
+    This holds even if a token requested them; addresses of other keys stay valid.
+    """
     key = keys("create")
     tenant = Tenant(keyed_server.url, key)
     owner = tenant.get("auth/apikey/me").json()["details"]["org_details"]["name"]
@@ -218,7 +221,7 @@ def test_signed_text() -> None:
     for position in range(len(token)):
         other = "A" if token[position] != "A" else "B"
         damaged = token[:position] + other + token[position + 1 :]
-        # The last characters of the parts have bits that mean nothing; what they say is what was signed.
+        # The last characters of each part have unused bits; if a change hits only those, the signed content is read.
         assert read_token(damaged, secret) in (None, {"a": 1, "b": "ü"})
     assert read_token(token[:-5], secret) is None
     for text in ("", ".", "..", "a.b.c", "é.é.é", token + ".x", token.replace(".", "")):
@@ -226,7 +229,7 @@ def test_signed_text() -> None:
 
 
 def test_tokens_of_earlier_versions_are_read_and_new_ones_look_the_same() -> None:
-    """Until PyJWT came in, tokens were written by hand: this one was."""
+    """Before PyJWT was used, tokens were written by our own code, as this one was."""
     claims = {"iss": "twinkle", "sub": "tenant-1", "key_id": None, "iat": 1700000000, "exp": 4102444800.0}
     written = ".".join(
         (

@@ -1,4 +1,4 @@
-"""Copies of checkpoints take disk space like all others, however many are asked for at once."""
+"""Copies of checkpoints count towards the disk quota, however many are requested at once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from twinkle.server.state.files.data_dir import size_of
 
 
 def saved(tenant: Tenant) -> tuple[str, int]:
-    """A checkpoint, and its size."""
+    """Save a checkpoint; return its path and size."""
     model = tenant.model()
     path = tenant.json(tenant.save(model, 1, "ck"))["path"]
     (listed,) = tenant.get("checkpoints").json()["checkpoints"]
@@ -20,7 +20,7 @@ def saved(tenant: Tenant) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """There is room for two and a half checkpoints."""
+    """A server with room for two and a half checkpoints."""
     directory = tmp_path_factory.mktemp("tight")
     server = Server(directory).start()
     _, size = saved(Tenant(server.url, key_for("measures")))
@@ -49,7 +49,7 @@ def test_of_two_copies_at_once_one_fits(tight: Server) -> None:
         path,
         answers[0].json()["tinker_path"],
     }
-    assert on_disk(tight) == before + size  # nothing is left of the other one
+    assert on_disk(tight) == before + size  # the refused copy left nothing behind
 
 
 def test_the_same_copy_twice_at_once_is_one(tight: Server) -> None:
@@ -72,5 +72,5 @@ def test_a_tenant_without_room_copies_nothing(tight: Server) -> None:
     before = on_disk(tight)
     assert tenant.post("copy_weights", body).status_code == 400
     assert on_disk(tight) == before
-    # The one that there is costs nothing to ask for again.
+    # Repeating the request for an existing copy costs nothing.
     assert tenant.post("copy_weights", body, **{"X-Idempotency-Key": "first"}).json() == first.json()

@@ -1,4 +1,4 @@
-"""What a tenant is told of an upload that failed: whose mistake it was, and nothing of the server's directories."""
+"""The errors of a failed upload: they say whose mistake it was and reveal nothing of the server's directories."""
 
 import asyncio
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_errors_of_a_hub(
 
 
 def test_a_data_directory_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's library may say where it leads."""
+    """The hub's library may name the directory behind the link."""
     (tmp_path / "disk" / "ck").mkdir(parents=True)
     (tmp_path / "data").symlink_to(tmp_path / "disk")
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Streams of completions are kept for clients who have something to be told, not for every number that is asked."""
+"""Streams of completions are kept only for clients that have something to fetch, not for every number in a request."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SESSION = "s:sample:0"
 
 
 class Records:
-    """Sequence numbers on record."""
+    """A stand-in for the table of sequence numbers on record."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[str, int], range] = {}
@@ -30,7 +30,7 @@ class Records:
 
 
 class Sampling:
-    """Of a service, what the clients' book asks for."""
+    """The part of a sampling service that the clients' records use."""
 
     def __init__(self) -> None:
         self.completions = Completions()
@@ -78,7 +78,7 @@ def test_numbers_that_mean_nobody_leave_nothing() -> None:
         polls = [asyncio.create_task(client.poll(timeout=0.05, number=number)) for number in range(100)]
         polls += [asyncio.create_task(client.poll(timeout=0.05, number=5)) for _ in range(3)]
         await asyncio.sleep(0.01)
-        assert client.has_stream(5)  # while somebody waits
+        assert client.has_stream(5)  # kept while a poll waits
         await asyncio.gather(*polls)
         assert not any(map(client.has_stream, range(100)))
 
@@ -93,7 +93,7 @@ def test_one_who_waits_before_its_first_sample_hears_of_it() -> None:
         client.sampling.completions.add(f"{SESSION}:3", 10, 0.0)
         assert await poll == [f"{SESSION}:3"]
         assert await client.poll(client.place) == []
-        assert client.has_stream()  # its numbers are on record now: without a stream they would count as lost
+        assert client.has_stream()  # its numbers are on record, and without a stream they would count as lost
 
     runs(scenario)
 
@@ -105,7 +105,7 @@ def test_a_first_sample_that_is_just_being_written_down_is_not_lost() -> None:
         using = asyncio.create_task(client.use(3))
         assert await poll == []
         await using
-        assert await client.poll() == []  # nothing of its block is reported as lost
+        assert await client.poll() == []  # no number of its block is reported as lost
 
     runs(scenario)
 

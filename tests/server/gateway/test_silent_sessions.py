@@ -1,4 +1,7 @@
-"""Sessions that fell silent make room for their own tenant at its limits; a frozen server makes nobody silent."""
+"""At a tenant's limits its silent sessions make room for new ones.
+
+Time during which the server was frozen does not count.
+"""
 
 import contextlib
 import signal
@@ -18,7 +21,7 @@ LIMITS = {"silent_session_seconds": SILENT, "max_adapters_per_tenant": 3, "max_s
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("small"), mock_config(limits=LIMITS), housekeeping=0.2).start()
-    time.sleep(SILENT)  # silence is judged by a server that listened for so long
+    time.sleep(SILENT)  # the server judges silence only after it has listened for this long
     yield server
     log = server.log()
     assert server.stop() == 0
@@ -39,7 +42,7 @@ def beat(tenant: Tenant, *sessions: str) -> list[int]:
 
 
 def fall_silent(tenant: Tenant, *alive: str) -> None:
-    """Wait until all sessions but those ``alive`` are silent."""
+    """Wait until all sessions except ``alive`` are silent."""
     until = time.monotonic() + SILENT + 0.3
     while time.monotonic() < until:
         beat(tenant, *alive)
@@ -57,7 +60,10 @@ def where(tenant: Tenant) -> dict[str, str]:
 
 
 def test_the_31st_script(guest: Tenant) -> None:
-    """Scripts come and go without ending their sessions: each next one is let in, and the longest silent one goes."""
+    """Scripts come and go without ending their sessions.
+
+    Each new one is admitted, and the longest silent one is evicted.
+    """
     models = [guest.model() for _ in range(3)]
     alive = models[1].partition(":")[0]
     guest.result(guest.forward_backward(models[0], 1))
@@ -67,13 +73,13 @@ def test_the_31st_script(guest: Tenant) -> None:
     assert [where(guest)[model] == "parked" for model in models] == [True, False, False], "only as many as needed"
     fifth = guest.model()
     assert [where(guest)[model] == "parked" for model in models] == [True, False, True], "the live one stays"
-    # Whoever comes back to a parked one hears how to go on.
+    # A client that returns to an evicted adapter is told how to continue.
     message = guest.error(guest.forward_backward(models[0], 3))
     assert "fell silent" in message
     path = f"tinker://{models[0]}/weights/parked"
     assert f"create_training_client_from_state_with_optimizer('{path}')" in message
     fall_silent(guest, alive)
-    again = guest.model()  # in the place of the fourth
+    again = guest.model()  # takes the place of the fourth
     assert guest.json(guest.load(again, 1, path))
     assert guest.loss(guest.forward_backward(fifth, 1)) > 0
     assert guest.loss(guest.forward_backward(models[1], 1)) > 0
@@ -97,7 +103,7 @@ def test_nobody_is_silent(guest: Tenant) -> None:
 
 
 def test_requests_are_signs_of_life_too(guest: Tenant) -> None:
-    """A client of its own making may send no heartbeats at all."""
+    """A client written by a user may send no heartbeats at all."""
     models = [guest.model() for _ in range(3)]
     for seq in range(1, 12):
         for model in models:
@@ -140,7 +146,7 @@ def test_a_frozen_server_ends_no_session(own_server: Callable[..., Server]) -> N
     server.process.send_signal(signal.SIGSTOP)
     time.sleep(5)
     server.process.send_signal(signal.SIGCONT)
-    time.sleep(0.5)  # some rounds of housekeeping, before the client's next heartbeat
+    time.sleep(0.5)  # a few rounds of maintenance, before the client's next heartbeat
     assert beat(tenant, session) == [200]
     assert tenant.post("create_model", create_body(tenant.session())).status_code == 429, "nor is it silent"
     assert tenant.loss(tenant.forward_backward(model, 1)) > 0
@@ -157,7 +163,7 @@ class Clocks:
         self.time.tick()
 
     def go_on(self, seconds: float) -> None:
-        """As a running process: with all ticks."""
+        """Let time pass as in a running process, with all ticks."""
         for _ in range(round(seconds / 5)):
             self.wall += 5
             self.monotonic += 5
@@ -204,7 +210,7 @@ def sampler(tenant: Tenant, session: str) -> str:
 
 
 def test_samples_of_a_client_that_vanished_are_cancelled(own_server: Callable[..., Server]) -> None:
-    """One client is killed, one only sends heartbeats, one only asks: just the first one's samples are dropped."""
+    """One client is killed, one only sends heartbeats, one only polls: only the samples of the first are cancelled."""
     server = own_server(mock_config(limits={"silent_session_seconds": SILENT}), housekeeping=0.2, sample=0.2)
     long = {"max_tokens": 4000, "seed": 1, "stop": []}
     tenants = {name: Tenant(server.url, f"tml-{name}") for name in ("killed", "beating", "asking")}
@@ -214,7 +220,7 @@ def test_samples_of_a_client_that_vanished_are_cancelled(own_server: Callable[..
         body = sample_body(sampler(tenant, sessions[name]), sampling_params=long)
         requests[name] = [tenant.submit("asample", {**body, "seq_id": seq}) for seq in range(3)]
     assert waiting_samples(tenants["asking"]) == 9
-    # The server has to have listened for a while, too.
+    # The server must also have listened for a while.
     until = time.monotonic() + 2 * SILENT + 1
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(tenants["asking"].result, requests["asking"][0])

@@ -1,4 +1,4 @@
-"""Connections and headers are bounded before anybody shows a key: uvicorn with our protocol and a tiny application."""
+"""Connections and headers are limited before any key is checked: uvicorn with our protocol and a tiny application."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ _QUICK = ConnectionLimits(head_seconds=0.2, progress_seconds=0.3, check_seconds=
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the number of headers and of bytes that it read; /large answers with much, /wait never."""
+    """Answer with the number of headers and bytes read; /large sends a large answer, /wait never answers."""
     size = 0
     while scope["path"] not in ("/large", "/unread"):
         message = await receive()
@@ -92,7 +92,7 @@ def edge() -> Iterator[Callable[..., Edge]]:
 
 
 def answer(connection: socket.socket, *parts: bytes) -> bytes:
-    """What comes back before the other side closes; it may close before it has read everything."""
+    """Send the parts and return what arrives before the server closes; it may close before it has read everything."""
     with contextlib.suppress(OSError):
         for part in parts:
             connection.sendall(part)
@@ -211,7 +211,7 @@ def test_a_head_that_grows_by_a_byte_at_a_time_is_closed_too(edge: Callable[...,
 
 
 def test_a_connection_that_is_refused_in_the_middle_of_its_body_does_not_stay(edge: Callable[..., Edge]) -> None:
-    """uvicorn's keep-alive timer ends with the next byte, and the request never does."""
+    """uvicorn's keep-alive timer stops at the next byte, and the request never ends."""
     running = edge()
     with running.connect() as connection:
         head = b"POST /unread HTTP/1.1\r\n" + _HOST + b"Content-Length: 1000000\r\n\r\n"

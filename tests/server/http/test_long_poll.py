@@ -1,4 +1,4 @@
-"""How long a request for a result waits is configured, here by the variable that stands for the key."""
+"""The duration of a long poll is configurable; here the environment variable for the key sets it."""
 
 from collections.abc import Callable
 

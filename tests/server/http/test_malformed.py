@@ -1,4 +1,4 @@
-"""Requests that no client of good will sends. Each gets an answer that names what is wrong, and nobody else notices."""
+"""Malformed requests. Each gets an answer that names the mistake, and no other tenant is affected."""
 
 import asyncio
 import contextlib
@@ -41,14 +41,14 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, RunRecord, SaveWeights
 from twinkle.server.wire import tinker_pb2 as pb
 
-LIMIT = 2 * 2**20  # bytes of a request body
-JSON_LIMIT = 2**20  # the same for JSON, whose parser lets nobody else work meanwhile
+LIMIT = 2 * 2**20  # bytes in a request body
+JSON_LIMIT = 2**20  # the same for JSON, whose parser blocks all other work
 _BOMB = bytes(64 * LIMIT)
 _STEP = {"adam_params": {"learning_rate": 0.1}}
 
 
 class Attacker:
-    """A tenant whose every request is wrong. Has a session and a model of its own, made when first asked for."""
+    """A tenant whose every request is wrong. Its session and model are created at the first use."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
@@ -68,7 +68,7 @@ class Attacker:
         return str(self.tenant.post("create_sampling_session", body).json()["sampling_session_id"])
 
     def post(self, where: str, /, **fields: object) -> httpx.Response:
-        """JSON, with whatever Python's json writes: NaN too."""
+        """Send JSON as Python's json writes it, including NaN."""
         return self.raw(where, json.dumps(fields).encode())
 
     def raw(self, path: str, body: bytes, **headers: str) -> httpx.Response:
@@ -78,7 +78,7 @@ class Attacker:
         return self.tenant.post("forward_backward", training_body(self.model, 1, data, **fields))
 
     def inputs(self, **inputs: pb.Tensor) -> httpx.Response:
-        """One row of three tokens with these inputs for importance_sampling."""
+        """Send one row of three tokens with these inputs for importance_sampling."""
         good = {"logprobs": tensor([-1, -1, -1]), "advantages": tensor([1, 1, 1])}
         return self.train(datum((1, 2, 3, 4), **{**good, **inputs}), loss="importance_sampling")
 
@@ -108,9 +108,9 @@ class Attacker:
         return self.tenant.http.get(path)
 
     def socket(self, *parts: bytes) -> httpx.Response:
-        """Bytes as they are; the answer, if there is one, read to its end."""
+        """Send raw bytes and return the complete answer, if there is one."""
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=10) as connection:
-            with contextlib.suppress(OSError):  # it may have heard enough
+            with contextlib.suppress(OSError):  # the server may close early
                 for part in parts:
                     connection.sendall(part)
                 connection.shutdown(socket.SHUT_WR)
@@ -120,7 +120,7 @@ class Attacker:
         head, _, body = received.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:])}
-        # The protocol's own refusal may follow ours, when the rest of the body turns out to be none.
+        # A refusal by uvicorn may follow ours, if it reads the rest of the body as another request.
         body = body[: int(headers.get("content-length", len(body)))]
         return httpx.Response(int(lines[0].split()[1]) if head else 0, headers=headers, content=body)
 
@@ -129,7 +129,7 @@ class Attacker:
         return "\r\n".join(lines).encode("latin-1")
 
 
-# name: (what the answer must name, the request)
+# name: (a text in the answer, the request)
 CASES: dict[str, tuple[str, Callable[[Attacker], httpx.Response]]] = {}
 
 
@@ -238,7 +238,7 @@ def _sparse(shape: list[int], crow: list[int], col: list[int]) -> pb.Tensor:
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=shape)
 
 
-# --- places in a sequence ---------------------------------------------------------------------------------------------
+# --- sequence numbers -------------------------------------------------------------------------------------------------
 
 
 def _reused(a: Attacker) -> httpx.Response:
@@ -477,7 +477,7 @@ def _passes(
     tokens: object = (1, 2),
     **headers: str,
 ) -> Callable[[Attacker], httpx.Response]:
-    """A datum for each of ``inputs``, which are added to the targets of two tokens."""
+    """Send a datum for each of ``inputs``, which are added to the targets of two tokens."""
 
     def attack(a: Attacker) -> httpx.Response:
         chunks = {"chunks": [{"tokens": tokens}]}
@@ -660,7 +660,7 @@ def _endless() -> Iterator[bytes]:
         yield bytes(65536)
 
 
-# --- what must hold ---------------------------------------------------------------------------------------------------
+# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -672,12 +672,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def explanation(answer: httpx.Response, tenant: Tenant) -> str:
-    """What the tenant is told: the detail of a 4xx, or the message of a future that failed."""
+    """Return the message for the tenant: the detail of a 4xx response, or the message of a failed future."""
     if answer.status_code == 200:
         return tenant.error(answer.json()["request_id"])
     assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
-    assert int(answer.headers["content-length"]) == len(answer.content) > 0  # without it the SDK tries again
-    if answer.headers["content-type"].startswith("text/plain"):  # what uvicorn says to what is not HTTP
+    assert int(answer.headers["content-length"]) == len(answer.content) > 0  # without a length the SDK retries
+    if answer.headers["content-type"].startswith("text/plain"):  # uvicorn's answer to bytes that are not HTTP
         assert answer.text == "Invalid HTTP request received."
         return answer.text
     detail = answer.json()["detail"]
@@ -697,7 +697,7 @@ def test_refused(target: Server, name: str) -> None:
 
 
 def test_a_refusal_does_not_stop_its_model(target: Server) -> None:
-    """The number of a refused call is used up: the next one runs at once."""
+    """The number of a refused call is used up, so the next one runs at once."""
     tenant = Attacker(target, "who goes on").tenant
     model = tenant.model()
     tenant.error(tenant.forward_backward(model, 1, loss="nonsense"))
@@ -710,7 +710,7 @@ def test_a_refusal_does_not_stop_its_model(target: Server) -> None:
 
 
 def test_bodies_that_end_too_early(target: Server) -> None:
-    """A client that goes away in the middle of its request is nobody's problem."""
+    """A client that disconnects in the middle of its request does no harm."""
     attacker = Attacker(target, "who goes away")
     for sent in (b"", b'{"model_id"'):
         for ending in (socket.SHUT_RDWR, socket.SHUT_WR):
@@ -721,7 +721,7 @@ def test_bodies_that_end_too_early(target: Server) -> None:
 
 
 def bystander(server: Server, name: str) -> list[bytes]:
-    """An honest tenant's results, all of them."""
+    """Return all results of an honest tenant."""
     tenant = Tenant(server.url, key_for(name))
     model = tenant.model()
     requests = []
@@ -736,7 +736,7 @@ def bystander(server: Server, name: str) -> list[bytes]:
 
 
 def test_nobody_else_notices(target: Server) -> None:
-    """Much of the above at once, beside tenants whose results are those of a quiet day, to the last bit."""
+    """Many of these attacks at once, while other tenants must get the same bits as on a quiet server."""
     expected = bystander(target, "bystander alone")
     over = threading.Event()
     failures: list[str] = []
@@ -770,21 +770,21 @@ def test_nobody_else_notices(target: Server) -> None:
 
 
 def test_the_log_has_no_traceback(target: Server) -> None:
-    """A tenant's mistake is no error of ours."""
+    """A tenant's mistake must not be logged as a server error."""
     log = target.log()
     for text in ("Traceback", "ERROR", "never retrieved", "tml-"):
         assert text not in log.partition("connect:")[2].partition("training =")[2], log[-5000:]
 
 
 def test_a_request_is_built_as_the_sdk_builds_it() -> None:
-    """The attacks above differ from this only in what they say."""
+    """The attacks above differ from this valid request only in their content."""
     request = training_request("m", 1, [datum((1, 2, 3), weights=tensor([1, 1]))])
     assert request.data[0].loss_fn_inputs["target_tokens"].shape == [2]
     assert pb.ForwardBackwardRequest.FromString(request.SerializeToString()) == request
 
 
 def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
-    """The trainer says where it could not write; the tenant hears only that it was not its fault."""
+    """The trainer reports where it could not write; the tenant learns only that it was not its mistake."""
 
     class FullDisk:
         def prepare_save(self, adapter_id: str, optimizer: bool) -> Callable[[Path], None]:

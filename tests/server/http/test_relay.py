@@ -1,4 +1,4 @@
-"""Requests as values: whole answers, streams, errors, and readers who leave."""
+"""Requests and responses as values: whole answers, streams, errors, and readers that disconnect."""
 
 import asyncio
 from contextlib import aclosing
@@ -53,7 +53,7 @@ def test_a_reader_who_leaves_ends_the_work_however_much_is_ready() -> None:
     async def leave() -> HttpHead | bytes:
         async with aclosing(stream(app([b"x"] * 1000), REQUEST)) as parts:
             first = await anext(parts)
-            await asyncio.sleep(0.05)  # the application waits for room
+            await asyncio.sleep(0.05)  # the application waits until the reader takes more
         return first
 
     assert isinstance(asyncio.run(asyncio.wait_for(leave(), 10)), HttpHead)

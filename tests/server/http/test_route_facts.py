@@ -1,4 +1,4 @@
-"""What is declared with each route, and that the application and Ray's addressing go by it."""
+"""The facts declared with each route, and that the application and Ray's addressing follow them."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from twinkle_client.protocol.base import SESSION_HEADER
 
 RUN = "s-1:train:0"
 SESSION = "session_" + "0" * 32
-# A body that tells every owner whom it concerns.
+# A body with a value for every kind of owner.
 BODY = {
     "model_id": RUN,
     "request_id": f"{RUN}:1",
@@ -38,7 +38,7 @@ BODY = {
     "adapter_name": "a",
 }
 PATH = {"model": "org/name", "run_id": RUN}
-# What Ray must find for a route of each owner.
+# The address that Ray must find for a route of each owner.
 ADDRESSES = {
     owners.anybody: None,
     owners.by_model_id: OfRun(RUN),
@@ -70,7 +70,7 @@ def example(route: Route) -> HttpRequest:
 
 
 def test_every_route_of_the_application_has_facts(app: FastAPI) -> None:
-    """But for OpenAPI's own page, which FastAPI adds."""
+    """Except OpenAPI's page, which FastAPI adds."""
     declared = {id(route.endpoint) for route in ROUTES.routes}
     others = [route for route in app.routes if id(route) not in declared]
     assert [route.path for route in others] == ["/openapi.json"]  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def test_every_route_of_the_application_has_facts(app: FastAPI) -> None:
 
 @pytest.mark.parametrize("route", ROUTES.routes, ids=ROUTE_IDS)
 def test_ray_finds_the_route_that_answers(app: FastAPI, route: Route) -> None:
-    """The table tries paths without parameters first, the application takes routes in their order."""
+    """The table tries paths without parameters first, the application tries routes in their order: both must agree."""
     asked = example(route)
     scope = {"type": "http", "method": asked.method, "path": asked.path, "root_path": "", "headers": []}
     answering = next(each for each in app.routes if each.matches(scope)[0] is Match.FULL)
@@ -91,7 +91,7 @@ def test_ray_finds_the_route_that_answers(app: FastAPI, route: Route) -> None:
 @pytest.mark.parametrize("route", ROUTES.routes, ids=ROUTE_IDS)
 def test_ray_sends_a_request_to_the_owner_of_its_route(route: Route) -> None:
     found = destination_of(example(route), 2**20)
-    if route.facts.owner is owners.by_openai_model:  # the name is in the path or in the body
+    if route.facts.owner is owners.by_openai_model:  # the model's name is in the path or in the body
         assert found.address == OfOpenAiModel("org/name" if route.endpoint.param_convertors else "m")
     else:
         assert found.address == ADDRESSES[route.facts.owner]

@@ -1,4 +1,4 @@
-"""Datasets and loaders on the server, over a real socket: the whole way, and everything that can go wrong on it."""
+"""Datasets and loaders on the server, over a real socket: the normal case and everything that can go wrong."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.support.servers.native_running import NativeTenant
 from tests.support.servers.running import MODEL, Server, Tenant, key_for, mock_config
 
 ROWS = [{"query": f"Who are you, number {n}?", "response": f"I am {{{{NAME}}}} {n}."} for n in range(10)]
-# A text that takes the reward's regular expression an hour: it looks for an end from each of the beginnings.
+# A text that would keep the reward's regular expression busy for an hour: it searches for an end from each beginning.
 ENDLESS = [{"messages": [{"role": "assistant", "content": "<think>" * 100_000}]}]
 TOKENIZER = "random://llama-tiny"
 
@@ -30,7 +30,7 @@ class Session:
         self.session_id = tenant.session()
 
     def post(self, verb: str, body: Any, **headers: str) -> httpx.Response:
-        """A body as it is, or as JSON."""
+        """Send bytes unchanged, or anything else as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"X-Twinkle-Session-Id": self.session_id, "Content-Type": "application/json", **headers}
         return self.tenant.http.post(f"processor/twinkle/{verb}", content=content, headers=headers)
@@ -61,12 +61,12 @@ class Session:
         assert answer.status_code == 200, answer.text
 
     def loader(self, **options: Any) -> str:
-        """Of plain rows, four at a time."""
+        """Create a loader of plain rows with batches of four."""
         return self.create("dataloader", "DataLoader", dataset=self.dataset(), **{"batch_size": 4, **options})
 
 
 def meta(**fields: Any) -> str:
-    """A DatasetMeta as clients send it."""
+    """Return a DatasetMeta as clients send it."""
     empty = {"dataset_id": "", "subset_name": "default", "split": "train", "data_slice": None, "data": None}
     return json.dumps({**empty, **fields, "_TWINKLE_TYPE_": "DatasetMeta"})
 
@@ -77,7 +77,7 @@ def detail(answer: httpx.Response, status: int = 400) -> str:
 
 
 def workers(server: Server) -> list[int]:
-    """The processes of a server's workers."""
+    """Return the process ids of a server's workers."""
     assert server.process is not None
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     return [int(pid) for pid in children if "processors.worker" in _command(int(pid))]
@@ -105,7 +105,7 @@ def processor_config(*, allowed_dirs: tuple[Path, ...] = (), args: Any = None, *
 
 @pytest.fixture(scope="module")
 def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that the server's owner allows, with some rows and ways out of it."""
+    """The directory that the operator allows, with some rows and with links that lead out of it."""
     directory = tmp_path_factory.mktemp("allowed")
     secret = tmp_path_factory.mktemp("forbidden") / "secret.jsonl"
     secret.write_text('{"text": "secret"}\n')
@@ -119,7 +119,7 @@ def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory, allowed: Path) -> Iterator[Server]:
-    """A mock server with processors, for all tests here that leave it running; it reaches no hub."""
+    """A mock server with processors and without a hub, shared by all tests here that do not stop it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINKLE_OFFLINE", "1")
         config = processor_config(allowed_dirs=(allowed,), max_processors_per_tenant=40)
@@ -130,22 +130,22 @@ def host(tmp_path_factory: pytest.TempPathFactory, allowed: Path) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def session(host: Server) -> Session:
-    """One session, and one worker, for all tests that leave it as it is: to import everything takes seconds."""
+    """One session with one worker, for all tests that do not change it: a worker's imports take seconds."""
     made = Session(Tenant(host.url, key_for("session of many tests")))
-    made.create("reward", "FormatReward")  # a worker with nothing in it is not kept
+    made.create("reward", "FormatReward")  # an empty worker would be ended
     return made
 
 
 @pytest.fixture
 def own_session(host: Server, request: pytest.FixtureRequest) -> Iterator[Session]:
-    """Of a tenant that no other test has."""
+    """A session of a tenant that no other test uses."""
     made = Session(Tenant(host.url, key_for(request.node.nodeid)))
     yield made
     made.finish()
 
 
 def test_from_rows_to_batches_and_again(session: Session) -> None:
-    """The way of the client's documentation: map, encode, load, until the end, and once more."""
+    """The steps of the client's documentation: map, encode, load to the end, and once more."""
     dataset = session.dataset()
     assert session.call(dataset, "__len__") == 10
     template = {"model_id": TOKENIZER, "max_length": 512}
@@ -165,7 +165,7 @@ def test_from_rows_to_batches_and_again(session: Session) -> None:
         assert [len(batch) for batch in batches] == [4, 4, 2]
         assert batches[0][3]["input_ids"] == row["input_ids"]
         assert detail(session.try_call(loader, "__next__"), 410) == "Iterator exhausted"
-        assert detail(session.try_call(loader, "__next__"), 410) == "Iterator exhausted"  # and stays so
+        assert detail(session.try_call(loader, "__next__"), 410) == "Iterator exhausted"  # and at every later call
         assert session.call(loader, "get_state") == {"consumed_train_samples": start + 10}
     session.call(loader, "resume_from_checkpoint", consumed_train_samples=24)
     assert [row["query"] for row in session.call(loader, "__next__")] == [row["query"] for row in ROWS[4:8]]
@@ -183,7 +183,7 @@ def test_batches_by_reference(session: Session) -> None:
     first = session.call(loader, "__next__", by_reference=True)
     assert first == {"_TWINKLE_TYPE_": "Batch", "processor_id": loader, "number": 0, "length": 1}
     assert session.call(loader, "get_batch", number=0) == [ROWS[0]]
-    assert session.call(loader, "__next__") == [ROWS[1]]  # which is number 1
+    assert session.call(loader, "__next__") == [ROWS[1]]  # the batch with number 1
     for _ in range(2):
         session.call(loader, "__iter__")
         for _ in range(10):
@@ -242,7 +242,7 @@ def test_templates_rewards_and_preprocessors(session: Session) -> None:
     assert session.call(template, "check", trajectory=json.dumps(conversation)) == conversation
     preprocessor = session.create("preprocessor", "SelfCognitionProcessor", model_name="8")
     made = session.call(preprocessor, "__call__", columns={"query": ["q"], "response": ["{{NAME}}"]})
-    assert made["messages"][0][2]["content"] == "8"  # and no number
+    assert made["messages"][0][2]["content"] == "8"  # the text "8", not a number
     dataset = session.dataset()
     session.call(dataset, "map", preprocess_func=preprocessor)
     session.call(dataset, "set_template", template_func=template)
@@ -272,7 +272,7 @@ def test_the_same_key_gets_the_same_answer(session: Session) -> None:
     session.call(loader, "__iter__")
     assert detail(session.try_call(loader, "__next__", key="end"), 410) == "Iterator exhausted"
     assert "256" in detail(session.try_call(loader, "__next__", key="k" * 257))
-    # sent again while the first is still on its way
+    # repeated while the first request is still running
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: session.call(loader, "__next__", key="together"), range(8)))
     assert all(answer == ROWS[:4] for answer in answers)
@@ -284,7 +284,7 @@ def test_others_have_no_part_in_it(own_session: Session, host: Server) -> None:
     other = Session(Tenant(host.url, key_for("other tenant")))
     sibling = Session(own_session.tenant)
     for stranger in (other, sibling):
-        assert "create it again" in detail(stranger.try_call(loader, "__next__"), 404)  # it has no worker
+        assert "create it again" in detail(stranger.try_call(loader, "__next__"), 404)  # the session has no worker
         stranger.create("reward", "FormatReward")
         foreign = detail(stranger.try_call(loader, "__next__"), 404)
         assert foreign == detail(stranger.try_call("pid:" + "0" * 32, "__next__"), 404)
@@ -453,7 +453,7 @@ def test_what_cannot_be_called(session: Session, allowed: Path) -> None:
     ]
     for processor_id, function, arguments, message in calls:
         assert message in detail(session.try_call(processor_id, function, **arguments)), (function, arguments)
-    assert session.call(dataset, "__len__") == 10  # none of it did any harm
+    assert session.call(dataset, "__len__") == 10  # none of the calls changed anything
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_closed_processors_make_room(own_session: Session, host: Server) -> None
     made.append(own_session.create("reward", "FormatReward"))
     for one in made:
         own_session.call(one, "close")
-    assert len(workers(host)) == before  # an empty worker is not kept
+    assert len(workers(host)) == before  # an empty worker is ended
     assert own_session.try_call(made[0], "close").status_code == 404
 
 
@@ -551,7 +551,7 @@ def test_limits_hold_for_requests_at_the_same_time(own_server: Callable[..., Ser
     ids = [answer.json()["processor_id"] for answer in answers if answer.status_code == 200]
     assert len(set(ids)) == 5
     for one, processor_id in [(one, processor_id) for one in sessions[:2] for processor_id in ids]:
-        one.try_call(processor_id, "close")  # in whichever session it is
+        one.try_call(processor_id, "close")  # only one of the sessions has it
     sessions[0].create("reward", "FormatReward")
     sessions[1].create("reward", "FormatReward")
     assert "sessions with processors: 2 of 2" in detail(sessions[2].try_create("reward", "FormatReward"), 429)
@@ -560,9 +560,9 @@ def test_limits_hold_for_requests_at_the_same_time(own_server: Callable[..., Ser
     full = others[1].try_create("reward", "FormatReward", key="again")
     assert "workers for processors on this server: 3 of 3" in detail(full, 429)
     sessions[0].finish()
-    others[1].create("reward", "FormatReward", key="again")  # the same key, and now there is room
+    others[1].create("reward", "FormatReward", key="again")  # the same key again, now that there is room
     assert len(workers(server)) == 3
-    # told to end, the server ends all of them
+    # A server that is stopped ends all workers.
     running = workers(server)
     busy = others[1].create("reward", "FormatReward")
     with ThreadPoolExecutor(1) as pool:
@@ -596,7 +596,7 @@ def test_nothing_is_left_of_a_server_that_was_killed(own_server: Callable[..., S
 
 
 def test_a_batch_is_trained_on_again_when_its_loader_is_gone(own_server: Callable[..., Server]) -> None:
-    """The journal has its rows, not its name; and the request is still known by what was sent."""
+    """The journal has the batch's rows, not its name; the request is still recognized by the bytes that were sent."""
     server = own_server(processor_config(), snapshot=3600.0)
     native, session = NativeTenant(server.url, "tml-one", MODEL), Session(Tenant(server.url, "tml-one"))
     session.session_id = native.session_id

@@ -1,4 +1,4 @@
-"""What a worker makes of requests, without a server; and workers that are asked too much."""
+"""How a worker handles requests, without a server, and the limits of workers."""
 
 import asyncio
 import inspect
@@ -32,7 +32,8 @@ from twinkle.server.processors.sources import Sources
 from twinkle.server.processors.worker import Workbench
 from twinkle.server.processors.worker_process import WorkerEndedError
 
-ENDLESS = [{"messages": [{"role": "assistant", "content": "<think>" * 100_000}]}]  # to find the ends of
+# searching for the ends takes very long
+ENDLESS = [{"messages": [{"role": "assistant", "content": "<think>" * 100_000}]}]
 
 
 def _concrete(package: Any, base: type) -> set[str]:
@@ -56,7 +57,7 @@ def test_the_catalog_has_all_classes_of_the_library() -> None:
     ("kind", "name"), [(kind, name) for kind, classes in catalog.CATALOG.items() for name in classes]
 )
 def test_what_the_catalog_names_exists(kind: str, name: str) -> None:
-    """Every option is one of a constructor, every function a method, every argument one of its parameters."""
+    """Options must be constructor parameters, functions must be methods, and arguments must be their parameters."""
     entry = catalog.CATALOG[kind][name]
     made = getattr(__import__(entry.home, fromlist=[name]), name)
     for function, described in entry.functions.items():
@@ -136,7 +137,7 @@ def test_the_last_batches_are_kept() -> None:
 
 
 class _Builder:
-    """As much of a dataset's builder as is looked at, and whether it went on."""
+    """The part of a dataset builder that is used. It records whether the data were prepared."""
 
     def __init__(self, *files: str) -> None:
         self.config = type("Config", (), {"data_files": {"train": list(files)}})
@@ -155,7 +156,7 @@ class _Builder:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[_Builder], list[dict[str, Any]]]:
-    """Puts a builder in the place of what the hub has; returns what it was asked for."""
+    """Replaces the hub's content with a builder; returns the recorded requests."""
 
     def install(builder: _Builder) -> list[dict[str, Any]]:
         asked: list[dict[str, Any]] = []
@@ -176,10 +177,11 @@ def test_rows_of_a_hub(hub: Callable[[_Builder], list[dict[str, Any]]], tmp_path
     meta = bench.meta(DatasetMeta("hf://org/name", subset_name="sub", split="test", data_slice=range(1)))
     dataset = twinkle.dataset.Dataset()
     bench.add(dataset, meta, revision="abc")
-    assert asked[0]["token"] is False  # not the server's own
+    assert asked[0]["token"] is False  # not the server's token
     assert (asked[0]["place"], asked[0]["name"], asked[0]["revision"]) == ("org/name", "sub", "abc")
     assert list(dataset) == [{"split": "test"}]
-    dataset.map(lambda columns: {"split": [text.upper() for text in columns["split"]]}, meta)  # under the same name
+    # the same meta names the dataset
+    dataset.map(lambda columns: {"split": [text.upper() for text in columns["split"]]}, meta)
     assert list(dataset) == [{"split": "TEST"}]
     stream = twinkle.dataset.IterableDataset()
     bench.add(stream, meta, token="theirs")
@@ -210,7 +212,7 @@ def test_a_hubs_dataset_cannot_name_other_files(
 
 
 def test_modelscopes_dataset_cannot_name_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the library's own reading of a repository's card."""
+    """Uses the library's own parser for a repository's card."""
     folder = tmp_path / "repo"
     folder.mkdir()
     (tmp_path / "secret.jsonl").write_text('{"a": 1}\n')
@@ -349,7 +351,7 @@ def _reward(processor_id: str, trajectories: Any) -> bytes:
 
 
 def test_calls_that_take_too_much(tmp_path: Path) -> None:
-    """Memory, time, and the answer's size."""
+    """Limits on memory, time, and the size of the answer."""
 
     async def main() -> None:
         service = _service(tmp_path, seconds=5.0, memory_bytes=200 * 2**20)
@@ -373,7 +375,7 @@ def test_calls_that_take_too_much(tmp_path: Path) -> None:
 
 
 def test_one_session_waits_for_itself_only(tmp_path: Path) -> None:
-    """Calls of a session are answered in order, while those of another go on; so many may wait, and no more."""
+    """Calls of one session run in order and do not delay those of another; only a limited number may wait."""
 
     async def main() -> None:
         service = _service(tmp_path)
@@ -414,7 +416,7 @@ def test_a_worker_imports_nothing_heavy_for_light_work(tmp_path: Path) -> None:
 
 
 def test_old_batches_make_room_for_new_ones() -> None:
-    """A session's kept batches have a limit in bytes, over all of its loaders."""
+    """The batches kept for a session have a limit in bytes, over all of its loaders."""
     batches = KeptBatches(most_of_one=100)
     batches.limit = 250
     added = [batches.add("first", "x" * 100), batches.add("second", "y" * 100), batches.add("second", "z" * 50)]
@@ -438,7 +440,7 @@ ROWS = json.dumps({"_TWINKLE_TYPE_": "DatasetMeta", "data": [{"question": "?", "
 
 
 async def _loader(service: ProcessorService, session: str, text: str, rows: int) -> str:
-    """A loader whose batches hold ``rows`` rows with a long text each."""
+    """Return a loader whose batches have ``rows`` rows with a long text each."""
     dataset = await service.create(
         "t", session, _body(processor_type="dataset", class_type="Dataset", dataset_meta=ROWS), None
     )
@@ -450,7 +452,7 @@ async def _loader(service: ProcessorService, session: str, text: str, rows: int)
 
 def test_an_item_can_be_put_back_as_often_as_it_is_refused() -> None:
     course, numbers = Pass(), range(3)
-    for _ in range(100_000):  # a client repeats a refused request; what is kept must not grow with that
+    for _ in range(100_000):  # a client repeats a refused request; the kept data must not grow with that
         course.put_back(course.next(numbers))
     assert [course.next(numbers) for _ in numbers] == [0, 1, 2]
     course.put_back(2)
@@ -459,7 +461,7 @@ def test_an_item_can_be_put_back_as_often_as_it_is_refused() -> None:
 
 
 def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
-    """What is too large for an answer is too large for a reference, and all that is kept has a limit."""
+    """A batch too large for an answer is too large for a reference, and all kept batches together have a limit."""
 
     async def main() -> None:
         settings = Settings((), {}, "", 2 * 2**30, answer_bytes=40_000)
@@ -479,7 +481,7 @@ def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
                     rows = await service.batch("t", session, loader, 0)
                     assert len(rows) == 4
                     assert 28_000 < service.budget.used < 40_000
-            for key in (None, "again", "again"):  # the refusal is not kept for the key, and no batch is lost by it
+            for key in (None, "again", "again"):  # the refusal is not stored for the key, and no batch is lost
                 with pytest.raises(QuotaError, match="max_referenced_batch_bytes_per_tenant"):
                     await service.call("t", "b", following, key)
             await service.end_session("a")
@@ -492,7 +494,7 @@ def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
 
 
 def test_a_worker_cannot_send_more_than_it_may() -> None:
-    """The length comes first, and what is too long is never read."""
+    """The length comes first, and a message that is too long is never read."""
 
     async def main() -> None:
         stream = asyncio.StreamReader()
@@ -559,7 +561,7 @@ def test_a_repository_that_is_too_large_is_refused_before_it_is_fetched(
         places.model_folder("hf://org/big")
     assert places.model_folder("hf://org/small") == "hf://org/small"
     monkeypatch.setenv("TWINKLE_OFFLINE", "1")
-    assert places.model_folder("hf://org/big") == "hf://org/big"  # what is cached may be used
+    assert places.model_folder("hf://org/big") == "hf://org/big"  # cached models may be used
 
 
 def test_modelscopes_repositories_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where a Ray cluster of ours listens, and with which token: variables that are set before Ray is imported."""
+"""Where our Ray cluster listens, and with which token: environment variables that are set before Ray is imported."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in list(os.environ):
         if name.startswith("RAY_"):
             monkeypatch.delenv(name)
-    for name in (_LOOPBACK, "RAY_AUTH_MODE"):  # so that what is set here is taken back
+    for name in (_LOOPBACK, "RAY_AUTH_MODE"):  # set them, so that monkeypatch restores them afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Health never waits behind a training step, and tells a server that is stuck, recovering or ending."""
+"""Health checks never wait for a training step, and report a server that is stuck, recovering or ending."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def get(server: Server, path: str) -> httpx.Response:
 
 
 def test_a_long_step_keeps_nobody_waiting(own_server: Callable[..., Server]) -> None:
-    """All of them answer while one and the same step runs."""
+    """All routes answer while one long step runs."""
     server = own_server(mock_config(telemetry={"stuck_step_seconds": 0.5}), **{"pass": 4.0})
     tenant = Tenant(server.url, "tml-slow")
     request_id = tenant.forward_backward(tenant.model(), 1)
@@ -34,7 +34,7 @@ def test_a_long_step_keeps_nobody_waiting(own_server: Callable[..., Server]) -> 
     eventually(lambda: get(server, "healthz/deep").status_code == 503)
     assert "a step has been running for" in get(server, "twinkle/healthz/deep").json()["models"]["mock"]["detail"]
     assert get(server, "model/mock/healthz").status_code == 503
-    assert get(server, "healthz").status_code == 200  # alive all the same: whoever restarts it loses the step
+    assert get(server, "healthz").status_code == 200  # still alive: restarting the server would lose the step
     assert step() > started, "it still runs"
     tenant.result(request_id)
     assert get(server, "healthz/deep").json()["healthy"] is True
@@ -44,7 +44,7 @@ def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
     server = own_server(**{"pass": 5.0, "snapshot": 1000.0})
     tenant = Tenant(server.url, "tml-recovering")
     tenant.result(tenant.forward_backward(tenant.model(), 1))
-    time.sleep(1)  # now that it has ended, that is on record too: what had not would not be done again, but at last
+    time.sleep(1)  # time to record the end of the pass; without that it would run as new work, not as a replay
     server.kill()
     server.start()
     first = get(server, "healthz/ready")

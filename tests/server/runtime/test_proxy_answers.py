@@ -1,4 +1,4 @@
-"""Serve's proxies without an application: clients are told to try again."""
+"""Serve's proxies without an application tell clients to try again."""
 
 from typing import Any
 

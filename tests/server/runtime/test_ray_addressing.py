@@ -1,4 +1,4 @@
-"""Whom a request concerns, from its path and body alone."""
+"""The destination of a request, found from its path and body alone."""
 
 import json
 
@@ -148,10 +148,10 @@ def test_how_long_bodies_may_be():
 def test_a_field_is_found_without_decoding():
     body = training_body("model-1", 1)
     assert text_field(body, 1) == "model-1"
-    assert text_field(body + training_body("model-2", 1), 1) == "model-2"  # the last one counts
+    assert text_field(body + training_body("model-2", 1), 1) == "model-2"  # the last value counts
     assert text_field(body[:-1], 1) is None
     assert text_field(b"", 1) is None
-    assert text_field(b"\x0b", 1) is None  # a group
+    assert text_field(b"\x0b", 1) is None  # a protobuf group
     assert text_field(b"\x80" * 50, 1) is None
 
 

@@ -1,4 +1,4 @@
-"""Two replicas of a model and a gateway, as on Ray, in one process: each request is answered by whom it concerns."""
+"""Two replicas of a model and a gateway, as on Ray but in one process: the right replica answers each request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +30,7 @@ from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
 class Member:
-    """A replica of the model: what ModelHost is, without Ray."""
+    """A replica of the model: like ModelHost, but without Ray."""
 
     def __init__(self, config: ServerConfig, name: str) -> None:
         self.config = config
@@ -164,7 +164,7 @@ def test_everything_lands_where_it_belongs(run):
     async def check(cluster: Cluster) -> None:
         session = await cluster.session()
         models = [await cluster.model(session, number) for number in range(6)]
-        assert live(cluster) == {"model-0": 1, "model-1": 1}  # the tenant is on both
+        assert live(cluster) == {"model-0": 1, "model-1": 1}  # the tenant has adapters on both
         counts = [len(m.services.training.adapters) for m in cluster.members.values()]
         assert counts == [3, 3]
         for model in models:
@@ -192,7 +192,7 @@ def test_everything_lands_where_it_belongs(run):
 
 
 def test_silent_sessions_make_room_on_all_replicas(run, config):
-    """A replica that is asked for one adapter too many has another replica park its own."""
+    """A replica that is asked for one adapter too many has another replica evict its own."""
     config["limits"] = {"silent_session_seconds": 0.5}
 
     async def check(cluster: Cluster) -> None:
@@ -205,7 +205,7 @@ def test_silent_sessions_make_room_on_all_replicas(run, config):
         assert states == ["parked"] * 4 + ["live"] * 30
         submitted = (await cluster.post("forward_backward", training_body(models[0], 1))).json()
         assert "fell silent" in (await cluster.result(submitted["request_id"])).json()["error"]
-        # Each replica parks what only the other one has.
+        # Each replica evicts runs that only the other one has.
         runs = [await cluster.store.runs.get(model) for model in models[4:]]
         for name, member in cluster.members.items():
             elsewhere = next(run for run in runs if run.replica != name)
@@ -283,7 +283,7 @@ def test_streams_come_through(run):
 
 def test_an_application_at_a_route_of_its_own(run):
     async def check(cluster: Cluster) -> None:
-        for path in ("/api/v1/healthz", "/healthz"):  # with its route_prefix in front, and without
+        for path in ("/api/v1/healthz", "/healthz"):  # with and without its route_prefix
             scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api/v1", "headers": []}
             sent: list[Any] = []
 
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_while_its_op_is_written_down(run, monkeypatch):
         async def slowly(*arguments: Any) -> Any:
             accepted = await accept(*arguments)
             reached.set()
-            await asyncio.sleep(0.05)  # on its way back from the database
+            await asyncio.sleep(0.05)  # while the database answers
             return accepted
 
         monkeypatch.setattr(ops, "accept", slowly)
@@ -347,12 +347,12 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
         for member in cluster.members.values():
             monkeypatch.setattr(
                 member.process.store.checkpoints, "get", unavailable
-            )  # asked for before the adapter is kept
+            )  # fails before the adapter is saved
         await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         assert [run.state for run in await cluster.store.runs.of_session(session)] == ["live", "live"]
         monkeypatch.undo()
         for member in cluster.members.values():
-            monkeypatch.setattr(member.process.store.runs, "set_state", unavailable)  # after it was
+            monkeypatch.setattr(member.process.store.runs, "set_state", unavailable)  # fails after it was saved
             with pytest.raises(DatabaseUnavailableError):
                 await member.gateway.maintain_services(0)
         monkeypatch.undo()
@@ -370,7 +370,7 @@ async def unavailable(*_: object) -> None:
 
 
 def test_an_adapter_that_nobody_has(run):
-    """A gateway serves no model itself, and would call the model unknown."""
+    """A gateway serves no model itself and would otherwise call the model unknown."""
 
     async def check(cluster: Cluster) -> None:
         session = (await cluster.post("twinkle/create_session", {})).json()["session_id"]
@@ -385,7 +385,7 @@ def test_an_adapter_that_nobody_has(run):
 
 
 def test_a_tenants_uploads_are_counted_where_they_are_read(run):
-    """From the announced size on, until the answer; small bodies and other tenants are let through meanwhile."""
+    """A body counts with its announced size until the answer. Small bodies and other tenants are admitted meanwhile."""
 
     async def check(cluster: Cluster) -> None:
         limits = TenantTerms(LimitsConfig(max_uploading_bytes_per_tenant=1_000_000))

@@ -1,4 +1,4 @@
-"""Turns of tenants: by weight, by priority, and nobody left out."""
+"""Turns of tenants: by weight, by priority, and without starving anyone."""
 
 from collections import Counter
 
@@ -48,7 +48,8 @@ def test_idle_time_earns_nothing_and_leaving_clears_nothing() -> None:
         queue.push("late", f"l{number}", "late")
     assert Counter(queue.pop() for _ in range(20)) == {"busy": 10, "late": 10}
     turns = Counter[str | None]()
-    for number in range(20):  # always one at a time, and ten times as expensive: it waits for its turn all the same
+    # one item at a time, each ten times as expensive: the tenant still has to wait for its turn
+    for number in range(20):
         queue.push("hasty", f"h{number}", "hasty", cost=10)
         turns.update(queue.pop() for _ in range(2))
         queue.remove("hasty", f"h{number}")

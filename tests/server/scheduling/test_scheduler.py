@@ -1,4 +1,4 @@
-"""The scheduler by example: merging, order, gaps, repeated requests, windows, shares."""
+"""Examples for the scheduler: merging, order, gaps, repeated requests, windows, shares."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def numbers(batch: Batch | None) -> list[str]:
 
 
 def run(scheduler: Scheduler, fail: frozenset[str] = frozenset()) -> list[str]:
-    """One batch, from start to end."""
+    """Run one batch from start to end, and return its ops."""
     batch = scheduler.next_batch()
     for each in () if batch is None else batch.ops:
         scheduler.finish(each, failed=each.request_id in fail)
@@ -170,7 +170,7 @@ def test_an_old_gap_fails_what_waits_behind_it_and_the_adapter_goes_on():
     refusals = scheduler.refusals(365.0)
     assert [(each.op.seq, each.reason) for each in refusals] == [(2, RefusalReason.GAP), (3, RefusalReason.GAP)]
     assert "numbers 0 to 1 did not arrive within 360 s" in refusals[0].message
-    assert scheduler.next_deadline() == 410.0  # 4 and 5 have been missing since 6 came
+    assert scheduler.next_deadline() == 410.0  # 4 and 5 have been missing since 6 arrived
     assert scheduler.refusals(366.0) == []
 
     submit(scheduler, "a", [BACKWARD, OPTIM], first=4)
@@ -219,8 +219,8 @@ def test_numbers_that_ended_before_a_restart_are_passed_over():
     scheduler = Scheduler(100)
     passed = [Passed(3, 9_999, given_up=False), Passed(10_001, 10_001, given_up=True)]
     scheduler.add_adapter("a", "tenant", next_seq=2, passed=passed, owed=[2, 10_000, 10_002])
-    submit(scheduler, "a", [BACKWARD, OPTIM], first=10_003)  # new, while the replay has not brought anything yet
-    assert scheduler.refusals(1e9) == []  # what is owed is no gap
+    submit(scheduler, "a", [BACKWARD, OPTIM], first=10_003)  # new ops, before the replay has submitted any
+    assert scheduler.refusals(1e9) == []  # an op that will be replayed is not a gap
 
     submit(scheduler, "a", [BACKWARD], first=2)
     assert run(scheduler) == ["a:2"]
@@ -230,7 +230,7 @@ def test_numbers_that_ended_before_a_restart_are_passed_over():
     submit(scheduler, "a", [FORWARD], first=10_002)
     assert run(scheduler) == ["a:10002"]
     assert run(scheduler) == ["a:10003"]
-    (refusal,) = scheduler.refusals(0.0)  # the window of the number that never arrived
+    (refusal,) = scheduler.refusals(0.0)  # in the window of the number that never arrived
     assert refusal.op.seq == 10_004
     assert "10001 before it failed or never arrived" in refusal.message
 
@@ -254,7 +254,7 @@ def test_a_native_step_after_a_gap_is_refused_and_after_a_failed_pass_runs(verb)
     scheduler.submit(native(0, BACKWARD, "forward_backward"), now=0.0)
     scheduler.submit(native(1, OpKind.VERB, verb), now=0.0)
     run(scheduler, fail=frozenset({"a:0"}))
-    assert run(scheduler) == ["a:1"]  # the client heard of the failure and goes on
+    assert run(scheduler) == ["a:1"]  # the client knows of the failure and continues
     scheduler.submit(native(3, BACKWARD, "forward_backward"), now=0.0)
     assert [each.op.seq for each in scheduler.refusals(360.0)] == [3]
     scheduler.submit(native(4, OpKind.VERB, "lr_step"), now=400.0)
@@ -447,7 +447,10 @@ def test_passes_without_end_do_not_hold_up_barriers():
 
 
 def test_a_forward_is_not_held_up_by_its_own_tenants_backwards():
-    """The light tenant always leads, with backwards; the heavy one's training joins, its evaluation cannot."""
+    """The light tenant always leads with backward passes.
+
+    The heavy tenant's training can join them, its evaluation cannot.
+    """
     scheduler = Scheduler(30, max_skips=3)
     for name, tenant in (("light", "light"), ("eval", "heavy"), ("train", "heavy")):
         scheduler.add_adapter(name, tenant)

@@ -1,7 +1,7 @@
-"""The scheduler against a slow, obvious model of itself, under schedules that nobody would write by hand.
+"""The scheduler, compared with a slow and simple model of it, under random schedules.
 
-The model says exactly what a submission is answered, what is ready, what is refused and when, and which op leads a
-batch. For the rest of a batch the test checks what every choice must keep to.
+The model predicts exactly the answer to a submission, which ops are ready or refused and when, and which op leads a
+batch. For the rest of a batch the test checks the rules that every choice must follow.
 """
 
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ from twinkle.server.types import Op, OpKind
 BUDGET, GAP_TIMEOUT, MAX_SKIPS = 10, 100.0, 3
 TENANTS = ("t0", "t1", "t2")
 
-# Passes and optim_steps more often than the rest, as in life.
+# Passes and optim_steps are more frequent than other ops, as in practice.
 KINDS = [*OpKind, *[OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.FORWARD] * 2]
 
 
 @dataclass
 class ModelAdapter:
-    """One adapter, in lists that are searched from end to end."""
+    """One adapter, in lists that are searched completely."""
 
     tenant: str
     next_seq: int
@@ -97,14 +97,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: set[str] = set()
         self.batches = 0
         self.barriers_in_a_row = 0
-        self.ready: dict[str, int] = {}  # adapters with a ready pass, longest-ready first: batches when it became ready
+        # adapters with a ready pass, longest-ready first → number of batches when it became ready
+        self.ready: dict[str, int] = {}
         self.shares = dict.fromkeys(TENANTS, 0.0)
         self.floors = dict.fromkeys(Priority, 0.0)
-        self.turns = dict.fromkeys(TENANTS, 0)  # batches when the longest-ready pass of a tenant last started
-        self.passed_over: dict[str, tuple[str, int]] = {}  # a tenant's longest-ready pass, batches that went by it
+        self.turns = dict.fromkeys(TENANTS, 0)  # number of batches when a tenant's longest-ready pass last started
+        # a tenant's longest-ready pass, and the batches that passed it over
+        self.passed_over: dict[str, tuple[str, int]] = {}
         self.barriers_passed_over = 0
 
-    # --- what may happen ----------------------------------------------------------------------------------------------
+    # --- the actions --------------------------------------------------------------------------------------------------
 
     @rule(tenant=st.sampled_from(TENANTS), weight=st.sampled_from([0.5, 1.0, 4.0]), priority=st.sampled_from(Priority))
     def set_share(self, tenant: str, weight: float, priority: Priority) -> None:
@@ -122,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.adapters)
     @rule(data=st.data(), count=st.integers(1, 6), kind=st.sampled_from(KINDS), fine=st.booleans())
     def submit_in_order(self, data: st.DataObject, count: int, kind: OpKind, fine: bool) -> None:
-        """A call in several chunks, or several calls; sometimes in reverse."""
+        """Submit a call in several chunks, or several calls, sometimes in reverse."""
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         adapter = self.adapters[name]
         first = max([adapter.next_seq - 1, *adapter.waiting]) + 1
@@ -139,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         body=st.sampled_from([b"body", b"body", b"other"]),
     )
     def submit_anywhere(self, data: st.DataObject, offset: int, kind: OpKind, tokens: int, body: bytes) -> None:
-        """Gaps, repeated numbers with the same or another body, numbers of the past."""
+        """Submit gaps, repeated numbers with the same or another body, or numbers of the past."""
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         seq = max(0, self.adapters[name].next_seq + offset)
         self.submit(name, op_of(name, seq, kind, tokens if kind.is_pass else 0, body))
@@ -236,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not each.running for each in self.adapters.values()))
     @rule(data=st.data())
     def recover(self, data: st.DataObject) -> None:
-        """Taken out and brought back where it stood, an adapter goes on as if nothing had happened."""
+        """Remove an adapter and add it again at the same position; it must continue as if nothing had happened."""
         name = data.draw(st.sampled_from(sorted(name for name, each in self.adapters.items() if not each.running)))
         adapter = self.adapters[name]
         position = self.scheduler.position(name)
@@ -250,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter.bodies = {seq: each.digest for seq, each in adapter.waiting.items()}
         self.update_ready([name])
 
-    # --- what must hold -----------------------------------------------------------------------------------------------
+    # --- the checks ---------------------------------------------------------------------------------------------------
 
     def end(self, ticket: Op) -> None:
         assert ticket.request_id in self.accepted
@@ -271,20 +273,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert {kind.value for kind in kinds} == {batch.kind.value}
         assert tokens <= BUDGET or len(batch.ops) == 1
-        if self.merge and tokens < BUDGET:  # then nothing that could have joined was left behind
+        if self.merge and tokens < BUDGET:  # then no op was left out that could have joined
             left = [ready[name] for name in ready.keys() - names]
             left += [ticket for name in names if (ticket := self.adapters[name].ready()) is not None]
             assert not [each for each in left if each.kind in kinds and tokens + each.price.tokens <= BUDGET]
 
     def firsts(self) -> dict[str, str]:
-        """The adapter with the longest-ready pass of each tenant, longest-ready first."""
+        """Return the adapter with the longest-ready pass of each tenant, longest-ready first."""
         firsts: dict[str, str] = {}
         for name in self.ready:
             firsts.setdefault(self.adapters[name].tenant, name)
         return firsts
 
     def lead(self, barriers: set[str]) -> str | None:
-        """The adapter whose pass must lead the next batch; None if barriers come first, or nothing is ready."""
+        """Return the adapter whose pass must lead the next batch; None if barriers come first or nothing is ready."""
         firsts = self.firsts()
         if not firsts:
             return None
@@ -315,7 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.barriers_passed_over <= 1
 
     def update_ready(self, candidates: list[str]) -> None:
-        """Drop what is ready no more, and append those of the candidates that became ready."""
+        """Remove adapters that are no longer ready, and append the candidates that became ready."""
         heads = {name: ticket for name, each in self.adapters.items() if (ticket := each.ready()) is not None}
         self.ready = {name: since for name, since in self.ready.items() if name in heads}
         for name in candidates:
@@ -339,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(self.scheduler.numbers().waiting.values()) == len(self.accepted - self.ended) - len(self.running)
 
     def teardown(self) -> None:
-        """Left to itself, everything that was accepted ends."""
+        """Finally, every accepted op must end without further submissions."""
         for _ in range(2 * len(self.accepted) + 2):
             for ticket in list(self.running):
                 self.finish_one(ticket, failed=False)
@@ -368,7 +370,7 @@ OPS = st.lists(st.none() | st.tuples(st.sampled_from(KINDS), st.booleans()), min
 
 @dataclass
 class Journal:
-    """What one adapter did: every op that ended, and whether it failed; and where it stood after each."""
+    """What one adapter did: every op that ended and whether it failed, and the position after each."""
 
     ended: list[tuple[Op, bool]] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
@@ -467,7 +469,7 @@ def test_tenants_with_work_get_equal_tokens_whatever_their_number_of_adapters(
     adapters=st.lists(st.integers(1, 6), min_size=4, max_size=4),
 )
 def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], adapters: list[int]):
-    """Never more than one op apart, as long as nobody is overdue."""
+    """Tenants are never more than one op apart, as long as none is overdue."""
     shares = {f"t{tenant}": TenantShare(weight) for tenant, weight in enumerate(weights)}
     scheduler = Scheduler(10, shares.__getitem__, max_skips=1000)
     for tenant in range(len(weights)):
@@ -493,7 +495,7 @@ def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], ada
     skips=st.integers(0, 8),
 )
 def test_nobody_starves_whatever_weights_and_priorities(priorities: list[Priority], weights: list[float], skips: int):
-    """Everybody always has work of which one op fills a batch; each leads again within the bound."""
+    """Every tenant always has an op that fills a batch; each leads again within the bound."""
     shares = {f"t{tenant}": TenantShare(weights[tenant], priority) for tenant, priority in enumerate(priorities)}
     scheduler = Scheduler(10, shares.__getitem__, max_skips=skips)
     for tenant in range(len(priorities)):
@@ -522,7 +524,10 @@ def test_nobody_starves_whatever_weights_and_priorities(priorities: list[Priorit
 def test_beside_others_a_tenant_gets_a_portion_of_a_batch(
     adapters: list[int], weights: list[float], sizes: list[int], contended: int
 ):
-    """As many tokens as anybody else asks for, by weight, or the portion that everybody has; and at least one op."""
+    """It gets as many tokens as any other tenant asks for, by weight, or the guaranteed portion.
+
+    It gets at least one op.
+    """
     shares = {f"t{tenant}": TenantShare(weights[tenant]) for tenant in range(len(adapters))}
     scheduler = Scheduler(1000, shares.__getitem__, contended_tokens=contended)
     for tenant, count in enumerate(adapters):
@@ -559,7 +564,7 @@ def test_a_tenant_on_its_own_fills_batches_again_after_a_while():
 
 
 def test_tenants_of_one_size_share_every_batch():
-    """Merging is what the service is for: the portion is no less than what the others ask for."""
+    """Merging is the purpose of the service: the portion is never smaller than what the others ask for."""
     scheduler = Scheduler(1000, contended_tokens=1)
     for tenant in range(16):
         for i in range(2):

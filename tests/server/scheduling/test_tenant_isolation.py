@@ -1,4 +1,4 @@
-"""A tenant that floods slows nobody beyond its share: counted in batches and turns, on the mock."""
+"""A tenant that floods the queue slows others only by its share. Counted in batches and turns, with the mock."""
 
 import asyncio
 import itertools
@@ -27,13 +27,13 @@ from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
 from twinkle.server.wire.training import Allowance, decode_forward_backward
 
-BUDGET = 64  # tokens: a batch has room for a dozen passes
+BUDGET = 64  # tokens; a batch has room for a dozen passes
 STEPS = 15
 
 
 @dataclass
 class Counted:
-    """The service, how often it went to the device, and how often it had when each op got its place and its end."""
+    """A service that counts its batches, and the count when each op was accepted and when it ended."""
 
     service: ModelService
     store: Store
@@ -66,7 +66,7 @@ async def counting(root: Path, tenants: Tenants) -> AsyncIterator[Counted]:
     store = await Store.open(root)
     compute, model = Compute(), replace(mock_model(), tokens_per_batch=BUDGET)
     assert isinstance(model.trainer, MockTrainer)
-    model.trainer.pause = 0.05  # a batch: far slower than any machine accepts ops, so that a flood fills its queue
+    model.trainer.pause = 0.05  # far slower than any machine accepts ops, so that a flood fills its queue
     service = model_service(model, store, compute, root, tenants)
     counted = Counted(service, store)
     counted.watch()
@@ -92,13 +92,13 @@ async def adapters(counted: Counted, tenant_id: str, count: int) -> list[str]:
 
 
 def step(run_id: str, seq: int) -> tuple[Op, Op]:
-    """A forward_backward and the optim_step after it."""
+    """Return a forward_backward and the optim_step after it."""
     update = Op(run_id, seq + 1, OpKind.OPTIM_STEP, OptimStep(AdamParams(0.1)), b"step")
     return decode_forward_backward(training_body(run_id, seq), Allowance(tokens=1000)), update
 
 
 async def flood(counted: Counted, run_id: str, refused: list[str]) -> None:
-    """Steps of one adapter as fast as they are accepted; what is refused is sent again."""
+    """Submit steps of one adapter as fast as they are accepted, and repeat refused ones."""
     for seq in itertools.count(1, 2):
         for op in step(run_id, seq):
             while True:
@@ -111,10 +111,10 @@ async def flood(counted: Counted, run_id: str, refused: list[str]) -> None:
 
 
 async def quiet(counted: Counted, run_id: str) -> list[int]:
-    """How many batches began between the arrival of each of its steps and its end."""
+    """Train some steps; return how many batches began between the arrival of each step and its end."""
     waited = []
     for seq in range(1, 2 * STEPS, 2):
-        for op in reversed(step(run_id, seq)):  # the step is there when its gradient is
+        for op in reversed(step(run_id, seq)):  # the step is submitted first, so it is there when its gradient is
             await counted.service.submit(op)
         last = f"{run_id}:{seq + 1}"
         outcome = await counted.service.wait(ids.RequestId.parse(last), run_id, 60)
@@ -145,9 +145,9 @@ def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_p
             return waited, refused
 
     waited, refused = asyncio.run(main())
-    # The op that an adapter waits for is taken even if the queue is full, so there may be a few more than 100.
+    # The op that an adapter waits for is admitted even if the queue is full, so there may be a few more than 100.
     assert not [each for each in refused if not re.search(r"queued ops: 1\d\d of 100\b", each)]
-    # The next batch is of optimizer steps at most twice; then comes one of passes, which it leads, and then its own
-    # optimizer step is due. Behind a priority it waits until it is overdue, which is eight batches.
+    # At most two batches of optimizer steps come first, then a batch of passes, which this tenant leads, and then its
+    # own optimizer step. Behind a higher priority it waits until it is overdue, which takes eight batches.
     assert max(waited) <= (2 + 1 + 1 if noisy == TenantShare() else 8 + 2 + 1 + 1)
     assert min(waited) >= 2

@@ -1,4 +1,4 @@
-"""Adapters beyond the host's memory go to disk and come back, and nobody can tell."""
+"""Adapters that exceed the host's memory are offloaded to disk and loaded again, without any effect on results."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from twinkle.server.backends.mock import MockTrainer
 from twinkle.server.services.training.adapters import AdapterMemory, LiveAdapter, Place
 
 KIB = 1024
-RANK = 8  # the mock's adapters take a kilobyte a rank
+RANK = 8  # an adapter of the mock takes a kilobyte for each rank
 
 
 def trained(server: Server) -> list[Any]:
-    """What two tenants with three adapters each see: windows stay open while others train."""
+    """Return everything that two tenants with three adapters each observe. Windows stay open while others train."""
     tenants = [Tenant(server.url, f"tml-{name}") for name in "ab"]
     models = [(tenant, tenant.model(number=number, seed=number)) for tenant in tenants for number in range(3)]
     seen: list[Any] = []
@@ -32,7 +32,7 @@ def trained(server: Server) -> list[Any]:
         for tenant, model in models:
             seen.append(tenant.json(tenant.optim_step(model, seq + 2))["metrics"])
         seq += 3
-    # All at once, in one batch as far as there is room.
+    # All at once, in one batch if there is room.
     futures = [(tenant, tenant.forward_backward(model, seq)) for tenant, model in models]
     seen += [tenant.loss(future) for tenant, future in futures]
     return seen
@@ -44,7 +44,7 @@ def places(server: Server) -> dict[str, float]:
 
 
 def host_budget(server: Server) -> dict[str, int]:
-    """How many bytes of adapters are in host memory, and how many may be."""
+    """Return how many bytes of adapters are in host memory, and how many are allowed."""
     status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()
     budget: dict[str, int] = status["budgets"]["host_adapters"]
     return budget
@@ -76,11 +76,11 @@ def test_adapters_on_disk_survive_the_server_and_can_be_saved(own_server: Callab
 
 
 def fields_of(seq: int) -> Any:
-    """The data of another op of this number."""
+    """Return the default data of the op with this number."""
     return [datum([seq % 97 + n for n in range(6)])]
 
 
-# --- when nothing can leave -------------------------------------------------------------------------------------------
+# --- when no adapter can be offloaded ---------------------------------------------------------------------------------
 
 
 def test_no_more_adapters_are_taken_while_none_can_leave() -> None:
@@ -89,29 +89,29 @@ def test_no_more_adapters_are_taken_while_none_can_leave() -> None:
     adapters = [LiveAdapter(run(number), Place.TRAINER, used_at=number) for number in (1, 2)]
     for adapter in adapters:
         trainer.create_adapter(adapter.run.run_id, LoraSpec(RANK))
-    memory.check()  # there is too much, and nobody has tried to send one to disk yet
+    memory.check()  # too much is in memory, and no offload was tried yet
     assert memory.next_to_leave(adapters, lambda _: False) is None
     with pytest.raises(OverloadedError, match=r"16384 of 8192 .*max_host_adapter_bytes"):
         memory.check()
     assert memory.next_to_leave(adapters, lambda _: True) is adapters[0]
     memory.check()
     assert memory.next_to_leave(adapters, lambda _: False) is None
-    trainer.remove_adapter(adapters[0].run.run_id)  # what is left fits
+    trainer.remove_adapter(adapters[0].run.run_id)  # the rest fits
     memory.check()
 
 
 def test_adapters_are_taken_again_when_those_that_could_not_leave_can(own_server: Callable[..., Server]) -> None:
-    """Both adapters are being saved when there is too much in memory, and nobody asks for anything afterwards."""
+    """Both adapters are being saved when too much is in memory, and no request arrives afterwards."""
     server = own_server(mock_config(limits={"max_host_adapter_bytes": RANK * KIB}), save=2.0)
     tenant, other = Tenant(server.url, "tml-a"), Tenant(server.url, "tml-b")
     models = [tenant.model(number=number, seed=number) for number in range(2)]
     saves = [tenant.save(model, 1, "kept") for model in models]
     body = {"session_id": other.session(), "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": RANK}}
     deadline = time.monotonic() + 10
-    while host_budget(server)["used"] <= RANK * KIB:  # until both are in memory
+    while host_budget(server)["used"] <= RANK * KIB:  # wait until both are in memory
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.2)  # and the server has seen that neither can leave
+    time.sleep(0.2)  # wait until the server has noticed that neither can be offloaded
     refused = other.post("create_model", body)
     assert refused.status_code == 503
     assert "max_host_adapter_bytes" in refused.json()["detail"]

@@ -1,4 +1,4 @@
-"""Ops that end in files, where the disk or somebody else is in the way."""
+"""Ops that write files, if the disk is full or another op interferes."""
 
 import asyncio
 import errno
@@ -47,7 +47,7 @@ def files(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("op", [SAVE, PUBLISH], ids=["save", "publish"])
 def test_what_is_not_on_record_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: Op) -> None:
-    """The disk is full when the record is to be written: the files that were written before it go."""
+    """The disk is full when the record is written, so the files that were written before are deleted."""
 
     async def full(*_record: object, **_options: object) -> None:
         raise StorageFullError(errno.ENOSPC, f"{tmp_path}: no space left")
@@ -58,7 +58,7 @@ def test_what_is_not_on_record_takes_no_room(tmp_path: Path, monkeypatch: pytest
         outcome: Outcome = await asyncio.wait_for(checkpoints.run(op, RUN), 10)
         answer = json.loads(outcome.body)
         assert answer["category"] == "server"
-        assert str(tmp_path) not in answer["error"]  # our directories are not the tenant's business
+        assert str(tmp_path) not in answer["error"]  # the tenant must not see the server's directories
 
     with_checkpoints(tmp_path, check)
     assert files(tmp_path) == []

@@ -21,10 +21,10 @@ def test_a_stream_goes_on_where_its_client_was() -> None:
             streams.add(f"{SESSION}:{number}", 10 * number, 0.0)
         first = await streams.after(SESSION, 0, 0, 10, 0.0)
         assert [(one.request_id, one.size) for one in first] == [(f"{SESSION}:{n}", 10 * n) for n in range(3)]
-        again = await streams.after(SESSION, 0, 0, 10, 0.0)  # the answer got lost
+        again = await streams.after(SESSION, 0, 0, 10, 0.0)  # repeated, because the answer was lost
         assert again == first
         assert ids(await streams.after(SESSION, 0, first[1].place, 10, 0.0)) == ["2"]
-        assert ids(await streams.after(SESSION, 0, 0, 10, 0.0)) == ["2"]  # what it knew before is gone
+        assert ids(await streams.after(SESSION, 0, 0, 10, 0.0)) == ["2"]  # acknowledged completions are gone
 
     asyncio.run(main())
 
@@ -55,7 +55,7 @@ def test_a_poll_waits_for_the_next_one() -> None:
         await asyncio.sleep(0)
         streams.close()
         assert await waiting == []
-        assert await streams.after(SESSION, 4, 0, 60, 0.0) == []  # and nobody waits any more
+        assert await streams.after(SESSION, 4, 0, 60, 0.0) == []  # no poll waits any more
 
     asyncio.run(main())
 
@@ -93,7 +93,7 @@ def test_what_was_fetched_without_being_told_is_forgotten() -> None:
             streams.add(f"{SESSION}:{number}", 1, 0.0)
         assert streams.numbers(SESSION, 0) == [0, 1, 2, 3]
         streams.sweep(1.0, {f"{SESSION}:0", f"{SESSION}:1", f"{SESSION}:3"}.__contains__)
-        assert streams.numbers(SESSION, 0) == [2, 3]  # the rest when its turn comes
+        assert streams.numbers(SESSION, 0) == [2, 3]  # 3 is forgotten once 2 is
         assert streams.numbers(SESSION, 1) == []
 
     asyncio.run(main())
@@ -116,12 +116,12 @@ def test_tenants_take_turns() -> None:
 
 def test_a_rate_is_of_the_last_minute() -> None:
     rate = RecentRate(0.0)
-    assert rate.rate(50, 0.5) == 50.0  # at first, of less than a second: no division by nothing
+    assert rate.rate(50, 0.5) == 50.0  # the first second counts as a whole one
     assert rate.rate(100, 10.0) == 10.0
     for seconds in range(15, 301, 15):
         rate.record(100 * seconds, seconds)
     assert rate.rate(30_000, 300) == 100.0
-    assert rate.rate(30_000, 360) == 50.0  # nothing came since
+    assert rate.rate(30_000, 360) == 50.0  # nothing was added since
     for seconds in range(315, 361, 15):
         rate.record(30_000, seconds)
     assert rate.rate(30_000, 360) == 0.0

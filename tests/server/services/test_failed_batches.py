@@ -1,4 +1,4 @@
-"""A batch that fails by an error of the server's own says nothing about the adapters in it."""
+"""If a batch fails because of a server error, its adapters are not blamed."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ SPEC = LoraSpec(8, seed=1)
 
 
 async def created(root: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> tuple[Outcome, str]:
-    """Create an adapter, alone in its batch; return the outcome, and the run's state as it is on record."""
+    """Create an adapter, alone in its batch. Return the outcome, and the run's state on record."""
     store, compute, now = await Store.open(root), Compute(), time.time()
     service = model_service(mock_model(), store, compute, root)
     await service.start()
@@ -55,7 +55,7 @@ async def created(root: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -
 def test_only_a_creation_that_ran_fails_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, state: str
 ) -> None:
-    """After a restart the creation is replayed, unless its run is failed: then its journal is given up."""
+    """After a restart the creation is replayed, unless its run has failed: then its journal is discarded."""
     outcome, found = asyncio.run(created(tmp_path, monkeypatch, fails=fails))
     assert outcome.failed
     assert found == state

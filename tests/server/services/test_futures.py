@@ -1,4 +1,4 @@
-"""Promises: waiting, delivering, forgetting."""
+"""Futures: waiting, delivering, forgetting."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ DONE = Outcome(Encoding.JSON, b"{}")
 
 
 async def fetch(futures: Futures, request_id: str, now: float, *, complete: bool = True) -> Outcome | None:
-    """As a route does it. ``complete``: the client reads to the end."""
+    """Fetch as a route does. ``complete``: the client reads to the end."""
     outcome = await futures.wait(request_id, 0)
     with futures.delivering(request_id, now) as delivery:
         delivery.complete = complete
@@ -30,7 +30,7 @@ def test_waiting_ends_with_the_outcome_and_not_before() -> None:
         assert not any(waiter.done() for waiter in waiters)
         futures.settle("a", DONE, now=1)
         assert await asyncio.gather(*waiters) == [DONE] * 3
-        assert await futures.wait("a", 0) is DONE  # again: an answer may get lost
+        assert await futures.wait("a", 0) is DONE  # again, because an answer may get lost
         assert futures.take_delivered() == [], "nobody has sent it to the end"
         await fetch(futures, "a", now=3)
         assert futures.take_delivered() == ["a"]
@@ -178,7 +178,7 @@ def test_what_is_being_sent_stays_in_memory_and_reading_back_has_a_limit() -> No
             futures.settle(name, BIG, now=0)
             futures.recorded(name)
         assert futures.memory.used == 2 * SIZE
-        assert await futures.wait("a", 0) is BIG  # from disk
+        assert await futures.wait("a", 0) is BIG  # read from disk
         with futures.delivering("a", 1) as delivery:
             assert await futures.wait("b", 0) is BIG
             with futures.delivering("b", 1):

@@ -1,4 +1,4 @@
-"""What was sampled from a live adapter leaves the sampler's memory with the adapter, not half an hour later."""
+"""Versions sampled from a live adapter leave the sampler's memory with the adapter, not half an hour later."""
 
 import asyncio
 import time

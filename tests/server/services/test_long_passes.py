@@ -1,4 +1,7 @@
-"""A long pass lets the loop go first, for a pass and its optimizer step; within its steps others get as much time."""
+"""A long pass lets the service loop go first, for a pass and its optimizer step.
+
+Within its steps others get equal time.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ class Clock:
 
 
 class FakeExecution:
-    """Passes of a few parts in one step; others get their chance before each. ``took`` is what happened."""
+    """Passes of a few parts in one step, with a chance for others before each part. ``took`` records what ran."""
 
     def __init__(self, clock: Clock, parts: int, seconds: float) -> None:
         self.took: list[str] = []
@@ -43,9 +46,9 @@ def op(name: str) -> Op:
 
 
 def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait in both lanes all the time, and take three times as long as a part of the step.
+    """Others wait in both lanes all the time, and their work takes three times as long as a part of the step.
 
-    Optimizer steps come at each part: they are short, and their time is training's.
+    Optimizer steps run at each part: they are short, and their time counts as training.
     """
     clock = Clock()
     monkeypatch.setattr(long_passes, "time", clock)
@@ -78,7 +81,7 @@ def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: 
 
 
 def test_short_passes_of_the_same_tenant_do_not_use_up_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count as time of the tenant whose long pass it is: the other one's pass comes right after them."""
+    """They count as time of the tenant with the long pass, so the other tenant's pass comes right after them."""
     clock = Clock()
     monkeypatch.setattr(long_passes, "time", clock)
     execution = FakeExecution(clock, parts=6, seconds=1.0)
@@ -107,7 +110,7 @@ def test_short_passes_of_the_same_tenant_do_not_use_up_the_turns_of_others(monke
 
 
 def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes after the pass has run alone for long gets as much as if it had just begun."""
+    """A tenant that comes after the pass has run alone for long gets as much time as if the pass had just begun."""
     clock = Clock()
     monkeypatch.setattr(long_passes, "time", clock)
     execution = FakeExecution(clock, parts=12, seconds=1.0)
@@ -132,7 +135,7 @@ def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_long_pass_takes_a_step_at_a_time() -> None:
-    """A batch of the loop waits for one of them, however many there are."""
+    """A batch of the service loop waits for only one of them, however many there are."""
     running: list[str] = []
     most = 0
 

@@ -1,11 +1,11 @@
-"""An op that kills the server is run twice, not for ever, and costs nobody else anything."""
+"""An op that kills the server is run twice and then never again, and costs other tenants nothing."""
 
 import json
 from collections.abc import Callable
 
 from tests.support.servers.running import Server, Tenant, datum
 
-POISON = 13_131  # a token: whoever trains on it kills the process
+POISON = 13_131  # a pass with this token kills the process
 
 
 def results(tenant: Tenant, requests: list[str]) -> list[bytes]:
@@ -43,7 +43,7 @@ def test_the_third_start_is_up_and_all_others_lost_nothing(own_server: Callable[
         assert results(innocent, of_model) == expected
 
     assert server.stop() == 0
-    server.start()  # and once more: it is not run by any later start either
+    server.start()  # a second time: no later start runs it either
     assert json.loads(culprit.result(poison)) == outcome
 
 

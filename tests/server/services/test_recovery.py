@@ -1,8 +1,8 @@
-"""A server that dies at any moment goes on where it was: same ids, same results, every step applied once.
+"""A server that dies at any moment continues where it was: same ids, same results, every step applied once.
 
-Each story below is told up to its ``yield``; there the server ends, once for all stories, and starts again. It is
-killed with nothing but the journal on disk, killed with snapshots of everything, and told to end by SIGTERM. Stories
-that wait for a gap to be given up yield ``GAP`` first, so that all wait together.
+Each story below runs up to its ``yield``. There the server ends, once for all stories, and starts again: killed with
+nothing but the journal on disk, killed with snapshots of everything, and stopped by SIGTERM. Then the rest of each
+story checks the results. Stories that need a gap to time out yield ``GAP`` first, so that all wait together.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.support.servers.running import (
 from tests.support.servers.state_samples import change_rows
 
 GAP = 3.0
-PASS = 0.02  # a batch of passes takes this: time to end the server in the middle of things
+PASS = 0.02  # duration of a batch of passes: time to end the server in the middle of work
 STEPS = "fb os fb os fb os"
 
 Story = Callable[[Tenant], Iterator[float | None]]
@@ -41,13 +41,13 @@ def story(tell: Story) -> Story:
 
 
 def leaves_work(tell: Story) -> Story:
-    """A story that ends with work under way: told last and heard first."""
+    """Mark a story that ends with unfinished work: it runs last before the restart and first after it."""
     LEAVES_WORK.append(tell.__name__)
     return tell
 
 
 def train(tenant: Tenant, model: str, kinds: str, first: int = 1) -> list[str]:
-    """Submit one op after another without waiting. ``bad`` is a forward_backward that fails, ``-`` is left out."""
+    """Submit ops without waiting. ``bad`` is a forward_backward that fails; ``-`` skips a number."""
     requests = []
     for number, kind in enumerate(kinds.split(), first):
         if kind == "os":
@@ -63,17 +63,17 @@ def results(tenant: Tenant, requests: list[str]) -> list[bytes]:
 
 
 def undisturbed(tenant: Tenant, kinds: str) -> list[bytes]:
-    """What the same ops give on a new model that nothing happens to."""
+    """Return the results of the same ops on a new model without any restart."""
     return results(tenant, train(tenant, tenant.model(), kinds))
 
 
-# --- stories: work under way ------------------------------------------------------------------------------------------
+# --- stories: unfinished work -----------------------------------------------------------------------------------------
 
 
 @story
 @leaves_work
 def a_session_that_ends_during_the_replay(tenant):
-    """What was acknowledged before is in the checkpoint that a session leaves behind."""
+    """The checkpoint that the session leaves behind contains all acknowledged steps."""
     session = tenant.session()
     model = tenant.model(session)
     results(tenant, train(tenant, model, "fb os " * 15))
@@ -117,7 +117,7 @@ def all_delivered(tenant):
 
 @story
 def an_open_window(tenant):
-    """Gradients that wait for their optim_step are not lost, and not counted twice."""
+    """Gradients that wait for their optim_step are neither lost nor counted twice."""
     model = tenant.model()
     results(tenant, train(tenant, model, "fb os fb fb"))
     yield
@@ -159,7 +159,7 @@ def a_refused_step_drops_its_gradient(tenant):
 
 @story
 def a_step_with_wrong_parameters_keeps_its_gradient(tenant):
-    """Two of them, so that the restart repeats one and a new one follows."""
+    """Some wrong steps come before the restart, and one after it."""
     model = tenant.model()
     results(tenant, train(tenant, model, "fb"))
     for seq, wrong in enumerate([{"learning_rate": -1.0}, {"beta1": 1.5}, {"eps": -1.0}, {"grad_clip_norm": -1.0}], 2):
@@ -172,7 +172,7 @@ def a_step_with_wrong_parameters_keeps_its_gradient(tenant):
 
 @story
 def many_forward_passes(tenant):
-    """They are not run again, and their numbers are no gap."""
+    """They are not run again, and their numbers are not a gap."""
     kinds = "fb os " + "fwd " * 20 + "fb " + "fwd " * 20
     model = tenant.model()
     requests = train(tenant, model, kinds)
@@ -185,7 +185,7 @@ def many_forward_passes(tenant):
 
 @story
 def a_gap_among_forward_passes(tenant):
-    """A number that never came is told from those that were answered."""
+    """A missing number is distinguished from numbers that were answered."""
     model = tenant.model()
     requests = train(tenant, model, "fb fwd - fwd fwd")
     yield GAP
@@ -208,7 +208,7 @@ def a_failed_forward_spoils_nothing(tenant):
 
 @story
 def a_refused_gap(tenant):
-    """Number 2 never came: 3 and 4 failed, and the adapter goes on."""
+    """Number 2 never came: 3 and 4 failed, and the adapter continues."""
     model, twin = tenant.model(), tenant.model()
     requests, of_twin = (train(tenant, one, "fb - os fb") for one in (model, twin))
     yield GAP
@@ -223,7 +223,7 @@ def a_refused_gap(tenant):
 
 @story
 def a_refused_gap_that_was_filled_too_late(tenant):
-    """A number that was given up changes nothing when it comes after all, before the end or after it."""
+    """A missing number that arrives too late changes nothing, before or after the restart."""
     model, twin = tenant.model(), tenant.model()
     requests, of_twin = (train(tenant, one, "fb - os") for one in (model, twin))
     yield GAP
@@ -238,7 +238,7 @@ def a_refused_gap_that_was_filled_too_late(tenant):
 
 @story
 def a_number_from_far_away(tenant):
-    """Starting again takes no longer for a number that is far ahead of all others."""
+    """A number far ahead of all others does not slow down a start."""
     model = tenant.model()
     assert tenant.error(tenant.optim_step(model, 2**62))
     never_made = tenant.session()
@@ -311,7 +311,7 @@ def a_deleted_checkpoint_stays_deleted(tenant):
 
 @story
 def a_load(tenant):
-    """What was loaded stays, also when its source is replaced afterwards."""
+    """The loaded weights stay, even if their source is replaced afterwards."""
     model = tenant.model()
     train(tenant, model, "fb os")
     path = tenant.json(tenant.save(model, 3, "ck"))["path"]
@@ -327,14 +327,14 @@ def a_load(tenant):
 
 
 def begin_from(tenant: Tenant, path: str) -> tuple[str, str]:
-    """A model of a new session that begins as a checkpoint: its id, and the request."""
+    """Create a model from a checkpoint in a new session; return its id and the request id."""
     session = tenant.session()
     body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
     return f"{session}:train:0", tenant.submit("load_weights", body)
 
 
 def two_checkpoints(tenant: Tenant) -> tuple[str, str]:
-    """Of the same weights."""
+    """Save two checkpoints of the same weights."""
     model = tenant.model()
     train(tenant, model, "fb os")
     return tuple(tenant.json(tenant.save(model, seq, name))["path"] for seq, name in ((3, "gone"), (4, "kept")))
@@ -348,7 +348,7 @@ def begun_undisturbed(tenant: Tenant, path: str, kinds: str) -> list[bytes]:
 
 @story
 def a_model_that_began_as_a_checkpoint(tenant):
-    """Which is not needed any more once its client has heard of it."""
+    """The checkpoint is no longer needed once the client has the answer."""
     gone, kept = two_checkpoints(tenant)
     model, request = begin_from(tenant, gone)
     begun = tenant.result(request)
@@ -375,7 +375,7 @@ def a_model_that_was_to_begin_as_a_checkpoint(tenant):
 @story
 @leaves_work
 def an_export(tenant):
-    """Written once, also when it was only asked for."""
+    """It is written once, even if the server died before it was written."""
     model = tenant.model()
     train(tenant, model, "fb os")
     done = tenant.submit("save_weights_external", {"model_id": model, "seq_id": 3, "path": "done"})
@@ -395,7 +395,7 @@ def an_export(tenant):
 
 @story
 def an_unnamed_sampler(tenant):
-    """Published once, it samples the same for ever, whatever is trained afterwards."""
+    """Once published, it always samples the same, whatever is trained afterwards."""
     model = tenant.model()
     train(tenant, model, "fb os")
     request = tenant.publish(model, 3)
@@ -443,7 +443,7 @@ def named_samplers_and_the_base_model(tenant):
 
 @story
 def a_sampler_whose_checkpoint_was_replaced(tenant):
-    """It goes on to sample what it was made for."""
+    """It continues to sample from the weights that it was made with."""
     session = tenant.session()
     model = tenant.model(session)
     path = tenant.json(tenant.save(model, 1, "ck"))["path"]
@@ -462,7 +462,7 @@ def a_sampler_whose_checkpoint_was_replaced(tenant):
 @story
 @leaves_work
 def a_lost_sample(tenant):
-    """Samples are not kept over a restart: 410 makes the SDK send it again."""
+    """Samples do not survive a restart: 410 makes the SDK send them again."""
     body = {"session_id": tenant.session(), "sampling_session_seq_id": 0, "base_model": "mock"}
     sampler = tenant.post("create_sampling_session", body).json()["sampling_session_id"]
     request = tenant.sample(sampler)
@@ -475,7 +475,7 @@ def a_lost_sample(tenant):
 
 @story
 def requests_that_come_again(tenant):
-    """The same POST is the same future before and after; another body under an old number is refused."""
+    """The same POST is the same future before and after a restart; another body under a used number is refused."""
     session = tenant.post("create_session", {}, **{"X-Idempotency-Key": "k1"}).json()["session_id"]
     create = {"session_id": session, "model_seq_id": 0, "base_model": "mock", "lora_config": {"rank": 8, "seed": 1}}
     model = f"{session}:train:0"
@@ -508,7 +508,7 @@ def requests_that_come_again(tenant):
 
 @story
 def a_finished_session(tenant):
-    """Its models say how to go on, and the checkpoint they name is there."""
+    """Its models say how to continue, and the checkpoint that they name exists."""
     session = tenant.session()
     model = tenant.model(session)
     requests = train(tenant, model, "fb os")
@@ -525,11 +525,11 @@ def a_finished_session(tenant):
     assert results(tenant, train(tenant, again, "fwd fb", first=2))[1:] == undisturbed(tenant, "fb os fb")[2:]
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the restart ------------------------------------------------------------------------------------------------------
 
 
 class Told:
-    """All stories up to the end of the server, which has started again."""
+    """Runs all stories up to the end of the server, and restarts it."""
 
     def __init__(self, server: Server, by_signal: bool) -> None:
         self.server = server
@@ -544,7 +544,7 @@ class Told:
             assert server.stop() == 0
         else:
             server.kill()
-        server.tuning["gap"] = 60.0  # what waits behind a gap may wait until its story goes on
+        server.tuning["gap"] = 60.0  # ops behind a gap may wait until their story continues
         server.start()
 
     def tell(self, name: str) -> float | None:
@@ -583,7 +583,7 @@ def test_nothing_unexpected_is_logged(told: Told) -> None:
 
 
 def test_sigterm_drains(own_server: Callable[..., Server]) -> None:
-    """What runs is finished, every adapter is on disk, and the next server has nothing to do again."""
+    """Running ops are finished, every adapter is on disk, and the next server has nothing to replay."""
     server = own_server(**{"pass": 0.5, "snapshot": 60.0})
     tenant = Tenant(server.url, "tml-drain")
     model = tenant.model()
@@ -596,7 +596,7 @@ def test_sigterm_drains(own_server: Callable[..., Server]) -> None:
         started = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - started < 10
-        assert poll.result().status_code in (200, 408)  # a long poll does not hold it up
+        assert poll.result().status_code in (200, 408)  # a long poll does not delay the end
     server.tuning["pass"] = 0.0
     server.start()
     assert "replaying" not in server.log()
@@ -622,7 +622,7 @@ def test_half_written_directories_of_a_crash_are_removed(own_server: Callable[..
 
 
 def launched(server: Server) -> subprocess.CompletedProcess[str]:
-    """A second process with the configuration of ``server``."""
+    """Start a second process with the configuration of ``server``."""
     command = server.command("launch", "-c", str(server.directory / "config.yaml"))
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
 
@@ -645,7 +645,7 @@ def test_one_server_a_data_directory_and_port(own_server: Callable[..., Server])
 
 
 def test_a_model_that_is_served_no_more(own_server: Callable[..., Server]) -> None:
-    """Its runs and samplers say so, everything else works, and they are back when the model is."""
+    """Its runs and samplers report that, everything else works, and they return when the model does."""
     server = own_server(mock_config(), housekeeping=0.1)
     tenant = Tenant(server.url, "tml-model")
     model = tenant.model()
@@ -684,7 +684,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 def test_a_session_that_was_ending(own_server: Callable[..., Server]) -> None:
-    """A server that died between ending a session and parking its adapters parks them when it starts again."""
+    """A server that died between ending a session and evicting its adapters evicts them at the next start."""
     server = own_server(snapshot=60.0)
     tenant = Tenant(server.url, "tml-ending")
     session = tenant.session()

@@ -1,4 +1,4 @@
-"""Curves of runs: what the server measures of both protocols, what clients log, and what survives."""
+"""Curves of runs: what the server measures in both protocols, what clients log, and what survives a restart."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def address(run_id: str) -> str:
 
 
 def points(tenant: Tenant, run_id: str, count: int, source: str = "server") -> list[dict[str, Any]]:
-    """Once there are so many: they are written a moment after the step."""
+    """Return the points as soon as there are this many: they are written a moment after the step."""
     for _ in range(200):
         found = [point for point in tenant.get(address(run_id)).json()["points"] if point["source"] == source]
         if len(found) >= count:
@@ -33,7 +33,7 @@ def points(tenant: Tenant, run_id: str, count: int, source: str = "server") -> l
 
 
 def step(tenant: Tenant, model: str, first: int, rows: list[Any], **fields: Any) -> tuple[float, float]:
-    """A pass and a step; the pass's loss, and the norm that the step tells."""
+    """Run a pass and a step; return the pass's loss and the gradient norm that the step reports."""
     loss = tenant.loss(tenant.forward_backward(model, first, rows, **fields))
     told = tenant.json(tenant.optim_step(model, first + 1, learning_rate=0.05))
     return loss, told["metrics"]["unclipped_grad_l2:mean"]
@@ -118,7 +118,7 @@ def test_the_librarys_verbs(server: Server, request: pytest.FixtureRequest) -> N
         assert point["values"]["tokens"] == 8
         assert point["values"]["learning_rate"] == 0.05
     assert first["values"]["grad_norm"] == pytest.approx(float(norms[1]), rel=1e-3)
-    assert "grad_norm" not in second["values"]  # nobody asked for it
+    assert "grad_norm" not in second["values"]  # it was not requested
 
 
 def test_forward_calculate_loss_backward(server: Server, request: pytest.FixtureRequest) -> None:
@@ -148,7 +148,7 @@ def test_steps_are_counted_on_after_a_crash_and_none_twice(own_server) -> None:
     assert after[:1] == before
     assert [point["step"] for point in after] == [1, 2]
     step(tenant, model, 5, [datum([1, 2, 3])])
-    assert server.stop() == 0  # at once, and nothing is lost
+    assert server.stop() == 0  # stops right after the step, and loses nothing
     server.start()
     assert len(tenant.get(address(model)).json()["points"]) == 3
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_asked(tenant: Tenant, query: dict[str, Any]) -> None:
     assert tenant.get(address(tenant.model()), **query).status_code == 400
 
 
-# --- a database that is away ------------------------------------------------------------------------------------------
+# --- an unavailable database ------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_written_now_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path: Path, monkeypatch
         away.is_away = False
         measurements.stepped(RUN, 5, float("inf"), float("nan"))
         await measurements.stop()
-        assert [each.seq for each in away.steps] == [2, 3, 4, 5]  # the oldest were given up
+        assert [each.seq for each in away.steps] == [2, 3, 4, 5]  # the oldest were dropped
         assert away.steps[-1].values == {"tokens": 0.0}
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What ran when a process died: the notes on disk, and who is blamed."""
+"""Which ops ran when a process died: the notes on disk, and which op is blamed."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ from twinkle.server.services.running_ops import RunningOps
 
 
 def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool = False) -> None:
-    """Leave the notes of a process that ran batches, of which the first ``ended`` came to an end, and died."""
+    """Write the notes of a process that ran batches and died; the first ``ended`` batches had finished."""
 
     async def work() -> bytes:
         running = RunningOps(path)
@@ -21,7 +21,7 @@ def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool =
         return path.read_bytes()
 
     left = asyncio.run(work())
-    path.write_bytes(left)  # a loop that ends in order ends the blocks, too
+    path.write_bytes(left)  # restores them: the loop's orderly end has also ended the batches
 
 
 def deaths(path: Path, *request_ids: str) -> list[int]:
@@ -41,7 +41,7 @@ def test_only_what_ran_is_suspected(tmp_path):
 def test_the_second_death_names_the_culprit_alone(tmp_path):
     path = tmp_path / "mock"
     died_in(path, ["a:1", "b:1"])
-    died_in(path, ["a:1"], ["b:1"], ended=1)  # as suspects they run one after another
+    died_in(path, ["a:1"], ["b:1"], ended=1)  # suspected ops run one after another
     assert deaths(path, "a:1", "b:1") == [0, 2]
 
 

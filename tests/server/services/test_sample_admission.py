@@ -1,4 +1,4 @@
-"""Samples that are taken in, and those that go to the engine: no more than a tenant may have, and others not later."""
+"""Samples are admitted and sent to the engine up to a tenant's limits, and other tenants are not delayed."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def limited(clock: Clock | None = None, **limits: int) -> Tenants:
 
 
 def taken(service: SamplerService, count: int, tenant: str = "t", first: int = 0, **fields: object) -> int:
-    """How many of so many at once are let in."""
+    """Submit this many samples at once; return how many were admitted."""
     let_in = 0
     for number in range(first, first + count):
         try:
@@ -49,7 +49,7 @@ def test_waiting_samples_are_as_many_as_they_may_be() -> None:
             raise AssertionError("nothing ever ends here")
 
         assert sum(await asyncio.gather(*(one(number) for number in range(30)))) == 6
-        assert taken(service, 10, first=100) == 6  # those before were withdrawn
+        assert taken(service, 10, first=100) == 6  # the earlier ones were cancelled
 
     running(ScriptedSampler(), check, tenants=limited(max_waiting_samples_per_tenant=6))
 
@@ -61,7 +61,7 @@ def test_a_quarter_of_the_engine_is_left_for_others() -> None:
         taken(service, 100, "crowd")
         await turns(service)
         assert len(sampler.submitted) == 6
-        service.sample(session("quiet"), request(1000))  # however long all of those take
+        service.sample(session("quiet"), request(1000))  # admitted, however long the others take
         await turns(service)
         assert sampler.submitted[6:] == ["s:sample:0:1000"]
 
@@ -69,7 +69,7 @@ def test_a_quarter_of_the_engine_is_left_for_others() -> None:
 
 
 def test_a_full_engine_takes_the_first_request_of_others() -> None:
-    """A request counts with all its samples: one may fill the engine beyond its tenant's share."""
+    """A request counts with all its samples, so one request may exceed its tenant's share of the engine."""
     sampler = ScriptedSampler()
 
     async def check(service: SamplerService) -> None:
@@ -93,7 +93,7 @@ def test_who_fetches_nothing_gets_nothing_more_computed() -> None:
         await turns(service, 40)
         first = [each for each in sampler.submitted if each != "s:sample:0:100"]
         assert "s:sample:0:100" in sampler.submitted
-        # Those that were in the engine when the last one fitted may pass the limit, no others.
+        # Only samples that were in the engine when the last one fitted may exceed the limit.
         assert 5 <= len(first) <= 5 + 3
         with pytest.raises(QuotaError, match="bytes of results not fetched"):
             service.sample(session(), request(150))
@@ -111,14 +111,14 @@ def test_tokens_are_held_back_until_it_is_known_how_many_were_used() -> None:
     clock, sampler = Clock(), ScriptedSampler()
 
     async def check(service: SamplerService) -> None:
-        assert taken(service, 10) == 2  # 3 + 40 tokens each at most, of 100
+        assert taken(service, 10) == 2  # each takes up to 3 + 40 of 100 tokens
         with pytest.raises(RateLimitError, match="sampling tokens per minute: the limit of 100"):
             service.sample(session(), request(20))
         sampler.finish.add("s:sample:0:0")
         await turns(service)
         await service.wait(RequestId("s:sample:0", 0), 5)
-        assert taken(service, 10, first=30) == 1  # of 43 only five were used: 52 are left
-        service.cancel("s:sample:0:1")  # the engine had it: what it has done nobody knows
+        assert taken(service, 10, first=30) == 1  # only five of 43 were used, so 52 are left
+        service.cancel("s:sample:0:1")  # it was in the engine, so its use is unknown
         assert taken(service, 10, first=50) == 0
         clock.now += 60
         assert taken(service, 10, first=70) == 2

@@ -1,4 +1,4 @@
-"""The sampler service over the mock's sampler and over a scripted one."""
+"""The sampler service with the mock's sampler and with a scripted one."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ from twinkle.server.types import SamplingSessionRecord
 
 
 class ScriptedSampler:
-    """Finishes what it is told to, and remembers what was asked of it."""
+    """A sampler that finishes the requests in ``finish`` and records all calls."""
 
     def __init__(self) -> None:
         self.requests: dict[str, SampleRequest] = {}
@@ -64,7 +64,7 @@ class ScriptedSampler:
         self.cancelled.append(request_id)
         self.requests.pop(request_id, None)
 
-    busy = False  # it is woken by what is submitted
+    busy = False  # a submitted request wakes it
 
     def step(self) -> list[Finished | Progress]:
         if self.error is not None:
@@ -91,7 +91,7 @@ def request(number: int | str = 0, version: str | None = None, **fields) -> Samp
 async def generated(
     service: SamplerService, of: SamplingSessionRecord, wanted: SampleRequest
 ) -> AsyncGenerator[Progress | SampleResult, None]:
-    """The events of one request."""
+    """Yield the events of one request."""
     async with aclosing(service.generate(of, [wanted])) as events:
         async for _, event in events:
             yield event
@@ -112,7 +112,7 @@ def running(sampler, check: Callable[[SamplerService], Awaitable[None]], root: P
 
 
 async def turns(service: SamplerService, count: int = 3) -> None:
-    """Let the service work."""
+    """Let the service run a few turns."""
     for _ in range(count):
         service.sweep(0.0)
         for _ in range(100):
@@ -168,7 +168,7 @@ def test_leaving_early_cancels_in_the_engine() -> None:
         await turns(service)
         assert sampler.cancelled == ["s:sample:0:0"]
         assert service.status()["waiting_samples"] == 0
-        sampler.finish.add("s:sample:0:0")  # and the id may be used again
+        sampler.finish.add("s:sample:0:0")  # the id may be used again
         assert len([event async for event in generated(service, session(), request())]) == 1
 
     running(sampler, check)
@@ -256,7 +256,7 @@ def test_a_number_belongs_to_one_request() -> None:
 
 
 def test_cancelling() -> None:
-    """In the engine, in the queue before it, and when there is nothing (any more)."""
+    """Cancel samples in the engine, in the queue before it, and samples that do not exist (any more)."""
     sampler = ScriptedSampler()
 
     async def check(service: SamplerService) -> None:
@@ -267,7 +267,7 @@ def test_cancelling() -> None:
         for number in (1, 2, 7):
             service.cancel(f"s:sample:0:{number}")
         await turns(service)
-        assert sampler.cancelled == ["s:sample:0:1"]  # the engine never saw number 2
+        assert sampler.cancelled == ["s:sample:0:1"]  # number 2 never reached the engine
         for number in (1, 2):
             outcome = await service.wait(RequestId("s:sample:0", number), 5)
             assert json.loads(outcome.body) == {"error": "cancelled by its client", "category": "user"}
@@ -284,7 +284,10 @@ def test_cancelling() -> None:
 
 
 def test_samples_that_nobody_asks_for_are_cancelled() -> None:
-    """In the engine and before it. Whoever comes back is told to send them again; who waits is not disturbed."""
+    """In the engine and before it.
+
+    A client that returns is told to send them again; a waiting client is not affected.
+    """
     sampler = ScriptedSampler()
 
     def later(service: SamplerService, seconds: float) -> None:
@@ -297,7 +300,7 @@ def test_samples_that_nobody_asks_for_are_cancelled() -> None:
         await turns(service)
         later(service, 59)
         assert not service.unasked_sessions(60)
-        # A question for one is a sign of life for all of the client's.
+        # A poll for one sample is a sign of life for all samples of the client.
         await service.wait(RequestId("s:sample:0", 1), 0.01)
         later(service, 59)
         assert not service.unasked_sessions(60)
@@ -330,13 +333,13 @@ def test_acknowledged_results_are_freed() -> None:
             service.sample(session(), request(number))
         await turns(service)
         service.acknowledge("s:sample:0", ["s:sample:0:0", "s:sample:0:2", "s:sample:0:9", "nonsense"])
-        service.acknowledge("s:sample:1", ["s:sample:0:1"])  # not of that session
+        service.acknowledge("s:sample:1", ["s:sample:0:1"])  # it belongs to another session
         with pytest.raises(GoneError):
             await service.wait(RequestId("s:sample:0", 0), 5)
         assert await service.wait(RequestId("s:sample:0", 1), 5) is not None
         with service.delivering("s:sample:0:1") as delivery:
             delivery.complete = True
-        assert await service.wait(RequestId("s:sample:0", 2), 0) is None  # it is not done: nothing to free
+        assert await service.wait(RequestId("s:sample:0", 2), 0) is None  # it is not done, so there is nothing to free
         assert service._futures.unfetched_bytes("t") == 0
 
     running(sampler, check)
@@ -414,14 +417,14 @@ def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
         assert json.loads((await service.wait(RequestId("s:sample:0", 2), 5)).body)["category"] == "server"
         sampler.broken = False
         await works(3)
-        sampler.requests["ghost"] = request("ghost")  # nobody's, and it makes every turn fail
+        sampler.requests["ghost"] = request("ghost")  # belongs to no client and makes every turn fail
         for _ in range(3):
             sampler.error = ArithmeticError("ghost")
             await turns(service, 1)
         sampler.error = ArithmeticError("ghost")
         before = sampler.turns
         await asyncio.sleep(0.05)
-        assert sampler.turns - before < 3  # it is not tried again and again
+        assert sampler.turns - before < 3  # it is not retried all the time
         del sampler.requests["ghost"]
         await turns(service)
         await works(4)
@@ -447,7 +450,7 @@ def test_shutting_down_lets_readers_go_at_once() -> None:
 
 
 def test_the_lowest_number_that_a_client_may_wait_for() -> None:
-    """Also one that is done, until the client knows: the next server could not tell it."""
+    """A finished sample counts too until the client has it, because the next server would not know it."""
     sampler = ScriptedSampler()
 
     async def check(service: SamplerService) -> None:
@@ -482,10 +485,10 @@ def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path
             service.sample(session(version=version, directory=version), request(number, version))
         await turns(service)
         assert sampler.loaded == ["a", "b", "c"]
-        assert set(sampler.versions) == {"a", "b", "c"}  # more than there may be, and all in use
+        assert set(sampler.versions) == {"a", "b", "c"}  # more than the limit, but all in use
         sampler.finish |= {"s:sample:0:0", "s:sample:0:2"}
         await turns(service)
-        assert set(sampler.versions) == {"b", "c"}  # a was used least recently of those that are idle
+        assert set(sampler.versions) == {"b", "c"}  # of the idle ones, a was used least recently
         service.release_version("b")
         service.release_version("c")
         await turns(service)

@@ -1,4 +1,4 @@
-"""A loop that ends by a bug is seen at once: in the log, in health, and by whoever started the server."""
+"""A service loop that ends because of a bug is noticed at once: in the log, in health checks, by the server's exit."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ def test_a_bug_is_told_and_the_end_is_not_raised(caplog: pytest.LogCaptureFixtur
 def test_a_loop_that_was_told_to_end_is_not_broken(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         loop, told = ServiceLoop("sampling"), asyncio.Event()
-        await loop.ended()  # it never began
+        await loop.ended()  # it never started
         loop.start(_wait(told))
         broken = asyncio.create_task(loop.broken())
         told.set()
@@ -86,8 +86,8 @@ def loop_of(*, alive: bool, failed: bool = False) -> SimpleNamespace:
         (loop_of(alive=True), None, False, 200),
         (loop_of(alive=False, failed=True), loop_of(alive=True), False, 503),
         (loop_of(alive=True), loop_of(alive=False, failed=True), False, 503),
-        (loop_of(alive=False, failed=True), None, True, 503),  # it ends because of that
-        (loop_of(alive=False), loop_of(alive=False), True, 200),  # it ends
+        (loop_of(alive=False, failed=True), None, True, 503),  # the server ends because of the failure
+        (loop_of(alive=False), loop_of(alive=False), True, 200),  # the server ends
     ],
 )
 def test_health(training: Any, sampling: Any, stopping: bool, status: int) -> None:
@@ -102,7 +102,7 @@ def test_health(training: Any, sampling: Any, stopping: bool, status: int) -> No
 
 @pytest.mark.skipif(RUNTIME == "ray", reason="there Serve ends the process, and starts another")
 def test_a_server_whose_training_breaks_ends_and_the_next_one_does_what_was_accepted(own_server: Any) -> None:
-    server: Server = own_server(bug=2)  # in the second batch; the first one creates the adapter
+    server: Server = own_server(bug=2)  # in the second batch; the first creates the adapter
     tenant = Tenant(server.url, "tml-unlucky")
     model = tenant.model()
     body = tenant.forward_backward(model, 1)

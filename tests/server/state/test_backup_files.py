@@ -1,4 +1,4 @@
-"""The files of a backup: every bit of them is checked, all are on disk before it counts, and nobody else reads them."""
+"""The files of a backup: every bit is checked, all are on disk before it counts, and other users cannot read them."""
 
 import os
 import stat
@@ -44,7 +44,7 @@ def _write_checkpoint(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> dict[str, Path]:
-    """Return all files by their name in the directory."""
+    """Return all files below the directory by their relative names."""
     return {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
 
 
@@ -75,7 +75,7 @@ def test_a_backup_is_on_disk_before_it_says_so(tmp_path: Path, data_dir: Path, m
     manifest = backup / "backup.json"
     before = set(disk.flushed(before=True, name=manifest))
     assert {backup, *backup.rglob("*")} - {manifest} <= before
-    # And the way to it: every directory that is new here, in the one that was there.
+    # Also the path to it: every new directory, and the existing one that contains it.
     assert {backup, backup.parent, tmp_path} <= set(disk.flushed(before=False, name=manifest))
 
 
@@ -95,7 +95,7 @@ def test_what_is_restored_is_on_disk_before_it_has_its_name(
 def test_a_restored_database_elsewhere_is_on_disk_too(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may lie on another disk, where it is written once more."""
+    """The database may be on another disk, where it is written once more."""
     backup, database = tmp_path / "backup", tmp_path / "databases" / "mine.db"
     back_up(data_dir, data_dir / "state.db", backup)
     disk = Disk(monkeypatch)
@@ -104,7 +104,7 @@ def test_a_restored_database_elsewhere_is_on_disk_too(
 
 
 def test_bodies_that_the_server_deleted_are_not_missed(tmp_path: Path) -> None:
-    """Nobody runs an answered forward pass again: neither a backup nor check-data asks for its body."""
+    """An answered forward pass never runs again, so neither a backup nor check-data needs its body."""
     data_dir = tmp_path / "data"
 
     async def fill(store: Store) -> None:
@@ -121,7 +121,7 @@ def test_bodies_that_the_server_deleted_are_not_missed(tmp_path: Path) -> None:
 
 
 def test_nobody_else_reads_a_backup(tmp_path: Path, data_dir: Path) -> None:
-    """Also where its directory was there, open to all, and files of an earlier version of Twinkle are."""
+    """Even if its directory existed and was readable by all, and files come from an earlier version of Twinkle."""
     backup = tmp_path / "backup"
     backup.mkdir(mode=0o755)
     (adapter,) = data_dir.rglob("part/adapter")

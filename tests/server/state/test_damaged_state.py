@@ -1,4 +1,4 @@
-"""Damage on disk: what a start puts right, what it costs whom, what it refuses; and what check-data says of it."""
+"""Damage on disk: what a start repairs, what is lost and for whom, what is refused; and what check-data reports."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ RUN = "s1:train:1"
 
 
 def test_rows_have_the_checksums_of_earlier_versions() -> None:
-    """Rows on disk keep theirs: another number for the same values would call every row damaged."""
+    """Rows on disk keep their checksums: with another algorithm every existing row would seem damaged."""
     assert row_checksum(["s1:train:1", 17, b"\x00x", 1794877773.125, None, False]) == 2823939720
     assert row_checksum((float("nan"), -1e300, memoryview(b"ab"), 'é"\\\n', 2**70)) == 2041472230
 
@@ -48,7 +48,7 @@ async def _fill(store: Store) -> None:
 
 
 def _change(data_dir: Path, statement: str) -> None:
-    """Change a row as a flipped bit would, behind the back of its checksum."""
+    """Change a row as a flipped bit would, without updating its checksum."""
     with closing(sqlite3.connect(data_dir / "state.db")) as database:
         database.execute(statement)
         database.commit()
@@ -81,7 +81,7 @@ def test_a_damaged_row_of_an_op_costs_its_run_alone(tmp_path, caplog):
 
 @pytest.mark.parametrize("column", ["adapter_id", "kind", "digest"])
 def test_whose_a_damaged_op_is_can_be_told(tmp_path, column):
-    """Also where the id itself is hit, by which it cannot be found any more."""
+    """Even if the damage is in the id by which the op would be found."""
     with_store(tmp_path, _fill)
     _change(tmp_path, f"UPDATE ops SET {column} = 'r1:train:1' WHERE adapter_id = '{RUN}' AND seq = 1")
     states = _states(tmp_path)
@@ -89,7 +89,7 @@ def test_whose_a_damaged_op_is_can_be_told(tmp_path, column):
 
 
 def test_a_session_and_a_run_are_put_back_from_the_copy(tmp_path, caplog):
-    with_store(tmp_path, _fill)  # whose end makes a copy
+    with_store(tmp_path, _fill)  # closing the store makes a copy
     _change(tmp_path, "UPDATE sessions SET tenant_id = 'elice' WHERE session_id = 's1'")
     _change(tmp_path, f"UPDATE runs SET spec = 'x' WHERE run_id = '{RUN}'")
 
@@ -110,7 +110,7 @@ def test_without_a_copy_a_session_is_ended_and_its_owner_taken_from_its_runs(tmp
     async def check(store: Store) -> None:
         record = await store.sessions.get("s1")
         assert (record.tenant_id, record.state) == ("alice", "expired")
-        assert [each.run_id for each in await store.runs.left_behind()] == [RUN]  # which housekeeping parks
+        assert [each.run_id for each in await store.runs.left_behind()] == [RUN]  # the next maintenance evicts it
 
     with_store(tmp_path, check)
 
@@ -223,7 +223,7 @@ def test_a_database_that_cannot_be_used_is_refused_by_name_and_repaired_by_comma
 
 
 def test_flipped_bits_of_a_database_cost_a_row_or_are_refused(tmp_path):
-    """A slice of make damage, without servers: what is in a row never keeps a server from starting."""
+    """A small part of ``make damage``, without servers: the content of a row never prevents a start."""
     original, copy = tmp_path / "original", tmp_path / "copy"
     with_store(original, _fill)
     content = (original / "state.db").read_bytes()
@@ -312,7 +312,7 @@ def test_a_whole_wal_is_not(tmp_path, killed):
 
 
 def test_the_machine_went_down_since(tmp_path, killed, caplog):
-    """Then frames that were not synced may be missing, as is documented."""
+    """Frames that were not synced may then be missing, as documented."""
     data_dir = tmp_path / "data"
     shutil.copytree(killed, data_dir)
     os.truncate(data_dir / "state.db-wal", (data_dir / "state.db-wal").stat().st_size - 10_000)
@@ -381,7 +381,7 @@ def test_a_backup_with_a_wrong_bit_is_not_restored(tmp_path, capsys):
     data_dir, backup = tmp_path / "data", tmp_path / "backup"
     with_store(data_dir, _fill)
     back_up(data_dir, data_dir / "state.db", backup)
-    left = tmp_path / ".new.restoring-999999999"  # of a restore that was killed
+    left = tmp_path / ".new.restoring-999999999"  # left by a killed restore
     left.mkdir()
     for name in ("secret", "backup.json", "state.db"):
         content = (backup / name).read_bytes()

@@ -1,4 +1,4 @@
-"""The data directory holds what is kept and nothing else: directories that became empty go, too."""
+"""The data directory holds only what is kept: directories that became empty are deleted too."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_only_empty_directories_are_removed(tmp_path: Path) -> None:
     files.remove("checkpoints/r-1/weights/kept/3")
     files.remove_empty("checkpoints/r-1/weights/gone/4")
     assert below(tmp_path) == ["checkpoints"]
-    files.remove_empty("checkpoints/r-1/weights/gone/4")  # there is none, which is what was wanted
+    files.remove_empty("checkpoints/r-1/weights/gone/4")  # it does not exist, which is fine
 
 
 def test_a_start_clears_away_what_was_being_written_and_what_is_empty(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
 
 
 def test_nobody_else_reads_what_tenants_keep(tmp_path: Path) -> None:
-    """Also where the operator made the data directory, readable for all."""
+    """Even if the operator created the data directory readable for all."""
     (tmp_path / "data").mkdir(mode=0o755)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.jsonl").write_text('{"query": "a", "response": "b"}\n')
@@ -107,7 +107,7 @@ def test_nobody_else_reads_what_tenants_keep(tmp_path: Path) -> None:
 
 
 def _load_rows(tenant: Tenant, session: str, file: Path) -> None:
-    """Make a dataset in a process of the session, which keeps a table of its rows on disk."""
+    """Create a dataset in the session's worker, which keeps a table of its rows on disk."""
     meta = {"dataset_id": str(file), "_TWINKLE_TYPE_": "DatasetMeta"}
     body = {"processor_type": "dataset", "class_type": "Dataset", "dataset_meta": json.dumps(meta)}
     made = tenant.http.post("processor/twinkle/create", json=body, headers={"X-Twinkle-Session-Id": session})
@@ -115,12 +115,12 @@ def _load_rows(tenant: Tenant, session: str, file: Path) -> None:
 
 
 def readable(root: Path) -> list[str]:
-    """What others than the owner may read, list or enter below the directory."""
+    """Return what other users than the owner may read, list or enter below the directory."""
     found: list[str] = []
     for path in root.rglob("*"):
         try:
             mode = path.lstat().st_mode
-        except FileNotFoundError:  # what is being written has just got its name
+        except FileNotFoundError:  # a temporary file was just renamed
             continue
         if mode & 0o077 and not path.is_symlink():
             found.append(str(path.relative_to(root)))

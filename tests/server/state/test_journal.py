@@ -1,4 +1,4 @@
-"""The journal: what was appended is read back, a cut-off append harms nobody, a full disk changes nothing."""
+"""The journal: appended blobs can be read back, a truncated append does no harm, a full disk changes nothing."""
 
 import errno
 import os
@@ -107,7 +107,7 @@ def test_a_damaged_length_does_not_cost_what_follows(tmp_path):
     journal.close()
     path = files(tmp_path)[0]
     content = bytearray(path.read_bytes())
-    content[refs[0].offset + 12] ^= 1  # of the length: the file seems to end in the middle of this blob
+    content[refs[0].offset + 12] ^= 1  # in the length field, so the file seems to end in the middle of this blob
     path.write_bytes(content)
     assert Journal(tmp_path).read(refs[1]) == b"second"
 
@@ -199,7 +199,7 @@ def test_a_reader_changes_nothing(tmp_path):
     journal = Journal(tmp_path)
     (ref,) = journal.append([b"blob"])
     with files(tmp_path)[0].open("ab") as file:
-        file.write(b"TWJ1")  # as if the writer were in the middle of an append
+        file.write(b"TWJ1")  # as if a writer were in the middle of an append
     reader = Journal(tmp_path, writable=False)
     assert reader.read(ref) == b"blob"
     assert files(tmp_path)[0].read_bytes().endswith(b"TWJ1")

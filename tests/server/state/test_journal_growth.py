@@ -1,4 +1,4 @@
-"""What tenants leave in the journal: nothing that nobody needs, and no more than their quota."""
+"""What tenants leave in the journal: only what is still needed, and no more than their quota."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.support.servers.running import Server, Tenant, datum, mock_config, tensor, training_body
 
-BIG = 200_000  # tokens of a body
+BIG = 200_000  # tokens in a body
 
 
 def size(directory: Path) -> int:
@@ -16,7 +16,10 @@ def size(directory: Path) -> int:
 
 
 def wide(seq: int, tokens: int = BIG) -> list:
-    """Far too long for the model: an error when it runs. Its body has 12 bytes a token."""
+    """Return rows that are far too long for the model, so the op fails when it runs.
+
+    The body has 12 bytes per token.
+    """
     return [datum(np.full(tokens, seq % 97 + 1).tolist())]
 
 
@@ -29,7 +32,7 @@ def test_the_body_of_a_refused_request_is_not_journalled(own_server: Callable[..
         request = tenant.forward_backward(model, seq, rows)
         assert "unknown" in tenant.error(request)
     assert size(server.data_dir / "journal" / "bodies") < 20_000
-    assert tenant.forward_backward(model, 5, rows) == request  # the same request again, by its digest
+    assert tenant.forward_backward(model, 5, rows) == request  # the same request again, recognized by its digest
     other = [datum([1, 2, 4], unknown=tensor(np.zeros(BIG)))]
     assert "used before with another request" in tenant.error(tenant.forward_backward(model, 5, other))
     server.kill()
@@ -40,7 +43,7 @@ def test_the_body_of_a_refused_request_is_not_journalled(own_server: Callable[..
 
 
 def test_a_start_frees_the_bodies_of_answered_forward_passes(own_server: Callable[..., Server]) -> None:
-    """As an earlier version left them, which kept all since the last snapshot."""
+    """As an earlier version left them: it kept all bodies since the last snapshot."""
     server = own_server(snapshot=600.0)
     tenant = Tenant(server.url, "tml-evaluates")
     model = tenant.model()
@@ -50,9 +53,9 @@ def test_a_start_frees_the_bodies_of_answered_forward_passes(own_server: Callabl
     server.kill()
     assert size(server.data_dir / "journal" / "bodies") > 4 * BIG * 12
     server.start()
-    assert size(server.data_dir / "journal" / "bodies") > 0  # the same file has what is still needed
+    assert size(server.data_dir / "journal" / "bodies") > 0  # the same file holds bodies that are still needed
     tenant.result(tenant.optim_step(model, 6))
-    server.stop()  # with a snapshot
+    server.stop()  # writes a snapshot
     server.start()
     assert size(server.data_dir / "journal" / "bodies") == 0
     assert "unneeded files of the journal: freed 9.6 MB" in server.log()
@@ -64,7 +67,8 @@ def test_a_tenant_fills_its_part_of_the_journal_and_no_more(own_server: Callable
     tenant, other = Tenant(server.url, "tml-hoards"), Tenant(server.url, "tml-other")
     model = tenant.model()
     for seq in range(1, 5):
-        tenant.result(tenant.forward_backward(model, seq, wide(seq, 20_000)))  # 240 kB each, needed until a snapshot
+        # 240 kB each, needed until the next snapshot
+        tenant.result(tenant.forward_backward(model, seq, wide(seq, 20_000)))
     answer = tenant.post("forward_backward", training_body(model, 5, wide(5, 20_000)))
     assert answer.status_code == 429
     assert "max_journal_bytes_per_tenant" in answer.text

@@ -1,4 +1,4 @@
-"""A data directory of an earlier version opens and goes on, through both protocols. See stored_data.py."""
+"""A data directory of an earlier version opens and continues to work, through both protocols. See stored_data.py."""
 
 import json
 import tarfile
@@ -16,7 +16,7 @@ ARCHIVES = sorted((PROGRAMS / "data").glob("*.tar.gz"))
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.gz"))
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """A server on the unpacked directory, and what to expect of it."""
+    """A server on the unpacked directory, and the expected results."""
     directory = tmp_path_factory.mktemp("older")
     with tarfile.open(request.param) as archive:
         archive.extractall(directory, filter="data")
@@ -45,7 +45,7 @@ def test_published_weights_sample_as_before(opened, alice):
 
 
 def test_checkpoints_load(opened, alice):
-    """Its own, and the one that an adapter became when its session ended."""
+    """A saved checkpoint, and the one that an adapter became when its session ended."""
     _, expected = opened
     model = alice.model(seed=9)
     alice.json(alice.load(model, 1, expected.checkpoint))

@@ -1,4 +1,4 @@
-"""Who serves a data directory, and that there is one at a time."""
+"""The record of the process that serves a data directory, and that there is only one at a time."""
 
 from pathlib import Path
 

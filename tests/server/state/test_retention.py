@@ -1,4 +1,4 @@
-"""Rows of sessions that ended go, so that creating and finishing sessions for ever does not fill the disk."""
+"""Rows of ended sessions are deleted, so that endlessly creating and finishing sessions does not fill the disk."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def kept(data_dir: Path) -> dict[str, list[str]]:
 
 
 async def fill(store: Store) -> None:
-    """Sessions: active, ended with nothing, ended with a run and a checkpoint, ended with samplers, ended just now."""
+    """Add sessions: active; ended without anything, with a run and a checkpoint, with samplers; and just ended."""
     for number, name in enumerate(("active", "empty", "saved", "samplers")):
         await store.sessions.create(session(name, last_seen=100.0 + number))
         await store.runs.add(run(1, name, state="parked"))
@@ -63,7 +63,7 @@ def test_what_is_old_goes_and_what_has_files_stays(tmp_path: Path) -> None:
             "sampling_sessions": ["active:sample:1", "samplers:sample:2"],
         }
         assert await store.retention.delete_ended(1000.0) == 0
-        # Once the files are gone, their rows are ordinary ones.
+        # Once the files are gone, their rows can be deleted.
         await store.sampling_sessions.delete("samplers:sample:2")
         saved = await store.checkpoints.get("saved:train:1", "weights", "final")
         assert saved is not None
@@ -138,7 +138,7 @@ def test_a_long_traceback_is_no_mistake(tenant: Tenant) -> None:
 
 
 def test_creating_and_finishing_for_ever(own_server) -> None:
-    """The file stops growing, what has a checkpoint stays, and an honest tenant is not in the way."""
+    """The file stops growing, sessions with a checkpoint stay, and an honest tenant is not affected."""
     limits = {"ended_session_retention_seconds": 0.2, "max_session_rows_per_tenant": 40, "parked_adapter_seconds": 1e6}
     server: Server = own_server(mock_config(limits=limits), housekeeping=0.1)
     honest, busy = Tenant(server.url, "tml-honest"), Tenant(server.url, "tml-busy")

@@ -1,4 +1,4 @@
-"""Every run has directories of its own, whatever the ids look like; those of earlier versions are still found."""
+"""Every run has its own directories, whatever its id looks like; those of earlier versions are still found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ SESSION = "session_" + "0" * 32
 
 def test_runs_of_both_protocols_have_names_of_their_own() -> None:
     assert directory_name(run_id(SESSION, 0)) != directory_name(native_run_id(SESSION, "train-0"))
-    assert directory_name("s-1:train:0") == "s-1-train-0"  # as ever, where nothing else can be meant
+    assert directory_name("s-1:train:0") == "s-1-train-0"  # unchanged, because it is unambiguous
     assert directory_name(native_run_id(SESSION, "a")) == f"{SESSION}-a"
 
 
@@ -38,7 +38,7 @@ _ids = st.one_of(
 @given(_ids, _ids)
 def test_no_two_ids_share_a_directory(one: str, other: str) -> None:
     assert (directory_name(one) == directory_name(other)) == (one == other)
-    assert one == other or directory_name(one) != other.replace(":", "-")  # what earlier versions called it
+    assert one == other or directory_name(one) != other.replace(":", "-")  # the name in earlier versions
     assert "/" not in directory_name(one)
 
 
@@ -46,7 +46,7 @@ def test_snapshots_of_one_run_leave_those_of_another_alone(tmp_path: Path) -> No
     files = DataDir(tmp_path)
     mine, other = files.snapshot(run_id(SESSION, 0), 1), files.snapshot(native_run_id(SESSION, "train-0"), 1)
     old = tmp_path / "snapshots" / f"{SESSION}-train-0" / "1-abcd"
-    another_old = old.with_name("2-abcd")  # of the other run, in the directory that they shared
+    another_old = old.with_name("2-abcd")  # of the other run, in the directory that both shared
     for directory in (mine, other, old, another_old):
         directory.mkdir(parents=True)
     files.remove_older_snapshots(mine, files.relative(old))
@@ -68,7 +68,7 @@ def test_two_runs_whose_names_are_alike_survive_a_restart(own_server: Callable[.
         native.verb("clip_grad_and_step", adapter_name="train-0")
     state = native.verb("get_state_dict", adapter_name="train-0")
     loss = tenant.loss(tenant.forward_backward(model, 5, ROW, forward_only=True))
-    assert server.stop() == 0  # writes a snapshot of each
+    assert server.stop() == 0  # writes a snapshot of each run
     server.start()
     assert native.verb("get_state_dict", adapter_name="train-0") == state
     assert tenant.loss(tenant.forward_backward(model, 6, ROW, forward_only=True)) == loss
@@ -105,4 +105,4 @@ def test_directories_of_an_earlier_version_are_found(own_server: Callable[..., S
     )
     assert not list((server.data_dir / "checkpoints" / old).rglob("adapter*"))
     server.start()
-    assert tenant.loss(tenant.forward_backward(model, 8, ROW, forward_only=True)) != loss  # the step is not forgotten
+    assert tenant.loss(tenant.forward_backward(model, 8, ROW, forward_only=True)) != loss  # the step was kept

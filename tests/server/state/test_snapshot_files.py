@@ -1,4 +1,4 @@
-"""Snapshots and copies are on disk, with the way to them, before anybody may delete what they replace."""
+"""Snapshots and copies, with all their parent directories, are on disk before what they replace may be deleted."""
 
 import os
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_a_snapshot_is_on_disk_before_it_has_its_name(tmp_path: Path, disk: Disk
     write_snapshot(directory, SNAPSHOT, b"state")
     before = disk.flushed(before=True)
     assert {path.name for path in before[:-1]} == FILES
-    assert before[-1] == before[0].parent  # the directory that lists them, after them
-    # And the way to it: every directory that is new here, in the one that was there.
+    assert before[-1] == before[0].parent  # the directory is flushed after its files
+    # Also the path to it: every new directory, and the existing one that contains it.
     assert disk.flushed(before=False) == [directory.parent, tmp_path / "snapshots", tmp_path]
     assert {path.name for path in directory.iterdir()} == FILES
     np.testing.assert_array_equal(read_snapshot(directory).weights, SNAPSHOT.weights)
@@ -75,7 +75,7 @@ def test_a_copy_is_on_disk_with_all_that_is_in_it(tmp_path: Path, disk: Disk) ->
 
 
 def test_a_copy_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the error's own number: what is gone is another answer than a disk that is full."""
+    """By the error's own number: a missing source is a different error than a full disk."""
     with pytest.raises(FileNotFoundError):
         copy_whole(tmp_path / "gone", tmp_path / "copy")
     (tmp_path / "source").mkdir()

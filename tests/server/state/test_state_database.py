@@ -1,4 +1,4 @@
-"""The writer: many callers, few transactions, in order, each failing alone."""
+"""The database writer: many callers, few transactions, in order, and each caller fails alone."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ on_sqlite = pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 
 
 def with_database(tmp_path, test, is_new=True):
-    """A database with a table of integers to play with."""
+    """Run the test on a database with a table of integers."""
     if is_new:
         with_store(tmp_path, _nothing)
 
@@ -46,7 +46,7 @@ async def _nothing(store: Store) -> None:
 
 
 async def numbers(database: Database) -> list[int]:
-    """Those that tests added, which start at 10."""
+    """Return the numbers that tests added, which start at 10."""
     rows = await database.read(lambda cursor: cursor.rows(ALL, {}))
     return [row["version"] for row in rows if row["version"] >= 10]
 
@@ -129,7 +129,7 @@ def test_a_cancelled_caller_disturbs_nobody(tmp_path):
 
 
 def test_a_server_and_a_tool_that_write_wait_for_each_other(tmp_path):
-    """Looking before writing is safe: nobody writes in between."""
+    """A transaction that reads before it writes is safe: no other process writes in between."""
     under_way = threading.Event()
     seen: list[str] = []
 
@@ -174,7 +174,7 @@ def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path):
 def test_a_full_disk_under_the_database_is_a_typed_error(tmp_path):
     async def check(database: Database):
         def limit(cursor: Cursor) -> None:
-            cursor.driver_cursor.execute("PRAGMA max_page_count=1")  # SQLite rounds up to what is there already
+            cursor.driver_cursor.execute("PRAGMA max_page_count=1")  # SQLite raises it to the current size
             cursor.driver_cursor.fetchall()
 
         await database.write(limit)

@@ -1,4 +1,4 @@
-"""API keys: whose they are, and that they are stored nowhere."""
+"""API keys: which tenant they belong to, and that they are never stored."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Records as rows: what is stored is pinned here to the byte, since rows of earlier versions have checksums over it."""
+"""Records as rows: the stored form is fixed to the byte, because existing rows have checksums over it."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_a_mode_of_target_modules_stays_text() -> None:
 
 
 def test_other_buffers_become_bytes_and_other_columns_are_ignored() -> None:
-    """PostgreSQL's driver may return buffers; queries may return more than a record needs."""
+    """PostgreSQL's driver may return buffers, and queries may return more columns than a record needs."""
     mapper = RecordMapper(CustomLossRecord, CUSTOM_LOSSES)
     row = mapper.row(LOSS) | {"digest": memoryview(LOSS.digest), "more": 1}
     assert mapper.record(row) == LOSS

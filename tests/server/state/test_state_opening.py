@@ -114,7 +114,7 @@ def test_a_database_can_be_elsewhere_and_must_be_a_file_or_postgresql(tmp_path):
 
 
 def migrated(data_dir: Path, *more) -> None:
-    """Open the database as a Twinkle would that knows more migrations."""
+    """Open the database like a Twinkle version that knows more migrations."""
     url = url_of(data_dir)
     driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), Role.SERVER)
     with driver.connect() as connection:
@@ -187,7 +187,7 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
         query(tmp_path, f"ALTER TABLE {table} DROP COLUMN checksum")
     query(tmp_path, "UPDATE schema_version SET version = 1")
     if backend == "sqlite":
-        query(tmp_path, "PRAGMA user_version = 0")  # which notes what the tables look like, since version 8
+        query(tmp_path, "PRAGMA user_version = 0")  # which records the form of the tables since version 8
 
     async def check(store: Store):
         assert await store.runs.get("s1:train:1") == run(1)
@@ -268,7 +268,7 @@ def test_everything_acknowledged_survives_sigkill(tmp_path, lines):
         os.kill(process.pid, signal.SIGKILL)
         printed += process.stdout.readlines()
     assert process.returncode == -signal.SIGKILL
-    # The last line may have been cut off by the kill too.
+    # The kill may also have cut off the last line.
     acknowledged = [line.split() for line in printed if line.endswith("\n")]
     assert len(acknowledged) >= lines
     last = max(Path(data_dir / "journal" / "bodies").iterdir())
@@ -285,7 +285,7 @@ def test_everything_acknowledged_survives_sigkill(tmp_path, lines):
             assert word == "accepted" or record.outcome is not None, (word, adapter, seq)
         for number in range(8):
             adapter = f"s1:train:{number}"
-            for record in await store.ops.since(adapter, 0):  # what was not acknowledged is whole, too
+            for record in await store.ops.since(adapter, 0):  # ops that were not acknowledged are complete too
                 assert await store.ops.body(record) == body(adapter, record.seq)
                 if record.outcome is not None:
                     assert (await store.ops.outcome(adapter, record.seq)).body == body(adapter, record.seq)

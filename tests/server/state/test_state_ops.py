@@ -123,7 +123,7 @@ def test_ops_since_a_number_are_in_sequence_order(tmp_path):
 
 
 async def _five_ops(store: Store) -> None:
-    """All finished at 100; the first two delivered at 200; a snapshot covers the first four."""
+    """Add five ops: all finished at 100, the first two delivered at 200; a snapshot covers the first four."""
     await begin(store)
     for seq in range(1, 6):
         await accept(store, op(seq, bytes([seq]) * 100))
@@ -177,7 +177,7 @@ def test_ops_of_an_adapter_that_is_gone_are_dropped_when_nobody_asks_any_more(tm
 
 
 def test_segments_are_deleted_when_nobody_needs_them(tmp_path):
-    """Bodies go with the snapshot, outcomes with their rows, and never one that is needed."""
+    """Bodies are deleted with the snapshot, outcomes with their rows, and never one that is needed."""
 
     def segments(kind: str) -> int:
         return len(list((tmp_path / "journal" / kind).iterdir()))
@@ -214,13 +214,13 @@ def test_an_answered_forward_pass_is_never_replayed_and_its_body_goes(tmp_path):
             for seq, kind in enumerate([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.FORWARD], 1):
                 await accept(store, replace(op(seq, bytes(900), kind=kind), adapter_id=adapter))
             await store.ops.record_outcomes([(adapter, seq, done()) for seq in (1, 2, 3)], now=5.0)
-        # A native forward pass leaves something behind; one without an outcome still has to run.
+        # A native forward pass has effects; a pass without an outcome still has to run.
         assert [record.seq for record in await store.ops.since(native, 0)] == [1, 2, 3, 4]
         assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == [2, 4]
         assert await store.ops.final_since(ADAPTER, 0) == [1, 3]
         assert await store.ops.final_since(ADAPTER, 1) == [3]
         pruned = await store.ops.prune(6.0, delivered_seconds=100.0, finished_seconds=100.0)
-        assert (pruned.rows, pruned.body_segments) == (0, 2)  # 1 and 3 of ADAPTER
+        assert (pruned.rows, pruned.body_segments) == (0, 2)  # of ops 1 and 3 of ADAPTER
         assert pruned.freed_bytes == 2 * 916
         assert await store.ops.bytes_by_tenant() == {run(1).tenant_id: 6 * 900 + 6 * 2}
 
@@ -234,11 +234,11 @@ def test_a_snapshot_covers_forward_passes_without_being_written_again(tmp_path):
         for seq, kind in enumerate(kinds, 1):
             await accept(store, op(seq, kind=kind))
         await store.ops.record_outcomes([(ADAPTER, seq, done()) for seq in (1, 2, 3)], now=5.0)
-        assert not await store.snapshots.advance(ADAPTER, 3, None)  # there is none
+        assert not await store.snapshots.advance(ADAPTER, 3, None)  # there is no snapshot yet
         await store.snapshots.set(SnapshotRecord(ADAPTER, 0, "d", None, 3.0))
-        assert not await store.snapshots.advance(ADAPTER, 3, None)  # 1 changed the adapter
+        assert not await store.snapshots.advance(ADAPTER, 3, None)  # op 1 changed the adapter
         await store.snapshots.set(SnapshotRecord(ADAPTER, 1, "d", None, 3.0))
-        assert not await store.snapshots.advance(ADAPTER, 4, None)  # 4 has not ended
+        assert not await store.snapshots.advance(ADAPTER, 4, None)  # op 4 has not ended
         assert await store.snapshots.advance(ADAPTER, 3, 2)
         assert await store.snapshots.get(ADAPTER) == SnapshotRecord(ADAPTER, 3, "d", 2, 3.0)
         assert [record.seq for record in await store.ops.since(ADAPTER, 3)] == [4]
@@ -345,6 +345,6 @@ def test_a_large_body_does_not_hold_up_the_event_loop(tmp_path):
             await asyncio.sleep(0)
             turns += 1
         assert await store.ops.body(task.result().record) == body
-        assert turns > 20  # of the loop, while checksum and write were under way
+        assert turns > 20  # turns of the event loop while checksum and write were running
 
     with_store(tmp_path, check)

@@ -1,4 +1,4 @@
-"""What only PostgreSQL can do to a store: be restarted, lose connections, let in servers from other machines."""
+"""What only PostgreSQL can do to a store: restart, lose connections, admit servers from other machines."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ ADAPTER = "s1:train:1"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One that tests may stop."""
+    """A cluster that tests may stop."""
     cluster = Cluster()
     yield cluster
     cluster.close()
@@ -57,12 +57,12 @@ async def store_at(tmp_path, url, lock=True):
 
 
 def end_connections(url: str) -> int:
-    """As a network would that forgets them; how many there were."""
+    """End all connections, as a broken network would; return how many there were."""
     others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
     return len(execute(url, f"SELECT pg_terminate_backend(pid) {others}"))
 
 
-# --- one server a database --------------------------------------------------------------------------------------------
+# --- one server per database ------------------------------------------------------------------------------------------
 
 
 def test_a_second_server_is_refused_whatever_its_directory(tmp_path, url):
@@ -73,7 +73,7 @@ def test_a_second_server_is_refused_whatever_its_directory(tmp_path, url):
             assert isinstance(caught.value, OSError)
             async with store_at(tmp_path / "three", url, lock=False) as tool:
                 await tool.keys.create("alice", "laptop", 1.0)
-        with pytest.raises(DamagedStateError, match="secret is missing"):  # the keys were made with another one
+        with pytest.raises(DamagedStateError, match="secret is missing"):  # the keys were made with another secret
             await Store.open(tmp_path / "four", url)
         async with store_at(tmp_path / "two", url) as next_one:
             assert len(await next_one.keys.list()) == 1
@@ -207,7 +207,7 @@ def test_an_answer_to_commit_that_never_came(tmp_path, url, monkeypatch, committ
             before = store._database.transactions
             accepted = await asyncio.gather(*(accept(store, op(seq, str(seq).encode())) for seq in range(1, 21)))
             assert all(one.created for one in accepted)
-            assert store._database.transactions - before <= 3  # the first op, and all others, which came meanwhile
+            assert store._database.transactions - before <= 3  # the first op, and all others, which arrived meanwhile
             assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == list(range(1, 21))
             for one in accepted:
                 assert await store.ops.body(one.record) == str(one.record.seq).encode()
@@ -238,7 +238,7 @@ def test_a_long_outage_is_an_error_until_it_is_over(tmp_path, cluster, url, monk
 
 
 def test_a_commit_in_doubt_waits_and_lets_nobody_else_wait(tmp_path, cluster, url, monkeypatch):
-    """Whoever sends an op again must not hear that it is there already, unless somebody knows of it."""
+    """A repeated op must not be answered as already accepted unless the commit is known to have succeeded."""
     monkeypatch.setattr(database_module, "_OUTAGE_SECONDS", 0.3)
 
     async def main():
@@ -277,7 +277,7 @@ def test_a_store_can_be_closed_while_the_database_is_away(tmp_path, cluster, url
     assert caplog.text == ""
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def _has_no_password(text: str, url: str) -> None:
@@ -378,7 +378,7 @@ def test_a_server_whose_database_stays_away_says_so_and_goes_on_later(own_server
 
 
 def test_the_command_line(own_server: Callable[..., Server], tmp_path, cluster, url):
-    """Keys of a server on PostgreSQL, and what a server says that must not start."""
+    """Key commands with PostgreSQL, and the message of a server that must not start."""
     server = own_server(mock_config(persistence={"url": url}, auth={"mode": "keys"}))
     config = str(server.directory / "config.yaml")
     made = subprocess.run(server.command("keys", "create", "-c", config), capture_output=True, text=True, check=True)

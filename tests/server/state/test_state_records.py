@@ -200,9 +200,11 @@ def test_checkpoints_are_listed_newest_first_and_expire(tmp_path):
         first = await store.checkpoints.get("s1:train:1", "weights", "c0")
         assert (first.public, first.expires_at) == (True, 300.0)
         await store.checkpoints.begin_delete(first)
-        assert [record.name for record in await store.checkpoints.expired(0.0)] == ["c0"]  # a crash is no way back
+        # a crash does not undo the deletion
+        assert [record.name for record in await store.checkpoints.expired(0.0)] == ["c0"]
         await store.checkpoints.finish_delete(replace(first, directory="elsewhere"))
-        assert await store.checkpoints.get("s1:train:1", "weights", "c0") is not None  # another one of this name
+        # a different checkpoint of this name
+        assert await store.checkpoints.get("s1:train:1", "weights", "c0") is not None
         await store.checkpoints.finish_delete(first)
         assert await store.checkpoints.get("s1:train:1", "weights", "c0") is None
         assert not await store.checkpoints.lie_in(first.directory)

@@ -1,4 +1,4 @@
-"""Curves in the database: how many points and names a run has, and which go."""
+"""Curves in the database: how many points and names a run may have, and which are deleted."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_old_points_are_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         kept = [point.step for point in await store.run_metrics.since(RUN, 0, 10_000)]
         assert 32 <= len(kept) <= 72
         assert kept[0] == 1
-        assert kept[-30:] == list(range(971, 1001))  # what is new is all there
+        assert kept[-30:] == list(range(971, 1001))  # recent points are complete
 
     with_store(tmp_path, check)
 

@@ -1,4 +1,4 @@
-"""Several processes of one server on one state: the lock they share, journals by writer, leases."""
+"""Several processes of one server share a state: the shared lock, one journal for each writer, leases."""
 
 import asyncio
 import subprocess
@@ -72,7 +72,7 @@ def test_each_member_reads_what_any_has_journalled(tmp_path):
             assert [outcome.body for outcome in outcomes if outcome] == [b"2", b"3"]
         await one.close()
         await two.close()
-        alone = await Store.open(tmp_path)  # finds all of it, too
+        alone = await Store.open(tmp_path)  # a single process finds all of it
         assert (await alone.ops.outcome(run(1).run_id, 3)) is not None
         await alone.close()
 
@@ -119,9 +119,10 @@ def test_leases(tmp_path):
         assert await store.leases.claim("other", "b", now + 1, 10) is Claim.TAKEN
         assert await store.leases.claim("house", "a", now + 5, 10) is Claim.RENEWED
         assert await store.leases.claim("house", "b", now + 14, 10) is Claim.REFUSED
-        assert await store.leases.claim("house", "a", now + 16, 10) is Claim.RENEWED  # late, but nobody has had it
+        # late, but no other process took it
+        assert await store.leases.claim("house", "a", now + 16, 10) is Claim.RENEWED
         assert await store.leases.claim("house", "b", now + 27, 10) is Claim.TAKEN
-        await store.leases.give_up("house", "a")  # not its own
+        await store.leases.give_up("house", "a")  # not the holder
         assert await store.leases.claim("house", "a", now + 28, 10) is Claim.REFUSED
         await store.leases.give_up("house", "b")
         assert await store.leases.claim("house", "a", now + 28, 10) is Claim.TAKEN

@@ -1,4 +1,4 @@
-"""Usage by tenant and day, disk space, and limits that are checked where they are written down."""
+"""Usage by tenant and day, disk space, and limits that are checked in the transaction that writes."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ def test_counts_add_up_by_tenant_and_day_whoever_writes_them(tmp_path):
 
 
 def test_totals_go_on_and_each_count_is_written_once(tmp_path):
-    """On the day that it happened, also when that is over by the time it is written."""
+    """A count belongs to the day on which it happened, even if it is written on a later day."""
     now = 20_000 * DAY
 
     async def test(store: Store):
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_kept_for_the_next_time(tmp_path):
 
 
 def test_disk_space_is_what_lies_there(tmp_path):
-    """A sampler that was made from a checkpoint keeps its files, also when the checkpoint was deleted."""
+    """A sampler made from a checkpoint keeps its files, even if the checkpoint was deleted."""
 
     async def test(store: Store):
         await begin(store)
@@ -136,7 +136,7 @@ def test_no_more_is_kept_than_may_be_however_many_save_at_once(tmp_path):
         assert sum(await asyncio.gather(*map(save, range(40)))) == 5
         assert await store.usage.storage_of("alice") == 50
         kept = (await store.checkpoints.list("alice", 100)).items[0]
-        larger = replace(kept, size_bytes=15, directory="larger")  # what it replaces does not count
+        larger = replace(kept, size_bytes=15, directory="larger")  # the replaced checkpoint does not count
         assert await store.checkpoints.add(larger, overwrite=True, most_bytes=55) == kept
 
     with_store(tmp_path, test)

@@ -1,4 +1,4 @@
-"""Dashboards and docs name only metrics and labels that the server has."""
+"""Dashboards and docs name only metrics and labels that exist."""
 
 import json
 import re
@@ -19,7 +19,7 @@ DASHBOARDS = sorted((COOKBOOK / "grafana" / "dashboards").glob("*.json"))
 
 
 def exposed() -> dict[str, set[str]]:
-    """Sample names to their labels, from an exposition in which every instrument has a value."""
+    """Return sample names with their labels, from an exposition in which every instrument has a value."""
     metrics = Metrics()
     for one in INSTRUMENTS:
         if not one.read and one.kind == "counter":
@@ -46,7 +46,7 @@ _FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "topk", "histogram
 
 
 def unknown_names(query: str) -> list[str]:
-    """What a query names and the server does not have."""
+    """Return the names in a query that the server does not have."""
     text = _RANGE.sub("", _STRING.sub('""', query))
     used: set[str] = set()
     wrong: list[str] = []
@@ -67,7 +67,7 @@ def unknown_names(query: str) -> list[str]:
 
 
 def labels_of_result(query: str) -> set[str]:
-    """Those it is grouped by, or all that its metrics have."""
+    """Return the labels by which a query is grouped, or else all labels of its metrics."""
     grouped = {label.strip() for group in _GROUPING.findall(query) for label in group.split(",")}
     return grouped or {label for name in re.findall(r"\w+", query) for label in EXPOSED.get(name, ())}
 
@@ -123,7 +123,7 @@ def test_a_misspelt_name_is_noticed(query: str, wrong: list[str]) -> None:
     assert unknown_names(query) == wrong
 
 
-# --- the rest of what is written down ---------------------------------------------------------------------------------
+# --- other files with metric names ------------------------------------------------------------------------------------
 
 
 def test_the_page_has_the_table() -> None:

@@ -1,4 +1,4 @@
-"""Logs for machines: every line is JSON and says which request it is about."""
+"""JSON logs: every line is JSON and names its request."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ KEY = "tml-secret-of-a-tenant"
 
 
 class JsonServer(Server):
-    """Its stderr is a file of its own: what is announced goes to stdout."""
+    """A server whose stderr goes to its own file; the announcement goes to stdout."""
 
     @property
     def errors(self) -> Path:
@@ -83,7 +83,7 @@ def test_outside_of_requests(record: logging.LogRecord) -> None:
 
 
 def test_whoever_logs_may_name_the_request(record: logging.LogRecord) -> None:
-    """In the compute thread no request is being served."""
+    """In the compute thread no request is being served, so the code that logs may name one."""
     record.request_id = "s-1:sample:0:3"
     line = json.loads(JsonFormatter().format(record))
     assert line["request_id"] == "s-1:sample:0:3"
@@ -106,7 +106,7 @@ def test_ids_of_no_form_are_not_repeated(sent: str) -> None:
 
 
 def test_a_bug_is_found_by_the_id_of_its_answer() -> None:
-    """The answer of an unexpected error is made outside of the middleware that adds the id."""
+    """The answer to an unexpected error is made outside of the middleware that adds the id."""
     app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # never started: there is no gateway
     answer = TestClient(app, raise_server_exceptions=False).get("/api/v1/healthz/ready")
     assert answer.status_code == 500

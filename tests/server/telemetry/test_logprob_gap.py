@@ -1,4 +1,4 @@
-"""The gap between trainer and sampler, against the plain formula."""
+"""The gap between trainer and sampler, compared with the plain formula."""
 
 import math
 
@@ -17,7 +17,7 @@ def row(sampled: list[float] | None) -> Datum:
 
 
 def test_formula() -> None:
-    """Over all sampled tokens of all rows, prompts (zeros) left out."""
+    """The mean over all sampled tokens of all rows, without prompts (zeros)."""
     data = [row([0.0, -1.0, -2.0]), row(None), row([-0.5, -3.0])]
     trained = [np.array(lp, np.float32) for lp in ([-9.0, -1.5, -1.75], [-1.0, -1.0, -1.0], [-0.5, -2.0])]
     differences = [-0.5, 0.25, 0.0, 1.0]

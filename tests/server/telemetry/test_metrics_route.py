@@ -1,4 +1,4 @@
-"""/metrics of a real server: what it says after some work, and to whom."""
+"""/metrics of a real server: its content after some work, and who may read it."""
 
 import json
 import socket
@@ -114,7 +114,7 @@ def _get(server: Server, **headers: str | bytes) -> int:
 def test_local_callers_may_read_others_not(server: Server) -> None:
     assert _get(server) == 200
     assert _get(server, Accept="application/openmetrics-text") == 200
-    for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"):  # somebody else's request, passed on
+    for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"):  # a request forwarded for somebody else
         assert _get(server, **{name: "10.0.0.1"}) == 401
     assert _get(server, Host="metrics.example.com") == 401
     assert _get(server, Host="metrics.example.com", Authorization="Bearer tml-tenant") == 401
@@ -148,7 +148,8 @@ def test_a_token_opens_it_and_keys_of_tenants_do_not(
     [
         ({"telemetry": {"metrics": "off"}}, 404),
         ({"telemetry": {"metrics": "token"}}, 401),
-        ({"public_url": "https://tune.example.com"}, 401),  # then a proxy is in front of it, and calls from here
+        # then there is a proxy in front, which calls from this machine
+        ({"public_url": "https://tune.example.com"}, 401),
     ],
 )
 def test_nobody_may_read(config: dict[str, Any], status: int) -> None:

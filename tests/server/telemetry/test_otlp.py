@@ -1,4 +1,4 @@
-"""Export by OTLP: what a collector gets of a real server, and what happens without a collector."""
+"""OTLP export: what a collector gets from a real server, and what happens without a collector."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def exporter(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> 
 def test_a_request_is_followed_to_its_batch_and_result(exporter: Server, collector: Collector) -> None:
     tenant = Tenant(exporter.url, "tml-traced")
     model = tenant.model()
-    tenant.http.headers["traceparent"] = f"00-{TRACE}-{SPAN}-01"  # of the client's own trace
+    tenant.http.headers["traceparent"] = f"00-{TRACE}-{SPAN}-01"  # the client's own trace
     request_id = tenant.forward_backward(model, 1)
     del tenant.http.headers["traceparent"]
     tenant.result(request_id)
@@ -65,13 +65,13 @@ def test_a_request_is_followed_to_its_batch_and_result(exporter: Server, collect
     assert set(below) == {"wait", "run"}
     assert any(s.parent_span_id == submit.span_id for s in collector.named("journal"))
 
-    # The batch is a trace of its own, linked both ways.
+    # The batch has its own trace, with links in both directions.
     (batch,) = [span for span in collector.named("batch") if request_id in attributes(span)["twinkle.request_ids"]]
     assert batch.trace_id != op.trace_id
     assert [link.span_id for link in batch.links] == [op.span_id]
     assert [link.span_id for link in below["run"].links] == [batch.span_id]
 
-    # So is the poll that fetched the result.
+    # So has the poll that fetched the result.
     polls = [
         s
         for s in collector.named("POST /api/v1/retrieve_future")
@@ -128,7 +128,7 @@ def _sum(collector: Collector, name: str, **labels: str) -> float:
 
 
 def test_no_collector(own_server: Callable[..., Server]) -> None:
-    """Nothing waits, nothing fails, the log says it once; and it is noticed when one comes."""
+    """Nothing waits or fails, the log says it once, and a collector that starts later gets data."""
     port = free_port()
     server = own_server(exporting(f"http://127.0.0.1:{port}"), otlp=0.5)
     tenant = Tenant(server.url, "tml-alone")
@@ -146,7 +146,8 @@ def test_no_collector(own_server: Callable[..., Server]) -> None:
     tenant.result(tenant.forward_backward(model, 6))
     assert server.stop() == 0
     log = server.log()
-    assert 2 <= log.count("cannot be exported") <= 4  # once each, and once more after it went
+    # once for each signal, and once more after the collector went away
+    assert 2 <= log.count("cannot be exported") <= 4
     assert "opentelemetry" not in log
     assert "Traceback" not in log
 
@@ -168,6 +169,6 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name.startswith(hidden)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    Telemetry(TelemetryConfig())  # needs none of it
+    Telemetry(TelemetryConfig())  # needs none of these packages
     with pytest.raises(MissingDependencyError, match=r"telemetry\.enabled: true needs .* extra 'telemetry'"):
         Telemetry(TelemetryConfig(enabled=True))

@@ -1,4 +1,4 @@
-"""What is read when somebody asks: usage of tenants, and a database that is away."""
+"""Values that are read at a scrape: usage of tenants, and an unavailable database."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ class Usage:
 
 
 def gateway(tmp_path: Path, active: Callable[[], Awaitable[int]]) -> SimpleNamespace:
-    """One without models."""
+    """Return a gateway without models."""
     sessions = SimpleNamespace(active=active)
     store = SimpleNamespace(sessions=sessions, sampling_sessions=sessions)
     return SimpleNamespace(

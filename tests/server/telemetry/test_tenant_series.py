@@ -1,4 +1,4 @@
-"""Usage by tenant: a bounded number of series, and no total that ever falls."""
+"""Usage by tenant: a bounded number of series, and no total that ever decreases."""
 
 import random
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def test_the_busiest_have_their_own() -> None:
     trained(series, totals)
     totals["b"].trained_tokens += 5
     totals["c"].trained_tokens += 6
-    totals["d"].trained_tokens += 1000  # too late
+    totals["d"].trained_tokens += 1000  # too late to get its own series
     assert trained(series, totals) == {"b": 5, "c": 6, OTHER: 1 + 50 + 9 + 3 + 1000}
 
 

@@ -1,4 +1,4 @@
-"""Where any key is a tenant there is no end of them: what a process keeps by tenant is bounded."""
+"""If any key is a tenant, their number is unlimited: what a process keeps for each tenant must be bounded."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from twinkle.server.usage import FORGOTTEN, Usage, UsageCounts
 
 
 def visit(queue: Scheduler, tenant: str, tokens: int = 10) -> None:
-    """An adapter comes, trains once and leaves."""
+    """Add an adapter, train once and remove it."""
     queue.add_adapter(f"{tenant}/a", tenant)
     queue.submit(op_of(f"{tenant}/a", 0, OpKind.FORWARD_BACKWARD, tokens, b""), 0.0)
     run_all(queue)
@@ -49,12 +49,12 @@ def test_the_scheduler_forgets_tenants_who_left(monkeypatch: pytest.MonkeyPatch)
     numbers = queue.numbers()
     assert len(numbers.tokens) <= 21
     assert len(numbers.waiting) <= 21
-    assert numbers.all_tokens == 2000  # what was done is not undone
+    assert numbers.all_tokens == 2000  # finished work still counts
 
 
 def test_leaving_and_coming_back_clears_nothing() -> None:
-    """Whoever had much waits for whoever had little, also under the same id again."""
-    queue = Scheduler(10)  # one pass a batch
+    """A tenant that used much waits for one that used little, even if it leaves and returns under the same id."""
+    queue = Scheduler(10)  # one pass per batch
     visit(queue, "greedy", tokens=1000)
     queue.add_adapter("g", "greedy")
     queue.add_adapter("m", "modest")
@@ -161,7 +161,7 @@ def test_usage_is_kept_of_a_bounded_number_of_tenants(monkeypatch: pytest.Monkey
     assert totals["busy"].trained_tokens == 100
     assert sum(each.trained_tokens for each in totals.values()) == sum(range(100)) + 100
     assert totals[FORGOTTEN].requests == 91
-    assert len(counts.take_unwritten()) == 101  # for the database nothing is forgotten
+    assert len(counts.take_unwritten()) == 101  # the counts for the database are complete
 
 
 def test_series_of_tenants_who_were_forgotten_end_and_no_other_falls(monkeypatch: pytest.MonkeyPatch) -> None:

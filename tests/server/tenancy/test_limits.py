@@ -1,4 +1,7 @@
-"""Every limit of a tenant, asked by many at once: exactly as many get in as may, and each refusal names the limit."""
+"""Every limit of a tenant, with many requests at once.
+
+Exactly as many are admitted as allowed, and refusals name the limit.
+"""
 
 import asyncio
 import json
@@ -58,7 +61,7 @@ def other(strict: Server, request: pytest.FixtureRequest) -> Tenant:
 
 
 def at_once(tenant: Tenant, path: str, contents: list[dict[str, Any] | bytes]) -> list[httpx.Response]:
-    """All of them posted at the same time."""
+    """Post all of them at the same time."""
 
     async def main() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -80,7 +83,7 @@ def at_once(tenant: Tenant, path: str, contents: list[dict[str, Any] | bytes]) -
 
 
 def split(answers: list[httpx.Response], limit: str) -> list[dict[str, Any]]:
-    """The bodies of those that were let in; all others were refused, and know by which limit."""
+    """Return the bodies of the admitted requests. All others must be refused with the name of the limit."""
     refused = [answer for answer in answers if answer.status_code != 200]
     for answer in refused:
         assert answer.status_code == 429, answer.text
@@ -134,11 +137,11 @@ def test_queued_ops_and_the_one_that_they_wait_for(guest: Tenant, other: Tenant)
     taken = split(at_once(guest, "forward_backward", bodies), "queued ops: 8 of 8 in use")
     assert len(taken) == 8
     repeated = int(taken[0]["request_id"].rpartition(":")[2])
-    assert guest.forward_backward(model, repeated) == taken[0]["request_id"]  # is there already
+    assert guest.forward_backward(model, repeated) == taken[0]["request_id"]  # it is queued already
     assert other.loss(other.forward_backward(other.model(), 1)) > 0
     missing = [seq for seq in range(1, 10_000) if f"{model}:{seq}" not in {each["request_id"] for each in taken}]
     filled: list[str] = []
-    for seq in missing:  # each gap in turn: what comes next is always let in
+    for seq in missing:  # fill each gap in turn: the next op of an adapter is always admitted
         filled.append(guest.forward_backward(model, seq))
         guest.result(filled[-1])
         if seq > max(int(each["request_id"].rpartition(":")[2]) for each in taken):
@@ -172,7 +175,8 @@ def test_sampling_tokens_a_minute_and_what_was_not_used_comes_back(guest: Tenant
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
     sampler = guest.post("create_sampling_session", body).json()["sampling_session_id"]
     started = time.monotonic()
-    bodies: list[dict[str, Any] | bytes] = [sample_body(sampler, seq) for seq in range(60)]  # 15 tokens at most
+    # each takes up to 15 tokens
+    bodies: list[dict[str, Any] | bytes] = [sample_body(sampler, seq) for seq in range(60)]
     taken = split(at_once(guest, "asample", bodies), "sampling tokens per minute: the limit of 150 is reached")
     sampled = sum(len(guest.tokens(each["request_id"])) + 3 for each in taken)
     assert sampled <= 150 + 15 + (time.monotonic() - started) * 150 / 60
@@ -185,7 +189,7 @@ def test_disk_space(guest: Tenant, strict: Server) -> None:
     assert guest.get("checkpoints").json()["checkpoints"] == []
     name = model.replace(":", "-").split("-train")[0]
     assert not [path for path in strict.data_dir.glob("checkpoints/*/*/*/*") if name in str(path)]
-    assert guest.loss(guest.forward_backward(model, 3)) > 0  # training goes on
+    assert guest.loss(guest.forward_backward(model, 3)) > 0  # training continues
 
 
 def test_results_that_nobody_fetches(guest: Tenant) -> None:
@@ -208,7 +212,7 @@ def test_results_that_nobody_fetches(guest: Tenant) -> None:
 
 
 def test_bodies_on_their_way(guest: Tenant, other: Tenant, strict: Server) -> None:
-    """Five that say they have 400 kB and send none of them: two fit, and three hear at once that they do not."""
+    """Five clients announce 400 kB and send none of it: two fit, and three are refused at once."""
     head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {guest.key}\r\n"
     connections = [socket.create_connection(("127.0.0.1", strict.port), timeout=60) for _ in range(5)]
     try:
@@ -225,7 +229,7 @@ def test_bodies_on_their_way(guest: Tenant, other: Tenant, strict: Server) -> No
     finally:
         for connection in connections:
             connection.close()
-    for _ in range(200):  # whoever left leaves room
+    for _ in range(200):  # a client that disconnects frees its share
         if guest.post("forward_backward", b"x" * 700_000).status_code != 429:
             return
         time.sleep(0.05)
@@ -233,7 +237,7 @@ def test_bodies_on_their_way(guest: Tenant, other: Tenant, strict: Server) -> No
 
 
 def waited_for(connections: list[socket.socket], count: int) -> dict[socket.socket, str]:
-    """What these were told, once at least ``count`` of them were told something."""
+    """Return the answers, as soon as at least ``count`` connections got one."""
     said: dict[socket.socket, str] = {}
     deadline = time.monotonic() + 60
     for connection in connections:
@@ -250,12 +254,12 @@ def waited_for(connections: list[socket.socket], count: int) -> dict[socket.sock
         time.sleep(0.02)
 
 
-# --- what ops cost beside their tokens and bytes, and all tenants together --------------------------------------------
+# --- prices beyond tokens and bytes, and limits for all tenants together ----------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on which one tenant, or three with little each, come to a limit at once."""
+    """A server on which one tenant, or three small ones, reach a limit at once."""
     config = mock_config(limits={"max_training_tokens_per_minute": 12, "max_queued_bytes": 100_000})
     server = Server(tmp_path_factory.mktemp("tight"), config).start()
     yield server
@@ -266,23 +270,23 @@ def test_one_token_with_many_targets_is_charged_for_them(tight: Server) -> None:
     wide = datum((1, 2), target_tokens=tensor([[5] * 1024], "i8"))
     greedy, modest = (Tenant(tight.url, f"tml-{name}") for name in ("greedy", "modest"))
     model = greedy.model()
-    greedy.result(greedy.forward_backward(model, 1, [wide]))  # 1 token, charged as 8
+    greedy.result(greedy.forward_backward(model, 1, [wide]))  # 1 token, priced as 8
     refused = greedy.post("forward_backward", training_body(model, 2, [wide]))
     assert refused.status_code == 429, refused.text
     assert "training tokens per minute: the limit of 12 is reached" in refused.json()["detail"]
     assert 10 <= int(refused.headers["Retry-After"]) <= 60
     model = modest.model()
-    for seq in range(1, 9):  # as much as one of the others cost
+    for seq in range(1, 9):  # together as expensive as one of the others
         modest.result(modest.forward_backward(model, seq, [datum((1, 2))]))
 
 
 def padded_step(model: str, seq: int) -> bytes:
-    """An op that takes 31 kB of memory while it waits."""
+    """Return an op that takes 31 kB of memory while it waits."""
     return json.dumps({"model_id": model, "seq_id": seq, "adam_params": {}}).encode().ljust(30_000)
 
 
 def test_bytes_of_queued_ops_of_all_tenants(tight: Server) -> None:
-    """Everybody's first number is missing. Nobody is near a limit of their own."""
+    """The first number of every tenant is missing. No tenant is near its own limit."""
     tenants = [Tenant(tight.url, f"tml-waiting-{name}") for name in "abc"]
     models = [tenant.model() for tenant in tenants]
     waiting = [
@@ -295,12 +299,12 @@ def test_bytes_of_queued_ops_of_all_tenants(tight: Server) -> None:
         assert "max_queued_bytes)" in refused.json()["detail"]
         assert int(refused.headers["Retry-After"]) >= 1
     for tenant, model, request_id in zip(tenants, models, waiting, strict=True):
-        tenant.result(tenant.submit("optim_step", padded_step(model, 1)))  # what the others wait for is let in
+        tenant.result(tenant.submit("optim_step", padded_step(model, 1)))  # the op that the others wait for is admitted
         tenant.result(request_id)
     tenants[0].result(tenants[0].submit("optim_step", padded_step(models[0], 3)))
 
 
-# --- by tenant --------------------------------------------------------------------------------------------------------
+# --- limits by tenant -------------------------------------------------------------------------------------------------
 
 
 def test_a_tenant_may_have_limits_of_its_own(own_server: Callable[..., Server], tmp_path) -> None:
@@ -317,7 +321,7 @@ def test_a_tenant_may_have_limits_of_its_own(own_server: Callable[..., Server], 
         made = subprocess.run([*command, "--name", name], capture_output=True, text=True, check=True, env=environment())
         tenant = Tenant(server.url, made.stdout.strip())
         deadline, active = time.monotonic() + 60, 0
-        while active < sessions:  # key names are read when the server keeps house
+        while active < sessions:  # key names are read during maintenance
             assert time.monotonic() < deadline, f"{name}: {active}"
             active += tenant.post("create_session", {}).status_code == 200
             time.sleep(0.05)

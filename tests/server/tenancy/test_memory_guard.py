@@ -1,4 +1,4 @@
-"""The guard refuses new work before memory runs out, and lets caches go first."""
+"""The guard refuses new work before memory runs out, and drops caches first."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def test_work_that_would_touch_the_reserve_is_refused() -> None:
     guard = MemoryGuard(256 * MIB, machine.read)
     guard.check(30 * MIB)
     with pytest.raises(OverloadedError, match="memory_reserve_bytes") as refused:
-        guard.check(20 * MIB)  # the first counts, though nobody has looked since
+        guard.check(20 * MIB)  # the first request counts, although memory was not read again since
     assert refused.value.retry_after > 0
     guard.check(20 * MIB, urgent=True)
     assert (guard.budget.resource, guard.budget.limit) == ("process_memory", LIMIT - 256 * MIB)
@@ -65,7 +65,7 @@ def test_caches_go_before_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_new_work_is_refused_and_the_rest_goes_on(own_server: Callable[..., Server]) -> None:
-    """The reserve is more than the machine has: every piece of new work meets it."""
+    """The reserve is larger than the machine's memory, so all new work is refused."""
     server = own_server(mock_config())
     tenant = Tenant(server.url, "tml-a")
     model = tenant.model()

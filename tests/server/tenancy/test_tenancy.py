@@ -1,4 +1,4 @@
-"""Tenants never meet: another tenant's ids answer exactly like ids that nobody has, on every endpoint there is."""
+"""Tenants are isolated: on every endpoint, another tenant's ids answer exactly like ids that do not exist."""
 
 import importlib
 import itertools
@@ -27,8 +27,8 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files and the list of routes, which are the same for everyone.
 PAGES = {("GET", path) for path in ("/dashboard", "/dashboard/", "/dashboard/{part}", "/docs", "/redoc")}
-# The first have nothing of a tenant's to tell, and whoever watches the server has no key. What is fetched by a signed
-# address has its own tests, in test_downloads.py and test_archives.py.
+# Health routes reveal nothing about tenants, and monitoring has no key. Routes with signed addresses have their own
+# tests, in test_downloads.py and test_archives.py.
 PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/healthz/ready"),
@@ -40,15 +40,15 @@ PUBLIC = {
     ("GET", "/traces/{token}"),
     *PAGES,
 }
-# Not for tenants, whose keys open nothing there: see test_metrics_route.py.
+# Not for tenants, whose keys give no access: see test_metrics_route.py.
 OPERATORS = ("GET", "/metrics")
-# About nothing but the key that the request has, and refused where keys are not issued: see test_auth.py.
+# These concern only the key of the request and are refused where keys are not issued: see test_auth.py.
 ABOUT_THE_KEY = {("POST", "/auth/token"), ("DELETE", "/auth/apikey/me")}
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Everything a tenant can name."""
+    """All ids that a tenant can use in requests."""
 
     session: str
     model: str
@@ -77,7 +77,7 @@ class Ids:
 
 
 class Victim:
-    """A tenant who has one of everything."""
+    """A tenant that owns one object of every kind."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
@@ -102,7 +102,7 @@ class Victim:
         )
 
     def belongings(self) -> dict[str, object]:
-        """All that the tenant sees of its own."""
+        """Return everything that the tenant sees of its own."""
         tenant, ids = self.tenant, self.ids
         return {
             "session": tenant.get(f"sessions/{ids.session}").json(),
@@ -125,7 +125,7 @@ def _timeless(run: dict[str, object]) -> dict[str, object]:
 
 
 def _own_model(tenant: Tenant) -> str:
-    """A model of the attacker's own; made once."""
+    """Return the attacker's own model, which is created once."""
     session = tenant.post("create_session", {}, **{"X-Idempotency-Key": "own"}).json()["session_id"]
     return tenant.model(session)
 
@@ -135,19 +135,19 @@ def _own_session(tenant: Tenant) -> str:
 
 
 def _load_foreign(tenant: Tenant, path: str) -> httpx.Response:
-    """The answer is in the future."""
+    """Load another tenant's checkpoint; the answer is in the future."""
     model = tenant.model()
     return tenant.poll(tenant.load(model, 1, path, optimizer=False))
 
 
 def _own_checkpoint(tenant: Tenant) -> str:
-    """Of the attacker's own; made once."""
+    """Return the attacker's own checkpoint, which is created once."""
     model = _own_model(tenant)
     return tenant.json(tenant.save(model, 1, "own"))["path"]
 
 
 def _of_run(path: str) -> str:
-    """A checkpoint's place in the REST interface."""
+    """Return a checkpoint's path in the REST interface."""
     run, _, checkpoint = path.removeprefix("tinker://").partition("/")
     return f"training_runs/{run}/checkpoints/{checkpoint}"
 
@@ -161,7 +161,7 @@ def _gets(path: Callable[[Ids], str]) -> Attack:
 
 
 def _asks(path: str, **more: object) -> list[Attack]:
-    """To sample, by everything that ``model`` may be."""
+    """Return requests for samples, with every kind of name that ``model`` may have."""
     names: list[Callable[[Ids], str]] = [
         lambda ids: ids.model,
         lambda ids: ids.checkpoint,
@@ -181,7 +181,7 @@ def _describes(path: str) -> list[Attack]:
 
 
 def _at(tenant: Tenant, path: str) -> httpx.URL:
-    """Also outside the prefix."""
+    """Return the URL of a path, also outside the prefix."""
     return tenant.http.base_url.copy_with(path=path if path.startswith("/v1/") else PREFIX + path)
 
 
@@ -214,7 +214,7 @@ def _custom_loss(session_id: str) -> dict[str, object]:
 
 
 def _train_with(tenant: Tenant, loss_id: str) -> httpx.Response:
-    """On a model of one's own; the answer is in the future."""
+    """Train the attacker's own model with this loss; the answer is in the future."""
     config = {"loss_id": pb.LossConfigValue(text=loss_id)}
     return tenant.poll(tenant.forward_backward(tenant.model(), 1, loss="custom", loss_fn_config_v2=config))
 
@@ -223,7 +223,7 @@ _STEP = {"adam_params": {"learning_rate": 0.1}}
 _PATH = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
-# By route, every way to name something of another tenant's. A route without a case fails a test below.
+# For each route, every way to name something of another tenant. A route without a case fails a test below.
 ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ("POST", "/session_heartbeat"): [_posts("session_heartbeat", lambda ids: {"session_id": ids.session})],
     ("POST", "/sessions/{session_id}/finish"): [
@@ -231,7 +231,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ],
     ("GET", "/sessions/{session_id}"): [_gets(lambda ids: f"sessions/{ids.session}")],
     ("POST", "/create_model"): [
-        _posts("create_model", lambda ids: _create_model(ids, 0)),  # one that is there, word for word
+        _posts("create_model", lambda ids: _create_model(ids, 0)),  # repeats an existing creation exactly
         _posts("create_model", lambda ids: _create_model(ids, 7)),
     ],
     ("POST", "/create_custom_loss"): [_posts("create_custom_loss", lambda ids: _custom_loss(ids.session))],
@@ -242,8 +242,8 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ],
     ("POST", "/forward_backward"): [
         _posts("forward_backward", lambda ids: {"model_id": ids.model, "seq_id": 6, "forward_backward_input": {}}),
-        _posts("forward_backward", lambda ids: training_body(ids.model, 1)),  # a repetition of the owner's
-        _posts("forward_backward", lambda ids: training_body(ids.model, 6)),  # the owner's next
+        _posts("forward_backward", lambda ids: training_body(ids.model, 1)),  # repeats the owner's op
+        _posts("forward_backward", lambda ids: training_body(ids.model, 6)),  # takes the owner's next number
         _posts("forward_backward", lambda ids: training_body(ids.model, 6, forward_only=True)),
         _posts("forward_backward", lambda ids: training_body(ids.model, 6, loss="nonsense")),
         lambda tenant, ids: _train_with(tenant, ids.loss),
@@ -330,7 +330,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ],
     ("GET", "/samplers/{sampler_id}"): [_gets(lambda ids: f"samplers/{ids.sampler}")],
     ("POST", "/asample"): [
-        _posts("asample", lambda ids: sample_body(ids.sampler, 0)),  # a repetition of the owner's
+        _posts("asample", lambda ids: sample_body(ids.sampler, 0)),  # repeats the owner's sample
         _posts("asample", lambda ids: sample_body(ids.sampler, 1)),
     ],
     ("GET", "/training_runs/{run_id}"): [_gets(lambda ids: f"training_runs/{ids.model}")],
@@ -359,7 +359,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ],
     ("GET", "/sessions/{session_id}/trace_export"): [_gets(lambda ids: f"sessions/{ids.session}/trace_export")],
 }
-# They take the same, under two paths, and refuse in OpenAI's form.
+# These routes exist under two paths and refuse in OpenAI's format.
 OPENAI_ROUTES = {
     (method, prefix + path)
     for prefix in ("", "/v1")
@@ -375,7 +375,7 @@ for _prefix in ("", "/v1"):
     ATTACKS["POST", f"{_prefix}/chat/completions"] = _asks(f"{_prefix}/chat/completions", **_CHAT)
     ATTACKS["POST", f"{_prefix}/completions"] = _asks(f"{_prefix}/completions", prompt=[5, 6, 7])
     ATTACKS["GET", f"{_prefix}/models/{{model}}"] = _describes(f"{_prefix}/models")
-# Routes that take no id: a stranger's answer is that of a tenant who has nothing.
+# Routes without an id: a stranger gets the same answer as a tenant who owns nothing.
 WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
     ("POST", "/client/config"): lambda tenant: tenant.post("client/config", {}),
     ("POST", "/client/dynamic_config"): lambda tenant: tenant.post("client/dynamic_config", {}),
@@ -396,12 +396,12 @@ WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
 }
 
 
-# Our own protocol, whose tenants are in test_native_gateway.py, test_dashboard_routes.py and their like.
+# The native protocol, whose isolation is tested in test_native_gateway.py, test_dashboard_routes.py and similar files.
 NATIVE = ("/-/", *(f"{PREFIX}/{area}/" for area in ("twinkle", "model", "sampler", "processor")))
 
 
 def routes() -> set[tuple[str, str]]:
-    """Method and path of everything the application answers to in other protocols, but its own description."""
+    """Return method and path of all routes of other protocols, without the application's own description."""
 
     @asynccontextmanager
     async def nothing(_app: FastAPI) -> Iterator[None]:
@@ -440,7 +440,7 @@ CASES = [(route, number) for route, attacks in ATTACKS.items() for number in ran
 
 
 def anonymous(answer: httpx.Response, ids: Ids) -> tuple[int, str, dict[str, str]]:
-    """An answer without the ids that the request had, and without what differs between any two answers."""
+    """Return an answer without the request's ids and without parts that differ between any two answers."""
     text = answer.text
     for name, value in sorted(asdict(ids).items(), key=lambda item: -len(item[1])):
         text = text.replace(value.removeprefix("tinker://"), f"<{name}>").replace(ids.session, "<session>")
@@ -456,7 +456,7 @@ def test_foreign_is_unknown(victim: Victim, stranger: Tenant, route: tuple[str, 
     unknown = anonymous(attack(stranger, nobody), nobody)
     assert foreign == unknown
     status, text, _ = foreign
-    assert status == 404 or (status == 200 and json.loads(text)["category"] == "user")  # a future that failed
+    assert status == 404 or (status == 200 and json.loads(text)["category"] == "user")  # 200: a failed future
     assert "unknown" in text
 
 
@@ -520,7 +520,7 @@ def test_keys_of_no_form(server: Server, headers: dict[str, str]) -> None:
 
 
 def test_every_route_wants_a_key(server: Server) -> None:
-    """Whatever else is wrong with the request: whoever has no key learns nothing."""
+    """Whatever else is wrong with the request: a client without a key learns nothing."""
     answers = {}
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         for method, path in sorted(routes() - PUBLIC - {OPERATORS}):
@@ -549,7 +549,7 @@ def test_keys_mode(own_server: Callable[..., Server], capsys: pytest.CaptureFixt
     server = own_server(mock_config(auth={"mode": "keys"}), key_cache=0.5)
 
     def keys(*arguments: str) -> tuple[str, str]:
-        """What ``twinkle-server keys`` says, beside the running server."""
+        """Run ``twinkle-server keys`` while the server runs; return its output and errors."""
         capsys.readouterr()
         code = cli.main(["keys", *arguments, "-c", str(server.directory / "config.yaml")])
         said = capsys.readouterr()
@@ -594,7 +594,7 @@ def test_an_open_server_is_for_this_machine_only() -> None:
 
 
 def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:
-    """What tenants sent and trained is not for other users of the machine."""
+    """Other users of the machine cannot read what tenants sent and trained."""
     tenant.json(tenant.save(tenant.model(), 1, "ck"))
     assert server.data_dir.stat().st_mode & 0o077 == 0
     with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
@@ -606,7 +606,7 @@ def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:
 @pytest.mark.parametrize("header", ["Authorization", "Twinkle-Authorization"])
 @pytest.mark.parametrize("value", ["Basic dG1sLXg6", "Bearer", "Digest username=x"])
 def test_only_bearer_is_a_key(server: Server, header: str, value: str) -> None:
-    """On native routes too, where any text is one: browsers send Basic by themselves."""
+    """Also on native routes, which accept any text as a token: browsers send Basic on their own."""
     url = f"{server.url}{PREFIX}/twinkle/create_session"
     answer = httpx.post(url, json={}, headers={header: value}, trust_env=False)
     assert answer.status_code == 401

@@ -1,4 +1,4 @@
-"""Tokens a minute on a clock of our own: exact, whoever comes when."""
+"""Tokens per minute on a simulated clock: exact at any time."""
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ def test_a_minutes_worth_at_once_then_as_it_fills_up() -> None:
     assert taken(rate, 20)
     assert taken(rate, 60, tenant="another")
     assert taken(rate, 10**9, limit=None)
-    clock.now += 1000  # idle time earns a minute's worth at most
+    clock.now += 1000  # idle time earns at most one minute's worth
     assert [taken(rate, 60) for _ in range(2)] == [True, False]
 
 

@@ -1,4 +1,4 @@
-"""Threads that requests use: tenants take turns, and nobody has all threads of a kind."""
+"""Threads for requests: tenants take turns, and no tenant gets all threads of a kind."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from twinkle.server.tenancy.work_pools import FairPool, WorkPools
 
 
 class Held:
-    """Work that lasts until it is let go; ``running`` are those that have begun, in order."""
+    """Work that lasts until it is released; ``running`` lists what has started, in order."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -43,7 +43,7 @@ def test_a_tenant_never_has_all_threads() -> None:
         greedy = [asyncio.create_task(pool.in_thread("greedy", held.work(f"g{n}"))) for n in range(50)]
         await held.until_running("g0", "g1")
         honest = asyncio.create_task(pool.in_thread("honest", held.work("h")))
-        await held.until_running("h")  # with 48 pieces of the greedy tenant waiting before it
+        await held.until_running("h")  # while 48 pieces of the greedy tenant wait before it
         assert sorted(held.running) == ["g0", "g1", "h"]
         assert pool.waiting == 48
         held.let_go()
@@ -68,7 +68,7 @@ def test_tenants_take_turns() -> None:
 
 
 def test_work_that_nobody_waits_for_still_counts() -> None:
-    """A client that hangs up and asks again gets no more threads by it."""
+    """A client that hangs up and asks again gets no additional threads."""
 
     async def main() -> None:
         pool, held = FairPool("test", threads=4, at_once=2), Held()
@@ -103,6 +103,6 @@ def test_the_end_refuses_what_waits() -> None:
             await pools.text.in_thread("b", held.work("b"))
         held.let_go()
         assert await asyncio.gather(*tasks[:2]) == ["a0", "a1"]
-        assert await pools.saving.in_thread("a", lambda: "saved") == "saved"  # adapters are still written
+        assert await pools.saving.in_thread("a", lambda: "saved") == "saved"  # adapters can still be saved
 
     asyncio.run(main())

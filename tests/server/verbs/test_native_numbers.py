@@ -1,4 +1,4 @@
-"""Rows of numbers in native requests and results: arrays, without a Python loop over tokens."""
+"""Rows of numbers in native requests and results are arrays, without a Python loop over tokens."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ SENT += b'"messages":"\xe2\x80\xa6"}, {"input_ids":[[7]]}] }'
 
 
 def understood() -> SentVerb:
-    """The request, with its rows checked as the route does it."""
+    """Return the request, with its rows checked as the route does."""
     sent = SentVerb.read("forward_backward", SENT)
     return replace(sent, fields={**sent.fields, "inputs": checked_rows(sent.fields["inputs"], 10)})
 
@@ -77,7 +77,7 @@ def assert_same(before: Op, after: Op) -> None:
 
 
 def test_rows_in_the_journal():
-    """What was sent is in the journal byte for byte, and comes back from there as it was understood."""
+    """The request is in the journal byte for byte, and is read from there as it was understood at first."""
     op = understood().op("r", 3)
     assert op.body == b"\x00forward_backward\n" + SENT
     assert op.digest == understood().digest
@@ -87,7 +87,7 @@ def test_rows_in_the_journal():
 
 
 def test_rows_in_the_journal_that_came_from_elsewhere():
-    """Where what was sent names a batch, the journal has its rows. Earlier versions wrote all requests like this."""
+    """If a request names a batch, the journal has the batch's rows. Earlier versions wrote all requests like this."""
     op = replace(understood(), text=None).op("r", 3)
     assert json.loads(op.body.removeprefix(b"\x00forward_backward\n")) == {
         "adapter_name": "a",
@@ -117,7 +117,10 @@ def from_journal(body: bytes, op: Op) -> Op:
 
 
 def test_a_refusal_in_the_journal():
-    """As the services write it down for every protocol; earlier versions had a form of their own for native ones."""
+    """Services write a refusal in the same form for every protocol.
+
+    Earlier versions had another form for native requests.
+    """
     op = understood().refused("r", 3, "its batch is gone")
     earlier = b'\x00forward_backward\n{"\\u0000refused":"its batch is gone"}'
     for body in (op.body, earlier):
@@ -126,7 +129,7 @@ def test_a_refusal_in_the_journal():
 
 
 def test_a_step_that_was_refused_closes_its_window_once_more_after_a_restart():
-    """It does not run again; but only its body tells that it is a step, and its record what was sent."""
+    """It does not run again, but only its body tells that it is a step, and its record what was sent."""
     sent = SentVerb.read("step", b'{"adapter_name": "a"}')
     op, outcome = sent.op("r", 3), Outcome.failure("refused", "user", Ending.DROPPED)
 

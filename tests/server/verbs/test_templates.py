@@ -1,4 +1,4 @@
-"""Templates of a served model: a tokenizer is loaded once for each template class, whatever options tenants choose."""
+"""Templates of a served model: a tokenizer is loaded once for each template class, with any options of tenants."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder() -> Path:
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folders from which tokenizers are loaded from now on."""
+    """Collects the folders from which tokenizers are loaded."""
     seen: list[str] = []
     load: Callable[[Template], Any] = Template._load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Whose mistake a failed verb is: the tenant's where something of its choice failed, otherwise ours, and in the log."""
+"""Whose mistake a failed verb is: the tenant's if its own choice failed, otherwise the server's, which is logged."""
 
 import json
 import logging
@@ -62,7 +62,7 @@ class Ops:
         assert not outcome.failed, outcome.body
 
     def failure(self, verb: str, /, **fields: Any) -> tuple[str, str]:
-        """(whose mistake it is, what the client is told)."""
+        """Return (category of the mistake, message to the client)."""
         outcome = self.run(verb, **fields)
         assert outcome.failed
         told = json.loads(outcome.body)
@@ -105,7 +105,7 @@ def test_a_bug_of_ours_is_ours(
         category, message = ops.failure(verb, **fields)
     assert category == "server"
     assert "the server's log" in message
-    assert "ours" not in message  # of our insides a tenant learns nothing
+    assert "ours" not in message  # the tenant learns nothing about the server's internals
     assert any(record.exc_info is not None and record.exc_info[1] is error for record in caplog.records)
 
 
@@ -151,12 +151,12 @@ def test_a_loss_with_bad_arguments(ops: Ops) -> None:
 def test_what_a_tenant_chose_cannot_be_made(ops: Ops, verb: str, fields: dict[str, Any]) -> None:
     if ops.run(verb, **fields).failed:
         assert ops.failure(verb, **fields)[0] == "user"
-    else:  # a scheduler reads some of its options only when it moves on
+    else:  # a scheduler reads some options only when it steps
         assert ops.failure("lr_step")[0] == "user"
 
 
 def test_a_loss_goes_to_other_processes_as_it_is() -> None:
-    """Where several processes share a batch, they send back the objective, which has counted the tokens."""
+    """If several processes share a batch, they send back the objective, which has counted the tokens."""
     model = mock_model()
     native = runs_of(model).adapters
     native.add("r", CONFIG)

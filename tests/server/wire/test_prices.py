@@ -1,4 +1,4 @@
-"""What an op costs is known by its shapes, before anything of it is written out; limits and shares count that."""
+"""The price of an op is known from its shapes, before anything is expanded; limits and shares use it."""
 
 import json
 import tracemalloc
@@ -23,7 +23,7 @@ BACKWARD = OpKind.FORWARD_BACKWARD
 
 
 def empty_sparse(rows: int, columns: int) -> pb.Tensor:
-    """A tensor that lists nothing: some bytes a row, whatever its columns."""
+    """Return a sparse tensor without values: a few bytes per row, whatever its columns."""
     csr = pb.SparseCsr(crow_indices=np.zeros(rows + 1, "<i8").tobytes())
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_INT64, shape=[rows, columns])
 
@@ -48,7 +48,7 @@ def narrow(tokens: int) -> pb.Datum:
 
 
 def decoded(sent: bytes, **limits: int) -> Op:
-    """With no memory to speak of."""
+    """Decode, and check that this takes almost no memory."""
     tracemalloc.start()
     op = decode_forward_backward(sent, Allowance(**limits))
     _, peak = tracemalloc.get_traced_memory()
@@ -144,7 +144,7 @@ def test_refusals_by_a_limit_of_a_request_are_counted(server: Server, tenant: Te
     before = counted()
     assert "max_targets_per_token" in tenant.error(tenant.forward_backward(model, 1, [sent]))
     assert counted() == before + 1
-    tenant.result(tenant.forward_backward(model, 2))  # the sequence goes on
+    tenant.result(tenant.forward_backward(model, 2))  # the sequence continues
 
 
 # --- the scheduler ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def adapters_in(batch: Batch | None) -> list[str]:
 
 
 def test_work_counts_in_batches_and_in_shares() -> None:
-    """Eight requests of one token whose losses take long: a neighbour's op is not behind all of them."""
+    """Eight requests of one token have expensive losses: a neighbour's op does not wait for all of them."""
     scheduler = Scheduler(4096, contended_tokens=0)
     scheduler.add_adapter("greedy", "greedy")
     scheduler.add_adapter("honest", "honest")
@@ -181,7 +181,7 @@ def test_work_counts_in_batches_and_in_shares() -> None:
             scheduler.finish(each, failed=False)
             if each.adapter_id == "honest":
                 scheduler.submit(ticket("honest", each.seq + 1), 0.0)
-    # 30 000 tokens of work are worth many honest steps; max_skips gives the greedy one a turn now and then.
+    # 30 000 tokens of work are worth many honest steps; max_skips gives the greedy tenant a turn now and then.
     assert turns[0] == "honest"
     assert turns.count("greedy") <= 3
 
@@ -216,7 +216,7 @@ def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
 
 
 def test_a_long_pass_is_its_tenants_turn_while_others_have_work() -> None:
-    """The tenant's other passes wait for it: they would take the turns that others have in between."""
+    """The tenant's other passes wait for it; otherwise they would take the turns that others have in between."""
     scheduler = Scheduler(4096, contended_tokens=0)
     for name, tenant in (("large", "greedy"), ("small", "greedy"), ("honest", "honest")):
         scheduler.add_adapter(name, tenant)
@@ -247,7 +247,10 @@ def test_alone_a_tenants_small_passes_do_not_wait_for_its_large_one() -> None:
 
 
 def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:
-    """Up to twice what others ask for it is not run in steps, but alone it is, whoever comes first: on a CPU."""
+    """On a CPU, a pass of up to twice the others' size is not run in steps.
+
+    It gets its own batch, whichever pass comes first.
+    """
     for first, second in (("greedy", "honest"), ("honest", "greedy")):
         scheduler = Scheduler(4096, contended_tokens=0)
         for name in (first, second):
@@ -267,7 +270,7 @@ def test_passes_of_about_the_same_size_share_a_batch_where_tokens_are_cheap() ->
 
 
 def test_an_op_larger_than_a_batch_is_run_in_steps() -> None:
-    """Somebody may come while it runs."""
+    """Another op may arrive while it runs."""
     scheduler = Scheduler(4096, contended_tokens=0)
     scheduler.add_adapter("a", "a")
     scheduler.submit(ticket("a", 0, tokens=5000), 0.0)

@@ -1,4 +1,4 @@
-"""Training as SDKs before protobuf ask for it: JSON in, JSON out, and the same numbers."""
+"""Training as SDKs before protobuf do it: JSON requests and results with the same numbers."""
 
 import copy
 import json
@@ -101,7 +101,7 @@ def test_too_many_tokens_are_refused():
 
 
 def test_training_and_sampling_in_json(tenant):
-    """Beside an adapter of the same seed that speaks protobuf."""
+    """Compared with an adapter of the same seed that uses protobuf."""
     session = tenant.session()
     old, new = tenant.model(session, 0, seed=4), tenant.model(session, 1, seed=4)
     forward = tenant.submit("forward", request(old, 1, "forward_input"))
@@ -189,7 +189,7 @@ PAIR = [answer([1, 2, 3, 4], [0.0, 1.0, 1.0]), answer([1, 2, 9], [0.0, 1.0])]
 
 
 def test_a_forward_without_the_adapter(tenant):
-    """However far it was trained. Without one the mock is undecided between two."""
+    """However far the adapter was trained. Without one the mock gives two tokens equal probability."""
     model = tenant.model()
     config = {"disable_lora": 1.0}
     expected = [pytest.approx([-np.log(2)] * length) for length in (3, 2)]
@@ -206,7 +206,7 @@ def test_a_forward_without_the_adapter(tenant):
 
 
 def test_dpo_as_older_scripts_ask_for_it(tenant):
-    """forward without the adapter, its log-probabilities as ref_logps, importance_sampling: the loss of DPO."""
+    """The DPO loss: forward without the adapter, its log-probabilities as ref_logps, and importance_sampling."""
     model = tenant.model()
     asked = request(model, 1, "forward_input", data=PAIR, loss_fn_config={"disable_lora": 1.0})
     reference = rows_of(fetch(tenant, tenant.submit("forward", asked)))
@@ -273,11 +273,11 @@ def test_both_forms_know_a_reference():
 
 
 def test_weights_that_the_loss_does_not_read_are_no_danger(tenant):
-    """Each target's part of the loss is −logprob · weight, which may be beyond all numbers."""
+    """The loss of each target is −logprob · weight, which may overflow."""
     model = tenant.model()
     far = {"weights": [3e38, 1.0, 0.0], "logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
     data = [answer([1, 2, 3, 4], **far), answer([1, 2, 3, 4], **{**far, "weights": [-3e38, 1.0, 0.0]})]
-    for seq in (1, 2):  # the more the model is trained, the less likely is what it was trained away from
+    for seq in (1, 2):  # the more the model is trained, the less likely are the tokens that it is trained away from
         content = fetch(
             tenant, tenant.submit("forward_backward", request(model, seq, data=data, loss_fn="importance_sampling"))
         )

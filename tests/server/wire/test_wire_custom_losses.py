@@ -1,4 +1,4 @@
-"""create_custom_loss on the wire: every limit of a graph, and what is said beyond it."""
+"""create_custom_loss on the wire: every limit of a graph, and the error beyond it."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ GOOD = calls(call("p", "operator.mul", ref("logprobs"), ref("w")), call("s", ".s
 
 
 def changed(**paths: Any) -> dict[str, Any]:
-    """GOOD with other values; ``graph__nodes__2__target`` is a path."""
+    """Return GOOD with other values; a path looks like ``graph__nodes__2__target``."""
     body: Any = copy.deepcopy(GOOD)
     for path, value in paths.items():
         *parents, last = [int(part) if part.isdigit() else part for part in path.split("__")]

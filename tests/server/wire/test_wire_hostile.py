@@ -1,4 +1,4 @@
-"""Bodies that nobody's client would send: decoding answers quickly, with an op or a typed error, in little memory."""
+"""Bodies that no real client sends: decoding ends quickly, with an op or a typed error, and takes little memory."""
 
 import contextlib
 import json
@@ -125,7 +125,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def decode_everything():
-    """All of the above, and sparse tensors that are small on the wire only."""
+    """Decode all of the above, and sparse tensors that are small only on the wire."""
     crow = np.zeros(1025, np.int64)
     csr = pb.Tensor(sparse_csr=pb.SparseCsr(crow_indices=crow.tobytes()), dtype=pb.DTYPE_INT64, shape=[1024, 2**31 - 1])
     sparse = pb.ForwardBackwardRequest(
@@ -137,7 +137,7 @@ def decode_everything():
 
 
 def test_memory_stays_small():
-    """In a process of its own, because the parser's memory is not Python's."""
+    """Runs in a separate process, because Python does not count the parser's memory."""
     run = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True)
     kilobytes = int(run.stdout)
     assert kilobytes < 150 * 1024, f"{kilobytes} kB"
@@ -252,7 +252,7 @@ _OTHERS = (
 @_RELAXED
 @given(st.data())
 def test_json_requests(data):
-    """Any JSON in any field of a sequenced call whose place is readable becomes an op."""
+    """Any JSON in any field of a sequenced call becomes an op, if its model_id and seq_id can be read."""
     request_type = data.draw(st.sampled_from(_SEQUENCED))
     names = [name for name in request_type.model_fields if name not in ("model_id", "seq_id")]
     content = data.draw(st.dictionaries(st.sampled_from(names), _JSON))
@@ -281,7 +281,7 @@ _SSH = "AAAAC3NzaC1lZDI1NTE5AAAA"
 @_RELAXED
 @given(st.sampled_from(["", "age1", "AGE1", "ssh-ed25519 ", "ssh-rsa ", f"ssh-ed25519 {_SSH}"]), st.text(max_size=80))
 def test_recipients(beginning, rest):
-    """Whatever is none is named, by an error of ours."""
+    """Anything else than a recipient is named in a typed error."""
     with pytest.raises(InvalidInputError, match=r"recipients\[0\]"):
         check_recipients([beginning + rest], "recipients")
 

@@ -1,4 +1,4 @@
-"""JSON requests: the SDK's own dumps are understood, everything else is refused with the field's name."""
+"""JSON requests: the SDK's dumps are accepted, everything else is refused with the field's name."""
 
 import json
 
@@ -49,7 +49,7 @@ PLACE = {"model_id": "s:train:0", "seq_id": 3}
 
 
 def _dump(request):
-    """As the SDK puts its requests on the wire."""
+    """Return the request as the SDK puts it on the wire."""
     return json.dumps(request.model_dump(exclude_unset=False, exclude_none=True, mode="json")).encode()
 
 

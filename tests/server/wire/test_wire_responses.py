@@ -98,7 +98,7 @@ class TestSamples:
         ]
 
     def test_options(self):
-        """Top-k of what was sampled, targets dense and sparse, draws, and how much came from the cache."""
+        """Top-k of sampled tokens, dense and sparse targets, drawn tokens, and the number of cached tokens."""
         top = TopLogprobs(np.array([[4, 0], [5, 6]]), np.array([[-0.5, -np.inf], [-1, -2]], np.float32))
         sequence = SampledSequence(np.array([4, 6]), np.array([-0.5, -2], np.float32), "length", top)
         targets = np.array([[-1.5, 0], [-2.5, -3.5]], np.float32)

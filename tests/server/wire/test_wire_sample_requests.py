@@ -1,4 +1,4 @@
-"""Requests for samples, as the SDK writes them and as nobody should."""
+"""Requests for samples, as the SDK writes them and as no client should."""
 
 import json
 
@@ -25,7 +25,7 @@ from twinkle.server.wire.sampling import (
 
 
 def _dump(request):
-    """As the SDK puts its requests on the wire."""
+    """Return the request as the SDK puts it on the wire."""
     return json.dumps(request.model_dump(exclude_unset=False, exclude_none=True, mode="json")).encode()
 
 
@@ -192,7 +192,7 @@ class TestTargets:
 
     @pytest.mark.parametrize("columns", [3, 150_000])
     def test_sparse_takes_room_for_what_it_lists(self, columns):
-        """However wide the tensor says it is."""
+        """However wide the tensor claims to be."""
         crow, col = [0, 2, 2, 3], [0, columns - 1, 1]
         content = {"data": [7, 0, 9], "shape": [3, columns], "sparse_crow_indices": crow, "sparse_col_indices": col}
         found = _targets(_tensor(**content), (1, 2, 3, 4))
@@ -240,7 +240,7 @@ class TestTargets:
         assert complaint in str(caught.value)
 
     def test_a_few_listed_cells_must_not_take_gigabytes(self):
-        """One long row makes every other as long."""
+        """One long row would make every other row as long."""
         rows, long = 100_000, 1000
         crow = [0, *[long] * rows]
         content = _tensor(
@@ -278,7 +278,7 @@ class TestFutures:
 
 
 class TestManyMistakes:
-    """A description of each would take seconds and gigabytes: the first one is enough."""
+    """Describing every mistake would take seconds and gigabytes, so only the first is described."""
 
     @pytest.mark.parametrize(
         "content",

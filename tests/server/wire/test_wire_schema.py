@@ -1,4 +1,4 @@
-"""The generated protobuf module is what tinker.proto says, and what the SDK speaks."""
+"""The generated protobuf module matches tinker.proto and the SDK."""
 
 import re
 from importlib.resources import files
@@ -53,7 +53,7 @@ def test_enums_match_the_text():
 
 
 def test_same_messages_as_the_sdk_in_one_process():
-    """Numbers, types and presence; the packages differ, or the import above would have failed."""
+    """Compares numbers, types and presence. The packages differ; otherwise the import above would have failed."""
     assert ours.DESCRIPTOR.package == "twinkle_tinker" != sdk.DESCRIPTOR.package
     assert _described(ours) == _described(sdk)
 

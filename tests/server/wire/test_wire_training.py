@@ -1,4 +1,4 @@
-"""forward_backward on the wire, against the SDK's own encoder and decoder."""
+"""forward_backward on the wire, compared with the SDK's encoder and decoder."""
 
 import gzip
 
@@ -248,7 +248,7 @@ class TestTensors:
         assert complaint in message
 
     def test_the_targets_of_a_request_share_one_allowance(self):
-        """Each of these would do alone."""
+        """Each of them alone would be accepted."""
         data = [_message().data.add() for _ in range(3)]
         for datum in data:
             datum.loss_fn_inputs["target_tokens"].CopyFrom(_csr([1, 2**23], [1], [0, 1], [5]))
@@ -300,7 +300,7 @@ class TestDecompression:
 
 class TestResults:
     def test_ragged(self):
-        """Different lengths share a record; a different K begins another, in the order of the datums."""
+        """Different lengths share a record; a different K starts another one, in the order of the datums."""
         shapes = [(3,), (5,), (2, 4), (1, 4), (2, 7), (4,)]
         logprobs = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
         outcome = encode_training_result(TrainResult(logprobs, {"loss:sum": 1.5, "ratio:mean": -2.0}))
@@ -320,7 +320,7 @@ class TestResults:
             np.testing.assert_array_equal(returned["logprobs"].to_numpy(), given)
 
     def test_strided_and_double(self):
-        """A view across a larger array, and an array of another type, arrive as their values."""
+        """The values of a view across a larger array, and of an array of another type, arrive unchanged."""
         wide = np.arange(12, dtype=np.float64).reshape(3, 4)
         output = deserialize_forward_backward_output(
             encode_training_result(TrainResult([wide[:, ::2]], {"loss:sum": 0.0})).body

@@ -1,6 +1,6 @@
-"""Small batches for the tests of losses and metrics.
+"""Small batches for tests of losses and metrics.
 
-Shapes: B sequences, T positions. Labels are ragged: prompts, holes and padding have none.
+Shapes: B sequences, T positions. Labels are ragged: prompts, holes and padding have no label.
 """
 
 import math
@@ -34,7 +34,7 @@ class Batch:
         return {"logps": self.logps, "entropies": self.entropies}
 
     def rows(self, values: Tensor) -> list[list[float]]:
-        """Of each sequence, the values of the tokens that have a label."""
+        """Return for each sequence the values of the tokens that have a label."""
         return [row[mask].tolist() for row, mask in zip(values, self.mask, strict=True)]
 
 
@@ -61,6 +61,9 @@ def batch(seed: int = 0, sequences: int = 4, length: int = 7, dtype: torch.dtype
 
 
 def poisoned(values: Tensor, mask: Tensor) -> Tensor:
-    """With NaN and infinities wherever there is no label."""
+    """Return the values with NaN and infinities at all positions without a label.
+
+    Losses must ignore those positions.
+    """
     bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=values.dtype).repeat(values.numel())[: values.numel()]
     return torch.where(mask, values, bad.reshape(values.shape))

@@ -1,4 +1,4 @@
-"""Functions of tensors as the JSON that create_custom_loss takes: traced by torch.fx, written down as the SDK does."""
+"""Turn functions of tensors into the JSON of create_custom_loss, traced by torch.fx and written as by the SDK."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from twinkle.server.wire.custom_losses import decode_custom_loss
 
 
 def traced(function: Callable[..., Any], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The body of a request without its session and number. ``function`` returns (loss, metrics)."""
+    """Return the request body without session and sequence number. ``function`` returns (loss, metrics)."""
     graph = torch.fx.symbolic_trace(function).graph
     return {
         "name": function.__name__,
@@ -29,12 +29,12 @@ def request(function: Callable[..., Any], ranks: Mapping[str, int], session_id: 
 
 
 def decode_graph(content: Mapping[str, Any]) -> LossGraph:
-    """The graph of such a request, as the server reads it."""
+    """Return the graph of such a request as the server decodes it."""
     return decode_custom_loss(json.dumps(content).encode())
 
 
 def calls(*nodes: dict[str, Any], loss: str = "logprobs", **inputs: int) -> dict[str, Any]:
-    """A request from nodes written by hand; ``inputs`` are ranks beside that of logprobs."""
+    """Return a request made of hand-written nodes. ``inputs`` gives the ranks of inputs other than logprobs."""
     ranks = {"logprobs": 1, **inputs}
     output = {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": loss}, {"dict": {}}]}]}
     places = [{"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}} for name in ranks]
@@ -48,7 +48,7 @@ def calls(*nodes: dict[str, Any], loss: str = "logprobs", **inputs: int) -> dict
 
 
 def call(name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """``.sum`` is a method, anything else a function."""
+    """Return a node of a graph. A target with a leading dot, as in ``.sum``, is a method; any other is a function."""
     op = "call_method" if target.startswith(".") else "call_function"
     return {"op": op, "name": name, "target": target.lstrip("."), "args": list(args), "kwargs": kwargs}
 

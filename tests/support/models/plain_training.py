@@ -1,6 +1,6 @@
-"""Training as anybody would write it: transformers, PEFT and torch.optim, one padded batch at a time, in fp32.
+"""Plain training in fp32 with transformers, PEFT and torch.optim, one padded batch at a time.
 
-``PlainLora`` and ``PlainFull`` are what the models of the library are compared with.
+Tests compare the library's models with ``PlainLora`` and ``PlainFull``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Feature = dict[str, Any]
 
 
 def plain_model() -> PreTrainedModel:
-    """The weights that the library makes of MODEL's seed."""
+    """Return a plain Transformers model with the weights that the library creates from MODEL's seed."""
     local = hub.resolve(MODEL)
     with torch.random.fork_rng():
         torch.manual_seed(local.random_seed)
@@ -29,7 +29,7 @@ def plain_model() -> PreTrainedModel:
 
 
 def feature(length: int, seed: int, prompt: int = 2) -> Feature:
-    """A sequence of random tokens; the first ``prompt`` labels and the last are −100."""
+    """Return a sequence of random tokens. The first ``prompt`` labels and the last one are −100."""
     tokens = np.random.default_rng(seed).integers(0, 250, length)
     labels = np.append(tokens[1:], -100)
     labels[:prompt] = -100
@@ -41,7 +41,7 @@ def features(*lengths: int, seed: int = 0) -> list[Feature]:
 
 
 def logps(model: Any, batch: Sequence[Feature], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """labels, log-probabilities and logits of a batch padded to the right, (B, L) and (B, L, V)."""
+    """Return labels and log-probabilities (B, L) and logits (B, L, V) of a batch, padded on the right."""
     longest = max(len(row["input_ids"]) for row in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -56,7 +56,7 @@ def logps(model: Any, batch: Sequence[Feature], temperature: float = 1.0) -> tup
 
 
 class PlainLora:
-    """One adapter in PEFT that starts from ``weights``, by PEFT's names."""
+    """Plain training of one PEFT adapter that starts from ``weights``, given by PEFT's names."""
 
     def __init__(self, weights: Mapping[str, Tensor], config: Mapping[str, Any] = LORA) -> None:
         self.model = peft.get_peft_model(plain_model(), peft.LoraConfig(**config, lora_dropout=0.0))

@@ -1,9 +1,9 @@
-"""The plain way to train: a Transformers model with PEFT adapters, one tenant, one sequence at a time.
+"""The reference for the trainer: a Transformers model with PEFT adapters, one tenant and one sequence at a time.
 
-Losses are written out from full logits, the optimizer is ``torch.optim.AdamW``, clipping is torch's own; of Twinkle
-only the request types are used. The models are small and random, and their weights large enough that attention and
-positions matter: a token that leaks from one sequence into another shows. Data and comparisons that several tests share
-are here, too.
+Losses are computed from full logits, the optimizer is ``torch.optim.AdamW`` and clipping is torch's. From Twinkle only
+the request types are used. The models are small and random. Their weights are large enough for attention and positions
+to matter, so a token that leaks from one sequence into another changes the result. This module also holds data and
+comparisons that several tests share.
 """
 
 import copy
@@ -39,7 +39,7 @@ def _llama(seed: int, **config: object) -> PreTrainedModel:
 
 
 def toy_llama(**changes: object) -> PreTrainedModel:
-    """A fresh copy of a model 64 wide."""
+    """Return a fresh copy of a Llama with hidden size 64."""
     config = {
         "vocab_size": 97,
         "hidden_size": 64,
@@ -55,7 +55,7 @@ def toy_llama(**changes: object) -> PreTrainedModel:
 
 
 def wide_llama(**changes: object) -> PreTrainedModel:
-    """A fresh copy of a model 512 wide: toys are bit-equal where real models are not."""
+    """Return a fresh copy of a Llama with hidden size 512. Toy models can be bit-equal where real models are not."""
     config = {
         "vocab_size": 1000,
         "hidden_size": 512,
@@ -83,7 +83,7 @@ class ReferenceResult:
 
 
 class Reference:
-    """One tenant's adapter in PEFT, starting from ``weights`` (by PEFT's names, as the trainer reports them)."""
+    """One tenant's PEFT adapter, starting from ``weights`` (by PEFT's names, as the trainer reports them)."""
 
     def __init__(self, base: PreTrainedModel, spec: LoraSpec, weights: Arrays) -> None:
         modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights})
@@ -101,7 +101,7 @@ class Reference:
         self._optimizer = torch.optim.AdamW(self._parameters.values())
 
     def forward_backward(self, item: TrainItem) -> ReferenceResult:
-        """Adds to the gradient, sequence by sequence."""
+        """Add the gradient of the request, sequence by sequence."""
         result = ReferenceResult([], 0.0)
         for datum in item.data:
             logprobs = target_logprobs(self.model, datum)
@@ -112,7 +112,7 @@ class Reference:
         return result
 
     def optim_step(self, params: AdamParams) -> float:
-        """The gradient's norm before clipping; the gradient is zero afterwards."""
+        """Take a step, clear the gradient, and return its norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm or math.inf)
         for group in self._optimizer.param_groups:
             group["lr"] = params.learning_rate
@@ -135,13 +135,13 @@ class Reference:
 
 
 def target_logprobs(model: torch.nn.Module, datum: Datum) -> Tensor:
-    """log p(targets) of one sequence from its full logits, shaped like the targets."""
+    """Return log p(targets) of one sequence, computed from its full logits and shaped like the targets."""
     logits_TV = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float()
     return pick(logits_TV.log_softmax(-1), datum)
 
 
 def padded_logprobs(model: torch.nn.Module, data: Sequence[Datum]) -> list[Tensor]:
-    """The same for several sequences in one batch, padded on the right and masked."""
+    """Return :func:`target_logprobs` of several sequences, computed in one batch, padded on the right and masked."""
     longest = max(len(datum.tokens) for datum in data)
     rows = [np.pad(datum.tokens, (0, longest - len(datum.tokens))) for datum in data]
     mask = [np.arange(longest) < len(datum.tokens) for datum in data]
@@ -159,11 +159,14 @@ def pick(logprobs_TV: Tensor, datum: Datum) -> Tensor:
     return logprobs_TV.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
 
 
-# --- what fp32 can be expected to give --------------------------------------------------------------------------------
+# --- how exact a result in fp32 can be --------------------------------------------------------------------------------
 
 
 class KeepFp64(TorchFunctionMode):
-    """Whatever asks for fp32 gets fp64: model files compute norms and softmax in fp32, whatever their weights are."""
+    """Replace fp32 with fp64 in calls of torch.
+
+    Model files compute norms and softmax in fp32, whatever their weights are.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -175,7 +178,7 @@ class KeepFp64(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class ExactLogprobs:
-    """Log-probabilities of the next token in fp64, and how far a correct computation in fp32 may be away from them."""
+    """Log-probabilities of the next token in fp64, and how far a correct fp32 computation may be away from them."""
 
     values_TV: NDArray[np.float64]
     bound_TV: NDArray[np.float64]
@@ -184,18 +187,18 @@ class ExactLogprobs:
         return ExactLogprobs(self.values_TV[rows], self.bound_TV[rows])
 
     def at(self, ids_TK: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The values of some tokens of each position, and their bounds: (T, K) both."""
+        """Return the values of the given tokens at each position, and their bounds; both are (T, K)."""
         return np.take_along_axis(self.values_TV, ids_TK, axis=1), np.take_along_axis(self.bound_TV, ids_TK, axis=1)
 
 
 def exact_logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], changes: int = 8) -> ExactLogprobs:
-    """Run the plain model in fp64, once as it is and ``changes`` times with weights that are a little wrong.
+    """Run the plain model in fp64, once unchanged and ``changes`` times with slightly perturbed weights.
 
-    A sum of n products in fp32 is the exact sum of products whose factors are wrong by a relative error of about √n·u,
-    u = 2⁻²⁴: n roundings, up or down. So weights that are wrong by this much, at random, show what rounding does to the
-    result, with whatever the model makes larger or smaller on the way; and this is the same on every machine. The
-    bound of a position is five standard deviations of that: of some 10⁴ normal numbers none is further away. Where it
-    is less than what DESIGN allows (section 4, invariant 1), that is the bound.
+    A sum of n products in fp32 is the exact sum of products whose factors have a relative error of about √n·u, u =
+    2⁻²⁴, from n roundings up or down. So weights with random errors of this size show what rounding does to the result,
+    including whatever the model amplifies or damps. This estimate is the same on every machine. The bound of a position
+    is five standard deviations of it; among some 10⁴ normal numbers none is further away. The bound is never smaller
+    than what DESIGN allows (section 4, invariant 1).
     """
     generator = torch.Generator().manual_seed(0)
     exact = copy.deepcopy(model).double()
@@ -223,7 +226,10 @@ def exact_logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], changes: i
 
 
 def loss_inputs(item: TrainItem, datum: Datum) -> dict[str, Tensor]:
-    """Everything that is not a log-probability; what a datum brings for each token overrides the configuration."""
+    """Return all inputs of the loss except the log-probabilities.
+
+    A datum's values for each token override the configuration.
+    """
     given = DEFAULTS[item.loss] | dict(item.loss_config) | dict(datum.extras)
     given["weights"] = 1.0 if datum.weights is None else datum.weights
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in given.items()}
@@ -283,12 +289,12 @@ DEFAULTS: Mapping[str, dict[str, float]] = {
 
 
 def random_datum(model: PreTrainedModel, loss: str, length: int, seed: int, width: int = 0) -> Datum:
-    """A sequence with all that ``loss`` needs.
+    """Return a sequence with all inputs that ``loss`` needs.
 
     width: K of (T, K) targets; 0 for (T,). The sampling log-probabilities lie around those of the base model, so that
-    the ratios of tokens and of sequences fall on both sides of the usual clip bounds; about a fifth of the tokens, a
-    prompt, has advantage 0. Weights and advantages have both signs but lean to the positive: a loss near zero, left
-    over from large terms that cancel, would have no digits to compare.
+    the ratios of tokens and of sequences fall on both sides of the usual clip bounds. About a fifth of the tokens, the
+    prompt, have advantage 0. Weights and advantages have both signs but are mostly positive: otherwise large terms
+    would cancel, and a loss near zero would have no digits to compare.
     """
     rng = np.random.default_rng(seed)
     vocab = model.config.vocab_size
@@ -313,14 +319,17 @@ def random_datum(model: PreTrainedModel, loss: str, length: int, seed: int, widt
 
 
 def with_random_weights(trainer: Trainer, adapter_id: str, seed: int = 0, size: float = 0.05) -> AdapterSnapshot:
-    """A snapshot whose A and B are both random: at B = 0 the gradient of A is zero and would hide mistakes."""
+    """Return a snapshot in which A and B are both random.
+
+    At B = 0 the gradient of A is zero and would hide mistakes.
+    """
     snapshot, used = trainer.snapshot(adapter_id), used_parameters(trainer, adapter_id)
     noise = np.random.default_rng(seed).normal(size=snapshot.weights.shape) * size
     return replace(snapshot, weights=np.where(used, noise, 0).astype(np.float32))
 
 
 def used_parameters(trainer: Trainer, adapter_id: str) -> NDArray[np.bool_]:
-    """Which elements of the flat row are weights, not the padding of the rank bucket."""
+    """Return which elements of the flat row are weights and not padding of the rank bucket."""
     layout, rank = trainer._pool.get(adapter_id).layout, trainer.spec(adapter_id).rank
     row_P = torch.zeros(layout.size)
     for target in layout.targets:
@@ -334,14 +343,14 @@ def used_parameters(trainer: Trainer, adapter_id: str) -> NDArray[np.bool_]:
 
 
 def relative_error(ours: NDArray[np.generic], theirs: NDArray[np.generic]) -> float:
-    """‖a − b‖₂ / ‖b‖₂; where b is zero, a must be zero."""
+    """Return ‖a − b‖₂ / ‖b‖₂. If b is zero, a must be zero too."""
     norm = float(np.linalg.norm(theirs.astype(np.float64)))
     distance = float(np.linalg.norm(ours.astype(np.float64) - theirs))
     return distance / norm if norm > 0 else (math.inf if distance > 0 else 0.0)
 
 
 def assert_tensors_close(ours: Arrays, theirs: Arrays, tolerance: float = TOLERANCE) -> None:
-    """Weights and gradients, tensor by tensor."""
+    """Compare weights or gradients, tensor by tensor."""
     assert ours.keys() == theirs.keys()
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     far = {name: error for name, error in errors.items() if not error <= tolerance}
@@ -349,7 +358,7 @@ def assert_tensors_close(ours: Arrays, theirs: Arrays, tolerance: float = TOLERA
 
 
 def assert_numbers_close(ours: object, theirs: object, tolerance: float = TOLERANCE) -> None:
-    """Losses and log-probabilities, number by number."""
+    """Compare losses or log-probabilities, number by number."""
     left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert left.shape == right.shape
     excess = np.abs(left - right) / np.maximum(1.0, np.abs(right))
@@ -357,7 +366,7 @@ def assert_numbers_close(ours: object, theirs: object, tolerance: float = TOLERA
 
 
 def assert_within(ours: NDArray[np.float32], exact: NDArray[np.float64], bound: NDArray[np.float64]) -> None:
-    """Numbers in fp32, each with a bound of its own (:func:`exact_logprobs`)."""
+    """Compare fp32 numbers with exact ones; each has its own bound (see :func:`exact_logprobs`)."""
     assert ours.shape == exact.shape == bound.shape
     excess = np.abs(ours - exact) / bound
     assert (excess <= 1).all(), f"largest difference {excess.max()} times what rounding can do"

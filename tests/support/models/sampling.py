@@ -1,4 +1,4 @@
-"""What the tests of the sampler share: a tokenizer for toys, trained versions, and ways to run a sampler."""
+"""Helpers for tests of the sampler: a toy tokenizer, trained versions, and ways to run a sampler."""
 
 from collections.abc import Sequence
 
@@ -36,12 +36,12 @@ SPECS = {
 }
 
 
-END = 2  # of the tokenizer
-BYTES = ["<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]  # é, €
+END = 2  # the tokenizer's end token
+BYTES = ["<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]  # the bytes of é and €
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """Three special tokens, five bytes, then one character a token."""
+    """Return a tokenizer with three special tokens, five bytes, and then one character a token."""
     special = ["<pad>", "<bos>", "<eos>"]
     characters = [chr(code) for code in range(0x20, 0x20 + VOCAB - 8)]
     vocab = {text: number for number, text in enumerate([*special, *BYTES, *characters])}
@@ -53,7 +53,7 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def toy_trainer(specs: dict[str, LoraSpec] | None = None, model: PreTrainedModel | None = None) -> Trainer:
-    """With an adapter for each spec, whose weights are random and large enough to be seen."""
+    """Return a trainer with one adapter for each spec. The random weights are large enough to change the samples."""
     trainer = tiny_trainer(toy_llama() if model is None else model)
     for number, (name, spec) in enumerate((SPECS if specs is None else specs).items()):
         trainer.create_adapter(name, spec)
@@ -62,7 +62,7 @@ def toy_trainer(specs: dict[str, LoraSpec] | None = None, model: PreTrainedModel
 
 
 def toy_sampler(trainer: Trainer, **options: int) -> TorchSampler:
-    """With all adapters published under their own names."""
+    """Return a sampler on which every adapter is published under its own name."""
     sampler = TorchSampler(trainer, toy_tokenizer(), **options)
     for adapter_id in trainer.adapter_ids():
         sampler.publish(adapter_id, adapter_id)
@@ -70,13 +70,13 @@ def toy_sampler(trainer: Trainer, **options: int) -> TorchSampler:
 
 
 def blocks(sampler: TorchSampler, count: int) -> int:
-    """Bytes of a cache of so many usable blocks."""
+    """Return the size in bytes of a cache with this many usable blocks."""
     per_block = sampler._cache.nbytes // (sampler._cache.capacity + 1)
     return per_block * (count + 1)
 
 
 def reference(model: PreTrainedModel, trainer: Trainer, adapter_id: str) -> PreTrainedModel:
-    """The plain model with the adapter in PEFT."""
+    """Return the plain model with the adapter in PEFT."""
     return Reference(model, trainer.spec(adapter_id), trainer.weights(adapter_id)).model.eval()
 
 
@@ -87,12 +87,12 @@ def prompt(length: int, seed: int = 0) -> NDArray[np.int64]:
 def request(
     name: str, version: str | None, tokens: NDArray[np.int64], num_samples: int = 1, **params: object
 ) -> SampleRequest:
-    """Never ends by itself, unless told so."""
+    """Return a request that does not stop at the end token, unless ``params`` says so."""
     return SampleRequest(name, version, tokens, SamplingParams(**{"stop_at_eos": False} | params), num_samples)
 
 
 def drain(sampler: TorchSampler) -> dict[str, SampleResult | SampleFailure]:
-    """What becomes of all requests; what is streamed is not looked at."""
+    """Run the sampler until it is idle, and return the outcome of each request. Streamed parts are ignored."""
     outcomes = {}
     for _ in range(10_000):
         for event in sampler.step():
@@ -117,7 +117,7 @@ def run(sampler: TorchSampler, requests: Sequence[SampleRequest]) -> dict[str, S
 
 
 def next_logprobs(model: torch.nn.Module, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """(T, V), the plain way."""
+    """Return the log-probabilities (T, V) of the next token, computed by the plain model."""
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().log_softmax(-1).numpy()
 
@@ -132,7 +132,7 @@ def assert_nothing_left(sampler: TorchSampler) -> None:
     if sampler._cache is not None:
         cache = sampler._cache
         assert cache.free == cache.capacity
-        assert sum(cache._owners) == len(cache._owners) - 1 - cache.capacity  # what is set aside
+        assert sum(cache._owners) == len(cache._owners) - 1 - cache.capacity  # blocks set aside
 
 
 def assert_same_samples(ours: SampleResult, theirs: SampleResult) -> None:
@@ -144,8 +144,11 @@ def assert_same_samples(ours: SampleResult, theirs: SampleResult) -> None:
 
 
 def assert_likeliest(top: TopLogprobs, exact: ExactLogprobs) -> None:
-    """The likeliest tokens of all positions, from the first on. Of two that rounding can exchange either may be first:
-    a token is as likely as that of its place up to the bounds of both."""
+    """Check the likeliest tokens of all positions, from the first position on.
+
+    If rounding can exchange two tokens, either may come first: a token must be as likely as the expected token at its
+    place, up to the bounds of both.
+    """
     ids_TK = top.token_ids
     assert all(len(set(ids)) == len(ids) for ids in ids_TK.tolist())
     wanted_TK = np.argsort(-exact.values_TV, axis=1, kind="stable")[:, : ids_TK.shape[1]]

@@ -1,6 +1,7 @@
-"""Tiny random decoders, one or more a family, and trainers on them.
+"""Tiny random decoders, at least one for each model family, and trainers on them.
 
-Every vector (norms, biases) is random too: what starts at one or zero would hide that it was left out.
+All vectors (norms, biases) are random too. If they kept their initial ones and zeros, a test would not notice that one
+was left out.
 """
 
 import copy
@@ -14,8 +15,8 @@ from tests.support.models.reference import random_datum
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult, adopt_model
 
 VOCAB = 97
-WINDOW = 8  # of sliding attention; the sequences of the tests are longer
-LONG = 16  # longrope switches its frequencies beyond this length
+WINDOW = 8  # of sliding attention; the tests' sequences are longer
+LONG = 16  # beyond this length longrope uses other frequencies
 
 _SIZES = {
     "vocab_size": VOCAB,
@@ -131,12 +132,12 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def tiny_trainer(model: PreTrainedModel, **options: int) -> Trainer:
-    """A trainer on a copy: the model itself stays plain."""
+    """Return a trainer on a copy of the model; the given model stays unchanged."""
     return Trainer(adopt_model(copy.deepcopy(model)), model_id="tiny", **options)
 
 
 def add_trained_adapter(trainer: Trainer, adapter_id: str, spec: LoraSpec, model: PreTrainedModel) -> None:
-    """An adapter after one large step: B is nowhere zero."""
+    """Create an adapter and take one large step, after which no element of B is zero."""
     trainer.create_adapter(adapter_id, spec)
     take_step(trainer, TrainItem(adapter_id, [random_datum(model, "cross_entropy", 11, seed=spec.rank)]), 0.02)
 

@@ -1,4 +1,4 @@
-"""Debian's chromium without a window, driven by its own driver; nothing is downloaded. For the dashboard's tests."""
+"""Debian's chromium in headless mode, driven by chromedriver, for tests of the dashboard. Nothing is downloaded."""
 
 import os
 import shutil
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class Page:
-    """A browser at a server's dashboard. ``patience``: seconds in which what is looked for must come."""
+    """A browser at a server's dashboard.
+
+    ``patience`` is the number of seconds in which an expected element must appear.
+    """
 
     patience = 30.0
 
@@ -27,7 +30,7 @@ class Page:
         for argument in ("--headless=new", "--disable-dev-shm-usage", "--no-proxy-server", "--window-size=1280,900"):
             options.add_argument(argument)
         if os.geteuid() == 0:
-            options.add_argument("--no-sandbox")  # chromium refuses to be root with one
+            options.add_argument("--no-sandbox")  # chromium refuses to run as root in a sandbox
         options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options, webdriver.ChromeService(driver))
@@ -36,14 +39,14 @@ class Page:
         self.driver.quit()
 
     def open(self, url: str, view: str = "") -> None:
-        """As in a new tab: the key is not there any more."""
+        """Open the dashboard as in a new tab, without the API key of an earlier page."""
         self.driver.get(f"{url}/dashboard")
         self.driver.execute_script("sessionStorage.clear()")
         self.driver.get("about:blank")
         self.driver.get(f"{url}/dashboard{view}")
 
     def prefer(self, scheme: str) -> None:
-        """light or dark"""
+        """Set the preferred color scheme, ``light`` or ``dark``."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
@@ -52,7 +55,7 @@ class Page:
         self.click("#key-form button")
 
     def view(self, name: str) -> None:
-        """Click on its name above."""
+        """Click the view's name in the navigation."""
         self.until(lambda: next(each for each in self.all("#views a") if each.text == name).click() or True)
 
     def all(self, selector: str) -> list[WebElement]:
@@ -71,7 +74,7 @@ class Page:
         return self.driver.execute_script(text)
 
     def until(self, look: Callable[[], T]) -> T:
-        """What ``look`` finds, once it finds something: the page asks the server again and again."""
+        """Call ``look`` until it returns something true, and return that. The page polls the server all the time."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -86,5 +89,5 @@ class Page:
             time.sleep(0.05)
 
     def complaints(self) -> list[str]:
-        """What the browser's console says since it was asked last."""
+        """Return the errors in the browser's console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]

@@ -1,7 +1,8 @@
-"""Runs the SDK's console script, one command after another, each in a process of its own.
+"""Run the SDK's console script for a series of commands, each in its own process.
 
-Importing the SDK takes seconds, so it is imported once: this process is a copy machine that reads one JSON line a
-command (arguments, environment, directory, standard input) and answers with one (exit code, output, errors).
+Importing the SDK takes seconds, so this process imports it once and then forks a child for each command. It reads one
+line of JSON a command (arguments, environment, directory, standard input) and answers with one line (exit code, output,
+errors).
 """
 
 import json
@@ -50,10 +51,10 @@ class CliProcess:
 
 
 def _run_here(wanted: dict[str, Any], files: list[Any]) -> None:
-    """In the child: become the console script."""
+    """Turn this forked child into the console script."""
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
-    # The objects of the parent have read ahead.
+    # The parent's stream objects may have read ahead, so new ones are needed.
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(wanted["environment"])
     os.chdir(wanted["directory"])

@@ -1,17 +1,18 @@
-"""Metrics as a scraper reads them."""
+"""Read the server's metrics as a Prometheus scraper does."""
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 
 def scrape(url: str, **headers: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-    """Sample names to values by labels."""
+    """Return the values at /metrics as ``{sample name: {labels: value}}``."""
     answer = httpx.get(f"{url}/metrics", headers=headers, trust_env=False)
     assert answer.status_code == 200, answer.text
     return parse(answer.text)
 
 
 def parse(text: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    """Return the values of an exposition as ``{sample name: {labels: value}}``."""
     samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -20,6 +21,6 @@ def parse(text: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
 
 
 def value(samples: dict[str, dict[frozenset[tuple[str, str]], float]], name: str, **labels: str) -> float:
-    """The sum of all series with these labels; 0 without any."""
+    """Return the sum of all series of ``name`` that have these labels; 0 if there are none."""
     series = samples.get(name, {})
     return sum(number for given, number in series.items() if labels.items() <= dict(given).items())

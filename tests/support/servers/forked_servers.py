@@ -1,8 +1,8 @@
-"""Server processes that start in a fraction of a second: forks of one process that has imported everything already.
+"""Start server processes in a fraction of a second, as forks of one process that has already imported everything.
 
-Importing torch and the server takes seconds, and the tests start several hundred servers. So one process imports it all
-once and then forks a child for each server. A child is a process like any other: it can be killed, stopped and waited
-for; it has its own environment, log file and interpreter exit.
+Importing torch and the server takes seconds, and the tests start several hundred servers. So one process imports
+everything once and then forks a child for each server. A child is a normal process: it can be killed, stopped and
+waited for, and it has its own environment, log file and interpreter exit.
 
     process = fork_server(["pass=0.5", "--", "launch", "-c", "config.yaml"], environment, log)   # like Popen
 """
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# Libraries read these variables when they are imported: a server that needs other values cannot be forked.
+# Libraries read these variables when they are imported. A server that needs other values cannot be forked.
 _READ_BY_IMPORTS = (
     "HF_",
     "LD_",
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.005
 
 
 class ForkedProcess:
-    """The part of ``subprocess.Popen`` that tests use; the process is a child of the one that forks."""
+    """A server process with the part of ``subprocess.Popen`` that tests use. Its parent is the forking process."""
 
     def __init__(self, forker: "_Forker", pid: int) -> None:
         self.pid = pid
@@ -70,7 +70,7 @@ class ForkedProcess:
 
 
 def fork_server(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess | None:
-    """Start ``tuned_launch.py`` with these arguments; return None if the environment needs imports of its own."""
+    """Start ``tuned_launch.py`` with these arguments. Return None if the environment requires fresh imports."""
     if not _FORKERS:
         _FORKERS.append(_Forker(environment))
     forker = _FORKERS[0]
@@ -85,7 +85,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Forker:
-    """The process that forks, as the tests see it. Its answers come one at a time, whoever asks."""
+    """The tests' connection to the forking process. A lock lets one thread at a time ask it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
@@ -108,14 +108,14 @@ class _Forker:
         return json.loads(answer)
 
 
-_FORKERS: list[_Forker] = []  # the one of this test run, once there is one
+_FORKERS: list[_Forker] = []  # empty, or the single forker of this test run
 
 
-# --- in the process that forks ----------------------------------------------------------------------------------------
+# --- in the forking process -------------------------------------------------------------------------------------------
 
 
 def _serve(connection: socket.socket) -> list[str] | None:
-    """Fork a child for each request; return its arguments in the child, and None when the tests have ended."""
+    """Fork a child for each request. In the child return its arguments; return None when the tests have ended."""
     codes: dict[int, int] = {}
     while True:
         message, files, _, _ = socket.recv_fds(connection, 2**20, 1)
@@ -140,7 +140,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
 
 
 def _become(request: Mapping[str, Any], log: int) -> None:
-    """Take over the environment, the working directory and the log file of the server that was asked for."""
+    """Take over the environment, working directory and log file of the requested server."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
@@ -151,7 +151,7 @@ def _become(request: Mapping[str, Any], log: int) -> None:
 
 
 def _import_everything() -> None:
-    """Import what servers with the mock and with small models need, and leave it out of garbage collections."""
+    """Import what servers with the mock and with small models need, and exclude it from garbage collection."""
 
     import twinkle.model.trainer.trainer
     import twinkle.sampler.torch_sampler.sampler
@@ -168,7 +168,7 @@ if __name__ == "__main__":
     from tests.support.servers.tuned_launch import end_with_parent, main
 
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the tests, which end this process
     _import_everything()
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     if arguments is not None:

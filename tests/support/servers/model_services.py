@@ -1,4 +1,4 @@
-"""A model service without the process around it."""
+"""A training service in the test's own process, without a server around it."""
 
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from twinkle.server.tenancy.tenants import Tenants
 def model_service(
     model: ServedModel, store: Store, compute: Compute, root: Path, tenants: Tenants | None = None
 ) -> ModelService:
+    """Return a ModelService for the model, with its own scheduler and futures and with its files below ``root``."""
     tenants = tenants or Tenants()
     context = TrainingContext(
         model,

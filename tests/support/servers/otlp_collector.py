@@ -1,4 +1,4 @@
-"""A collector that keeps what it is sent: OTLP over gRPC on a real socket."""
+"""An OTLP collector on a real socket (gRPC) that keeps everything it receives."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Start it on a port, or on any free one."""
+    """Collects spans and metrics. Listens on ``port``, or on any free port."""
 
     def __init__(self, port: int = 0) -> None:
         self.spans: list[Any] = []
         self.resources: list[dict[str, str]] = []
-        self.metrics: dict[str, Any] = {}  # the last of each name
+        self.metrics: dict[str, Any] = {}  # the latest of each name
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), self._server)
@@ -52,7 +52,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """Of a span, as plain values."""
+    """Return the attributes of a span as plain values."""
     plain: dict[str, Any] = {}
     for one in span.attributes:
         kind = one.value.WhichOneof("value")
@@ -62,7 +62,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 30) -> Any:
-    """The first result that is true."""
+    """Wait until the condition returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "it did not happen"

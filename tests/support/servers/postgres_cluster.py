@@ -1,8 +1,9 @@
-"""PostgreSQL for tests: a cluster of its own in a temporary directory, and databases in it or in another one.
+"""PostgreSQL for tests: start a cluster in a temporary directory, and create databases in this or another cluster.
 
     python tests/support/servers/postgres_cluster.py pytest -q ...     # sets TWINKLE_TEST_POSTGRES to the cluster's URL
 
-Where TWINKLE_TEST_POSTGRES names a URL, tests make databases there, for which the role needs CREATEDB, and drop them.
+If TWINKLE_TEST_POSTGRES is set to a URL, tests create their databases in that cluster and drop them afterwards. The
+role needs CREATEDB.
 """
 
 import glob
@@ -20,13 +21,13 @@ from pathlib import Path
 from sqlalchemy import make_url
 
 VARIABLE = "TWINKLE_TEST_POSTGRES"
-# For each of many small transactions a real disk would be asked to sync: crashes of the process lose nothing anyway.
+# Without fsync many small transactions are much faster. A crash of the process alone still loses nothing.
 _SETTINGS = ("fsync=off", "listen_addresses=127.0.0.1", "unix_socket_directories=", "max_connections=200")
 _made: list[str] = []
 
 
 def programs() -> Path:
-    """Where Debian's package has initdb and pg_ctl, the newest version."""
+    """Return the directory of initdb and pg_ctl in Debian's package, newest version."""
     found = sorted(glob.glob("/usr/lib/postgresql/*/bin"), key=lambda path: float(path.split("/")[-2]))
     if not found:
         sys.exit("PostgreSQL is not installed: nothing in /usr/lib/postgresql/*/bin; on Debian: apt install postgresql")
@@ -34,7 +35,10 @@ def programs() -> Path:
 
 
 class Cluster:
-    """A PostgreSQL server on a port of 127.0.0.1 with a role that may do everything; root runs it as ``postgres``."""
+    """A PostgreSQL server on a port of 127.0.0.1, with a superuser role.
+
+    If root runs the tests, it runs as ``postgres``.
+    """
 
     def __init__(self) -> None:
         self._programs = programs()
@@ -58,7 +62,7 @@ class Cluster:
         self._run("pg_ctl", "start", "-w", "-o", settings, "-l", str(self._directory / "log"))
 
     def stop(self, mode: str = "fast") -> None:
-        """``fast`` ends connections; ``immediate`` is a crash."""
+        """Stop the server: ``fast`` closes connections in order, ``immediate`` is like a crash."""
         self._run("pg_ctl", "stop", "-w", "-m", mode)
 
     def close(self) -> None:
@@ -90,7 +94,7 @@ def cluster_url() -> str | None:
 
 
 def new_database(cluster: str) -> str:
-    """The URL of a new, empty database."""
+    """Create an empty database and return its URL."""
     name = f"twinkle_test_{secrets.token_hex(6)}"
     execute(cluster, f"CREATE DATABASE {name}")
     url = make_url(cluster).set(database=name).render_as_string(hide_password=False)
@@ -100,15 +104,15 @@ def new_database(cluster: str) -> str:
 
 
 def drop_databases() -> None:
-    """All that :func:`new_database` made in the cluster of the environment."""
+    """Drop all databases that :func:`new_database` created in the cluster of TWINKLE_TEST_POSTGRES."""
     cluster = cluster_url()
     while cluster is not None and _made:
         execute(cluster, f"DROP DATABASE IF EXISTS {_made.pop()} WITH (FORCE)")
 
 
 def execute(url: str, sql: str) -> list[tuple[object, ...]]:
-    """A statement, committed; its rows."""
-    import psycopg  # of our extra `postgres`
+    """Execute and commit a statement; return its rows."""
+    import psycopg  # installed by our extra `postgres`
 
     with psycopg.connect(url, autocommit=True) as connection:
         cursor = connection.execute(sql)

@@ -1,4 +1,4 @@
-"""What this process put on disk, and in which order: for tests of what survives a power failure."""
+"""Record the order of fsync and rename calls in this process, for tests of what survives a power failure."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 class Disk:
-    """What was flushed, and when something got its final name."""
+    """Records which paths were flushed, and when a path got its final name by a rename."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, Path]] = []
@@ -30,7 +30,10 @@ class Disk:
         patch.setattr(os, "rename", record_rename)
 
     def flushed(self, *, before: bool, name: Path | None = None) -> list[Path]:
-        """Before or after ``name``, or the only one that there is, got its name."""
+        """Return the paths flushed before or after ``name`` got its name.
+
+        Without ``name`` there must be exactly one rename.
+        """
         (named,) = [place for place, (what, path) in enumerate(self.events) if what == "name" and name in (None, path)]
         events = self.events[:named] if before else self.events[named:]
         return [path for what, path in events if what == "flush"]

@@ -1,6 +1,6 @@
-"""Real server processes for tests, and tenants who talk to them over HTTP.
+"""Start real server processes for tests, and talk to them over HTTP as a tenant.
 
-    def test_something(server, tenant):            # one mock server for all tests, a tenant of its own for each
+    def test_something(server, tenant):            # the shared mock server, and a tenant of this test only
         model = tenant.model()
         tenant.result(tenant.forward_backward(model, 1))
 
@@ -9,10 +9,11 @@
         server.kill()
         server.start()
 
-Where TWINKLE_TEST_POSTGRES names a cluster (make test-postgres), servers keep their state in databases there; with
-TWINKLE_TEST_RUNTIME=ray (make test-ray) each is a Ray cluster of its own.
+The fixtures are in tests/server/conftest.py. If TWINKLE_TEST_POSTGRES names a PostgreSQL cluster (make test-postgres),
+each server keeps its state in a database of that cluster. With TWINKLE_TEST_RUNTIME=ray (make test-ray) each server
+starts its own Ray cluster.
 
-Answers are plain httpx responses; requests are dictionaries, and protobuf where the protocol wants that.
+Responses are plain httpx responses. Requests are dictionaries, or protobuf messages where the protocol needs them.
 """
 
 import contextlib
@@ -46,7 +47,10 @@ RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
 
 
 def free_port() -> int:
-    """Below the ports that the system gives to clients: one of them may not take it while our server is down."""
+    """Return a free port below the range from which the system takes client ports.
+
+    A client port in that range could otherwise take the server's port while the server is down.
+    """
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -55,7 +59,7 @@ def free_port() -> int:
 
 
 def mock_config(**sections: Any) -> dict[str, Any]:
-    """A server with the mock model; ``sections`` are further keys of the configuration."""
+    """Return the configuration of a server with the mock model. ``sections`` are further top-level keys."""
     return {
         "applications": [
             {"name": "server", "import_path": "server"},
@@ -67,9 +71,10 @@ def mock_config(**sections: Any) -> dict[str, Any]:
 
 
 class Server:
-    """A server process on a port of its own: start it, kill it, start it again on the same data and port.
+    """A server process on its own port. It can be killed and started again on the same data and port.
 
-    ``directory`` gets config.yaml, server.log and the data; ``tuning`` is for tuned_launch.py.
+    ``directory`` receives config.yaml, server.log and the data directory. ``tuning`` holds settings for
+    tuned_launch.py.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, **tuning: float) -> None:
@@ -81,11 +86,11 @@ class Server:
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._said_before = 0
         cluster = cluster_url()
-        self.database = None if cluster is None else new_database(cluster)  # None: SQLite's default
+        self.database = None if cluster is None else new_database(cluster)  # None: use the default, SQLite
         self.configure(config or mock_config())
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """What the next start reads."""
+        """Write the configuration that the next start will read."""
         http = {"host": "127.0.0.1", "port": self.port}
         content = {"runtime": RUNTIME, "data_dir": str(self.data_dir), "http_options": http, **config}
         if self.database is not None:
@@ -94,16 +99,17 @@ class Server:
 
     @property
     def config(self) -> dict[str, Any]:
+        """Return the configuration as it is in config.yaml."""
         content: dict[str, Any] = yaml.safe_load((self.directory / "config.yaml").read_text())
         return content
 
     def command(self, *arguments: str) -> list[str]:
-        """``twinkle-server`` with this server's tuning."""
+        """Return the command line of ``twinkle-server`` with this server's tuning."""
         tuning = [f"{name}={seconds}" for name, seconds in self.tuning.items()]
         return [*_LAUNCH, *tuning, "--", *arguments]
 
     def spawn(self) -> "Server":
-        """Start the process and do not wait."""
+        """Start the process and return at once."""
         assert self.process is None or self.process.poll() is not None, "it runs already"
         with (self.directory / "server.log").open("ab") as log:
             self._said_before = log.tell()
@@ -117,7 +123,7 @@ class Server:
         return self
 
     def start(self) -> "Server":
-        """Start the process and wait until it answers."""
+        """Start the process and wait until it is healthy."""
         self.spawn()
         assert self.process is not None
         deadline = time.monotonic() + _START_SECONDS
@@ -129,6 +135,7 @@ class Server:
         return self
 
     def is_healthy(self) -> bool:
+        """Return whether the server answers its health check; on Ray also whether it has announced its address."""
         try:
             answer = httpx.get(f"{self.url}/api/v1/healthz", timeout=5, trust_env=False, verify=False)
             return answer.status_code == 200 and bool(answer.json() == {"status": "ok"}) and self._announced()
@@ -136,37 +143,41 @@ class Server:
             return False
 
     def _announced(self) -> bool:
-        """On Ray the gateway may answer before a model is there."""
+        """Return whether the server has announced its address.
+
+        On Ray the gateway may answer before the model is ready.
+        """
         said = (self.directory / "server.log").read_bytes()[self._said_before :]
         return RUNTIME != "ray" or b"listening on" in said
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL and wait until it has ended."""
         assert self.process is not None
         self.process.kill()
         self.process.wait(30)
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, wait for the end of the process, and return its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
     def close(self) -> None:
+        """Kill the process if it is still running."""
         if self.process is not None and self.process.poll() is None:
             self.kill()
 
     def log(self) -> str:
-        """All that this and earlier processes here said."""
+        """Return everything that this process and its predecessors in this directory have logged."""
         files = [self.directory / "server.log", *sorted(self.data_dir.glob("logs/*.log"))]
         return "".join(file.read_text(errors="replace") for file in files)
 
 
 def environment() -> dict[str, str]:
-    """For processes that talk to 127.0.0.1 or compute beside other tests."""
+    """Return the environment for processes that talk to 127.0.0.1 or compute while other tests run."""
     local = "127.0.0.1,localhost"
     alone = {"RAY_ADDRESS": "local"} if RUNTIME == "ray" else {}
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import tests.…
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import `tests`
     return {**os.environ, **path, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
 
 
@@ -174,14 +185,14 @@ def environment() -> dict[str, str]:
 
 
 def tensor(values: Any, dtype: str = "f4", shape: Sequence[int] | None = None) -> pb.Tensor:
-    """Dense; ``shape`` may lie. dtype: f4, i8 or i4."""
+    """Return a dense tensor. ``shape`` may contradict the values on purpose; dtype is f4, i8 or i4."""
     array = np.asarray(values, f"<{dtype}")
     number = {"f4": pb.DTYPE_FLOAT32, "i8": pb.DTYPE_INT64, "i4": pb.DTYPE_INT32}[dtype]
     return pb.Tensor(dense=array.tobytes(), dtype=number, shape=array.shape if shape is None else shape)
 
 
 def datum(tokens: Sequence[int] = (1, 2, 3, 4), **inputs: pb.Tensor) -> pb.Datum:
-    """A row to train on: each token's target is the next one, unless ``inputs`` has other target_tokens."""
+    """Return a row to train on. The target of each token is the next one, unless ``inputs`` has other target_tokens."""
     text = pb.EncodedTextChunk(tokens=np.asarray(tokens[:-1], "<i4").tobytes())
     targets = {"target_tokens": tensor(tokens[1:], "i8")}
     return pb.Datum(model_input=[pb.Chunk(encoded_text=text)], loss_fn_inputs={**targets, **inputs})
@@ -194,18 +205,18 @@ def training_request(
     loss: str = "cross_entropy",
     **fields: Any,
 ) -> pb.ForwardBackwardRequest:
-    """A forward_backward; without ``data`` one row that depends on ``seq_id``."""
+    """Return a forward_backward request. Without ``data`` it has one row, which depends on ``seq_id``."""
     rows = [datum([seq_id % 97 + n for n in range(6)])] if data is None else data
     return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=rows, loss_fn=loss, **fields)
 
 
 def training_body(model_id: str, seq_id: int, data: Sequence[pb.Datum] | None = None, **fields: Any) -> bytes:
-    """:func:`training_request` as it goes over the wire."""
+    """Return :func:`training_request` as it goes over the wire."""
     return training_request(model_id, seq_id, data, **fields).SerializeToString()
 
 
 class Tenant:
-    """One API key. Methods that submit something return the id of its future, or fail the test."""
+    """A client with its own API key. Methods that submit an op return its request id; a refusal fails the test."""
 
     def __init__(self, url: str, key: str) -> None:
         self.key = key
@@ -214,11 +225,11 @@ class Tenant:
             headers={"X-API-Key": key},
             timeout=60,
             trust_env=False,
-            verify=False,  # there is no TLS here, and reading all certificates takes longer than most tests
+            verify=False,  # there is no TLS here, and loading all certificates takes longer than most tests
         )
 
     def post(self, path: str, content: Mapping[str, Any] | bytes, **headers: str) -> httpx.Response:
-        """JSON, or a body as it is."""
+        """Send a dictionary as JSON, or bytes unchanged as protobuf."""
         if isinstance(content, bytes):
             given = {"Content-Type": "application/x-protobuf", **headers}
             return self.http.post(path, content=content, headers=given)
@@ -231,7 +242,7 @@ class Tenant:
         return str(_good(self.post("create_session", {"tags": [], "type": "create_session"}))["session_id"])
 
     def model(self, session_id: str | None = None, number: int = 0, rank: int = 8, seed: int = 1) -> str:
-        """A new adapter, created; its id."""
+        """Create an adapter, wait until it exists, and return its model id."""
         session_id = session_id or self.session()
         body = {
             "session_id": session_id,
@@ -257,7 +268,7 @@ class Tenant:
         return self.submit("load_weights", body)
 
     def publish(self, model_id: str, seq_id: int, number: int = 0) -> str:
-        """For sampling, unnamed."""
+        """Publish the weights for sampling, without a name."""
         body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": number}
         return self.submit("save_weights_for_sampler", body)
 
@@ -268,11 +279,11 @@ class Tenant:
         return str(_good(self.post(path, content))["request_id"])
 
     def poll(self, request_id: str) -> httpx.Response:
-        """One retrieve_future, whatever it says."""
+        """Send one retrieve_future request and return the response, whatever its status."""
         return self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": False})
 
     def result(self, request_id: str, seconds: float = 60) -> bytes:
-        """The result's bytes, once it is there; failed futures have bytes too."""
+        """Wait for a result and return its bytes. A failed future has bytes too."""
         deadline = time.monotonic() + seconds
         answer = self.poll(request_id)
         while answer.status_code == 408:
@@ -282,13 +293,13 @@ class Tenant:
         return answer.content
 
     def json(self, request_id: str) -> dict[str, Any]:
-        """A result that is JSON and no failure."""
+        """Wait for a result that must be JSON and not a failure."""
         result: dict[str, Any] = json.loads(self.result(request_id))
         assert "error" not in result, result
         return result
 
     def error(self, request_id: str, seconds: float = 60) -> str:
-        """The message of a future that failed by the user's mistake."""
+        """Wait for a future that must fail because of the user's mistake, and return its message."""
         result = json.loads(self.result(request_id, seconds))
         assert result["category"] == "user", result
         return str(result["error"])
@@ -300,7 +311,7 @@ class Tenant:
         return float(self.training(request_id).metrics["loss:sum"])
 
     def tokens(self, request_id: str) -> list[int]:
-        """What the first sequence of a sample holds."""
+        """Return the tokens of the first sequence of a sample."""
         response = pb.SampleResponse.FromString(self.result(request_id))
         return np.frombuffer(response.sequences[0].tokens, "<i4").tolist()
 
@@ -316,7 +327,7 @@ def sample_body(sampling_session_id: str, seq_id: int = 0, seed: int = 7, **more
 
 
 def key_for(name: str) -> str:
-    """An API key for a test of this name, the same whenever it is asked for."""
+    """Return an API key for a test with this name. The same name always gives the same key."""
     return "tml-" + re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 

@@ -1,4 +1,4 @@
-"""A server process for tests, and the data they train on."""
+"""A server with a tiny real model, clients of the tinker SDK for it, and data to train on."""
 
 import os
 import re
@@ -15,19 +15,23 @@ from tinker import types
 from tests.support.servers.running import Server
 from twinkle.model import Datum
 
-# With which sampler these tests run: torch, vllm (make test-vllm) or mock (made-up numbers: some are skipped).
+# The sampler that these tests use: torch, vllm (make test-vllm) or mock (its numbers are made up; some tests are
+# skipped).
 SAMPLER = os.environ.get("TWINKLE_TEST_SAMPLER", "torch")
 MODEL = "random://llama-tiny-wide" if SAMPLER == "vllm" else "random://llama-tiny"
 ALIAS = "org/tiny"
 
 
 class SdkServer(Server):
-    """A server with a tiny model, and the SDK's clients for it. Its log names every device batch."""
+    """A server with a tiny model. It makes SDK clients for any tenant, and its log names every device batch."""
 
     def __init__(
         self, directory: Path, sampler: str = SAMPLER, sections: Mapping[str, Any] | None = None, **tuning: float
     ) -> None:
-        """sections: more of the configuration; tuning: of tuned_launch.py."""
+        """Create the server without starting it.
+
+        ``sections`` are further keys of the configuration; ``tuning`` holds settings of tuned_launch.py.
+        """
         real = {"backend": "transformers", "device": "cpu", "dtype": "fp32"}
         model = {"model_id": MODEL, "aliases": [ALIAS], **({"backend": "mock"} if sampler == "mock" else real)}
         applications = [
@@ -41,27 +45,32 @@ class SdkServer(Server):
         return super().command(*arguments, "--log-level", "debug")
 
     def service(self, tenant: str) -> tinker.ServiceClient:
+        """Return the SDK's client for the tenant with this name."""
         return tinker.ServiceClient(base_url=self.url, api_key=key_of(tenant))
 
     def rest(self, tenant: str) -> tinker.RestClient:
+        """Return the SDK's REST client for the tenant with this name."""
         return tinker.RestClient(base_url=self.url, api_key=key_of(tenant))
 
     def batches(self) -> list[list[str]]:
-        """The request ids of every device batch so far, in order."""
+        """Return the request ids of every device batch so far, in order."""
         lines = [line.partition(" batch: ")[2] for line in self.log().splitlines() if " batch: " in line]
         return [line.split() for line in lines]
 
 
 def key_of(tenant: str) -> str:
+    """Return the API key of the tenant with this name."""
     return "tml-" + re.sub(r"[^a-z0-9]", "", tenant.lower())
 
 
 def sequences(seed: int, count: int = 3, length: int = 12, vocab: int = 256) -> list[np.ndarray]:
+    """Return ``count`` rows of random tokens; each has one token more than ``length``."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, vocab, length + 1) for _ in range(count)]
 
 
 def tinker_data(rows: list[np.ndarray], weights: float = 1.0) -> list[types.Datum]:
+    """Return the rows as the SDK's datums. The target of each token is the next one."""
     return [
         types.Datum(
             model_input=types.ModelInput.from_ints(row[:-1].tolist()),
@@ -72,21 +81,24 @@ def tinker_data(rows: list[np.ndarray], weights: float = 1.0) -> list[types.Datu
 
 
 def trainer_data(rows: list[np.ndarray], weights: float = 1.0) -> list[Datum]:
+    """Return the same datums as :func:`tinker_data` in the form that a Trainer takes."""
     return [Datum(row[:-1], row[1:], np.full(len(row) - 1, weights, np.float32)) for row in rows]
 
 
 def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
+    """Return the log-probabilities of each datum."""
     return [np.array(entry["logprobs"].data, np.float32) for entry in output.loss_fn_outputs]
 
 
 def waiting_samples(server: SdkServer) -> int:
-    """Of the only model."""
+    """Return how many samples wait at the server's only model."""
     status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()
     (model,) = status["models"].values()
     return int(model["waiting_samples"])
 
 
 def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until the condition is true, for at most 60 seconds."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline

@@ -1,7 +1,14 @@
-"""Records to store, and a store to put them in, for the tests of the state.
+"""Sample records and a store to put them in, for tests of the server's state.
 
-Tests with the fixture ``backend`` run on SQLite and, where TWINKLE_TEST_POSTGRES names a cluster, on PostgreSQL: there
-each data directory has a database of its own.
+    def test_something(tmp_path, backend):
+        async def test(store):
+            await begin(store)                     # a session with one run
+            await accept(store, op(1))
+
+        with_store(tmp_path, test)
+
+Tests with the fixture ``backend`` run on SQLite and, if TWINKLE_TEST_POSTGRES names a cluster, also on PostgreSQL.
+There each data directory has its own database.
 """
 
 import asyncio
@@ -32,12 +39,12 @@ T = TypeVar("T")
 
 BACKENDS = ("sqlite",) if postgres_cluster.cluster_url() is None else ("sqlite", "postgresql")
 
-_urls: dict[Path, str] | None = None  # of the test's data directories; None on SQLite
+_urls: dict[Path, str] | None = None  # URL of each data directory of the test; None on SQLite
 
 
 @contextmanager
 def on_backend(name: str) -> Iterator[None]:
-    """Where stores that are opened here have their database."""
+    """Use this database, ``sqlite`` or ``postgresql``, for all stores that are opened inside the ``with`` block."""
     global _urls
     _urls = {} if name == "postgresql" else None
     try:
@@ -47,7 +54,10 @@ def on_backend(name: str) -> Iterator[None]:
 
 
 def url_of(data_dir: Path) -> str | None:
-    """What to open ``data_dir`` with; None is SQLite's default."""
+    """Return the database URL of ``data_dir``; None means SQLite, the default.
+
+    Creates the database at the first call.
+    """
     if _urls is None:
         return None
     if data_dir not in _urls:
@@ -58,7 +68,7 @@ def url_of(data_dir: Path) -> str | None:
 
 
 def query(data_dir: Path, sql: str) -> list[tuple]:
-    """Ask the database behind the store's back."""
+    """Query the database directly, without the store."""
     url = url_of(data_dir)
     if url is not None:
         return postgres_cluster.execute(url, sql)
@@ -70,7 +80,7 @@ def query(data_dir: Path, sql: str) -> list[tuple]:
 
 
 def change_rows(database: Path, table: str, statement: str, parameters: Sequence[object] = ()) -> None:
-    """Change rows of a SQLite database that nobody has open, as if the server had written them so."""
+    """Change rows of a SQLite database that no process has open, and update their checksums as the server would."""
     engine = create_engine(f"sqlite:///{database}")
     with engine.begin() as connection:
         connection.exec_driver_sql(statement, tuple(parameters))
@@ -79,16 +89,17 @@ def change_rows(database: Path, table: str, statement: str, parameters: Sequence
 
 
 def integrity_error() -> type[Exception]:
-    """What the driver raises when a constraint is violated."""
+    """Return the exception class that the driver raises when a constraint is violated."""
     if _urls is None:
         return sqlite3.IntegrityError
-    import psycopg  # of our extra `postgres`
+    import psycopg  # installed by our extra `postgres`
 
     return psycopg.IntegrityError
 
 
 @asynccontextmanager
 async def opened(data_dir: Path, lock: bool = True, segment_bytes: int = 1 << 26) -> AsyncIterator[Store]:
+    """Open a store on the test's database for the ``with`` block."""
     store = await Store.open(data_dir, url_of(data_dir), lock=lock, segment_bytes=segment_bytes)
     try:
         yield store
@@ -97,7 +108,7 @@ async def opened(data_dir: Path, lock: bool = True, segment_bytes: int = 1 << 26
 
 
 def with_store(data_dir: Path, test: Callable[[Store], Awaitable[T]], segment_bytes: int = 1 << 26) -> T:
-    """Open the directory, run the test, close it."""
+    """Open a store on the directory, run the coroutine ``test`` on it, and close it."""
 
     async def main() -> T:
         async with opened(data_dir, segment_bytes=segment_bytes) as store:
@@ -170,13 +181,13 @@ async def accept(store: Store, request: Op, now: float = 100.0):
 
 
 async def begin(store: Store, *numbers: int) -> None:
-    """A session with runs of these numbers."""
+    """Store a session and runs with these numbers (default: run 1)."""
     await store.sessions.create(session())
     for number in numbers or (1,):
         await store.runs.add(run(number))
 
 
 async def delete_checkpoint(store: Store, record: CheckpointRecord, event: str = "checkpoint_delete") -> None:
-    """Delete a checkpoint's record as the server does, without files."""
+    """Delete a checkpoint's record as the server does, but leave its files."""
     await store.checkpoints.begin_delete(record, event)
     await store.checkpoints.finish_delete(record)

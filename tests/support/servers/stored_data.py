@@ -3,8 +3,8 @@
     python -m tests.support.servers.stored_data tests/support/servers/data/schema_9.tar.gz
 
 Two tenants use a server with the mock model, one through each protocol. The server is killed while ops wait. The
-archive holds the data directory, and ``expected.json``: keys, ids, and the numbers that a second server, which nobody
-killed, gave for the same requests.
+archive holds the data directory and ``expected.json``: keys, ids, and the numbers that a second server, which was never
+killed, computed for the same requests.
 """
 
 import contextlib
@@ -43,28 +43,28 @@ CONFIG = mock_config(auth={"mode": "keys"}, **KEPT)
 
 @dataclass
 class Expected:
-    """What the archive's test compares with."""
+    """The ids and numbers that the archive's test compares with."""
 
-    keys: dict[str, str] = field(default_factory=dict)  # by tenant
+    keys: dict[str, str] = field(default_factory=dict)  # API keys by tenant
     model_id: str = ""  # Alice's adapter
     answered: str = ""  # a request id whose result was never fetched
     answered_loss: float = 0.0
-    waiting: dict[str, float] = field(default_factory=dict)  # request ids that had no result, with their losses
+    waiting: dict[str, float] = field(default_factory=dict)  # request ids that had no result yet, with their losses
     checkpoint: str = ""
-    loss_after: float = 0.0  # of one more pass, after everything that waited
-    loss_of_checkpoint: float = 0.0  # of a pass after the checkpoint was loaded
+    loss_after: float = 0.0  # loss of one more pass, after all waiting ops
+    loss_of_checkpoint: float = 0.0  # loss of a pass after loading the checkpoint
     evicted_model_id: str = ""
     evicted_checkpoint: str = ""
     loss_of_evicted: float = 0.0
     sampling_session_id: str = ""
     tokens: list[int] = field(default_factory=list)
     native_session_id: str = ""
-    native_losses: dict[str, float] = field(default_factory=dict)  # of the requests from number 20 on, by number
-    native_state: dict[str, list[float]] = field(default_factory=dict)  # get_state_dict, after all of them
+    native_losses: dict[str, float] = field(default_factory=dict)  # losses of the requests from number 20 on, by number
+    native_state: dict[str, list[float]] = field(default_factory=dict)  # result of get_state_dict after all of them
 
 
 def data(number: int) -> list[Any]:
-    """The datums of one request; another number, other datums."""
+    """Return the datums of one request. They differ from number to number."""
     numbers = np.random.default_rng(number)
     return [datum(numbers.integers(1, 60, 8).tolist())]
 
@@ -80,11 +80,14 @@ def write_key(server: Server, name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment()).stdout.split()[-1]
 
 
-# --- the requests, which both servers get -----------------------------------------------------------------------------
+# --- the requests that both servers get -------------------------------------------------------------------------------
 
 
 def train(alice: Tenant) -> tuple[str, str, str]:
-    """Three steps, a checkpoint, published weights, one more step. Returns (model, checkpoint, sampling session)."""
+    """Train three steps, save a checkpoint, publish weights, train one more step.
+
+    Return (model, checkpoint, sampling session).
+    """
     model = alice.model(seed=3)
     for step in range(3):
         alice.result(alice.forward_backward(model, 2 * step + 1, data(step)))
@@ -97,7 +100,7 @@ def train(alice: Tenant) -> tuple[str, str, str]:
 
 
 def evict(alice: Tenant) -> tuple[str, str]:
-    """An adapter whose session ended. Returns (model, the checkpoint that it became)."""
+    """Train an adapter and end its session. Return (model, the checkpoint that the adapter became)."""
     session = alice.session()
     model = alice.model(session, seed=5)
     alice.result(alice.forward_backward(model, 1, data(31)))
@@ -113,7 +116,7 @@ def evict(alice: Tenant) -> tuple[str, str]:
 
 
 def submit_waiting(alice: Tenant, model: str) -> list[str]:
-    """Two more steps, not waited for; returns the ids of the passes."""
+    """Submit two more steps without waiting for them; return the request ids of the passes."""
     passes = []
     for step in range(2):
         passes.append(alice.forward_backward(model, 2 * step + 12, data(step + 40)))
@@ -140,7 +143,7 @@ NATIVE_LAST: dict[int, tuple[str, dict[str, Any]]] = {
 
 
 def ask_native(bob: NativeTenant, number: int) -> float | None:
-    """Send one of the last requests, or send it again; returns its loss if it has one."""
+    """Send one of the last requests, possibly for the second time; return its loss if it has one."""
     verb, fields = NATIVE_LAST[number]
     result = bob.verb(verb, adapter_name="a", seq_id=number, **fields)
     return float(result["loss"]) if verb == "forward_backward" else None
@@ -155,7 +158,7 @@ def native_state(bob: NativeTenant, number: int) -> dict[str, list[float]]:
 
 
 def compute_expected(directory: Path, expected: Expected) -> None:
-    """Fill in the numbers, from a server that nobody kills."""
+    """Fill in the numbers, computed by a server that is never killed."""
     server = Server(directory, CONFIG).start()
     alice = Tenant(server.url, write_key(server, "alice"))
     bob = NativeTenant(server.url, write_key(server, "bob"), MODEL)
@@ -189,7 +192,7 @@ def write_data(directory: Path, expected: Expected) -> Path:
     bob = NativeTenant(server.url, expected.keys["bob"], MODEL)
     expected.native_session_id = bob.session_id
     set_up_native(bob)
-    time.sleep(1)  # snapshots of both
+    time.sleep(1)  # time for a snapshot of both adapters
     server.stop()
 
     server.tuning = {"pass": 5.0, "snapshot": 3600.0}
@@ -197,7 +200,7 @@ def write_data(directory: Path, expected: Expected) -> Path:
     alice, http = Tenant(server.url, expected.keys["alice"]), bob.http
     bob.http = httpx.Client(base_url=server.url, headers=http.headers, timeout=120, trust_env=False)
     expected.answered = alice.forward_backward(expected.model_id, 11, data(11))
-    alice.poll(expected.answered)  # waits for it; whether this was in time does not matter
+    alice.poll(expected.answered)  # long poll; the test does not depend on whether the result came in time
     waiting = submit_waiting(alice, expected.model_id)
     expected.waiting = dict(zip(waiting, expected.waiting.values(), strict=True))
 

@@ -1,8 +1,8 @@
-"""``twinkle-server`` that notes which of its functions run between a route handler and the trainer, in all threads.
+"""Run ``twinkle-server`` and record which of its functions run between a route handler and the trainer, in all threads.
 
-The first argument is a file. After each call of the trainer it holds, as JSON, what ran since the last handler began,
-in the order of first calls: lists ``[file, function, handed]``, where ``handed`` says whether one of its arguments was
-the request, in one of its forms. The other arguments are twinkle-server's own.
+The first argument is a file. After each call of the trainer it holds, as JSON, the functions that ran since the last
+handler began, in the order of their first calls: lists ``[file, function, handed]``, where ``handed`` says whether one
+of the arguments was the request in one of its forms. The other arguments go to twinkle-server.
 """
 
 import json
@@ -23,18 +23,20 @@ HANDLERS = {
     ("server/protocols/native/model_routes.py", "run_verb"),
 }
 TRAINER = ("server/backends/mock/trainer.py", "MockTrainer.forward_backward")
-SOCKETS = "server/http/connections.py"  # where bytes arrive, before and while handlers run
-# What a request is on its way: what the handler gets, then an op, its place in a batch, a trainer's item.
+SOCKETS = "server/http/connections.py"  # bytes arrive here, before handlers run and while they run
+# The types of a request on its way: the handler's argument, then an op, its place in a batch, a trainer's item.
 FORMS = {"Call", "Op", "TrainPass", "NativePass", "Batch", "Task", "TrainItem"}
-TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # that the test sends, by which bodies are known
+TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # the tokens that the test sends, by which a body is recognized
 MARKS = (b"".join(token.to_bytes(4, "little") for token in TOKENS), b",".join(b"%d" % token for token in TOKENS))
 
 
 class Trace:
+    """The functions that ran since the last route handler began."""
+
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._handler: FrameType | None = None  # of the present request
+        self._handler: FrameType | None = None  # the frame of the current request's handler
         self._seen: dict[tuple[str, str], bool] | None = None  # None: no request is on its way to the trainer
         self._places: dict[CodeType, tuple[str, str] | None] = {}
 
@@ -45,7 +47,7 @@ class Trace:
                 self._note(place, frame)
 
     def _note(self, place: tuple[str, str], frame: FrameType) -> None:
-        if place in HANDLERS and frame is not self._handler:  # not a coroutine that goes on
+        if place in HANDLERS and frame is not self._handler:  # ignore a coroutine that resumes
             self._handler, self._seen = frame, {}
         if self._seen is None:
             return
@@ -87,6 +89,6 @@ def is_request(value: Any, depth: int = 2) -> bool:
 if __name__ == "__main__":
     end_with_parent()
     trace = Trace(Path(sys.argv[1]))
-    threading.setprofile(trace.note)  # of threads that begin from now on
+    threading.setprofile(trace.note)  # for threads that start from now on
     sys.setprofile(trace.note)
     sys.exit(command_line.main(sys.argv[2:]))

@@ -1,6 +1,6 @@
-"""``twinkle-server`` with some of its constants changed, on Ray in its workers too.
+"""Run ``twinkle-server`` with some of its constants changed; on Ray also in its workers.
 
-Arguments before ``--`` are ``name=seconds`` with the names of tuning.py, those after it are twinkle-server's own.
+Arguments before ``--`` are ``name=number`` with the names of tuning.py. Arguments after it go to twinkle-server.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
 
 
 def end_with_parent() -> None:
-    """A test that is killed leaves no server behind."""
+    """Have the kernel kill this process when its parent ends, so that a killed test run leaves no server behind."""
     ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
 
 

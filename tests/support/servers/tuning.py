@@ -1,4 +1,9 @@
-"""Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
+"""Settings that change constants or behaviour of a server under test.
+
+Tests cannot wait, for example, six minutes until a gap in the sequence numbers times out. ``TUNING`` has one function
+for each setting. Tests pass settings as keyword arguments of ``own_server`` or ``Server``, or as arguments of
+tuned_launch.py.
+"""
 
 import itertools
 import os
@@ -23,7 +28,7 @@ from twinkle.server.types import Op
 
 
 def fill_disk_at(number: float) -> None:
-    """There is no room for op ``number`` of any adapter the first time that it comes."""
+    """Report a full disk for op ``number`` of each adapter, the first time that this op arrives."""
     accept, refused = Ops.accept, set()
 
     async def accept_unless_full(self: Ops, op: Op, digest: bytes, now: float) -> AcceptedOp:
@@ -36,7 +41,7 @@ def fill_disk_at(number: float) -> None:
 
 
 def _break_in_batch(number: float) -> None:
-    """A bug in the trainer's loop, where nothing catches it."""
+    """Raise an exception in the service loop of the trainer at this batch, at a place where nothing catches it."""
     next_batch, batches = Scheduler.next_batch, itertools.count(1)
 
     def broken(self: Scheduler) -> Batch | None:
@@ -49,6 +54,7 @@ def _break_in_batch(number: float) -> None:
 
 
 def _give_up_gaps_after(seconds: float) -> None:
+    """Set the time after which the scheduler stops waiting for a missing sequence number."""
     build = Scheduler.__init__
 
     def init(self: Scheduler, *arguments: Any, **options: Any) -> None:
@@ -58,7 +64,7 @@ def _give_up_gaps_after(seconds: float) -> None:
 
 
 def _die_of_token(token: float) -> None:
-    """A pass with this token kills its process: what a request does that needs more memory than there is."""
+    """Kill the process at a pass with this token, as the kernel would if a request needed too much memory."""
     run = MockTrainer._pass
 
     def die_or_run(self: MockTrainer, item: TrainItem, train: bool) -> TrainResult:
@@ -70,7 +76,7 @@ def _die_of_token(token: float) -> None:
 
 
 def _die_of_saving(_number: float) -> None:
-    """Saving a checkpoint kills the process."""
+    """Kill the process when it saves a checkpoint."""
 
     def die(self: MockTrainer, *_arguments: Any, **_options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +85,7 @@ def _die_of_saving(_number: float) -> None:
 
 
 def _save_slowly(seconds: float) -> None:
-    """Writing the files of a checkpoint takes so long; other ops run meanwhile."""
+    """Delay the writing of checkpoint files by this many seconds. Other ops run meanwhile."""
     prepare = MockTrainer.prepare_save
 
     def prepare_slowly(self: MockTrainer, *arguments: Any, **options: Any) -> Callable[[Path], None]:
@@ -95,10 +101,10 @@ def _save_slowly(seconds: float) -> None:
 
 
 def _slow(method: str) -> Callable[[float], None]:
-    """Return a setting that makes a method of all templates sleep first: large tokenizers and long texts take long."""
+    """Return a setting that delays a method of all templates, as large tokenizers and long texts do."""
 
     def slow_by(seconds: float) -> None:
-        from twinkle.template import Template  # a server without text does not load it
+        from twinkle.template import Template  # a server that handles no text does not import it
 
         quick = getattr(Template, method)
 
@@ -112,8 +118,9 @@ def _slow(method: str) -> Callable[[float], None]:
 
 
 TUNING: dict[str, Callable[[float], None]] = {
-    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
-    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
+    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # duration of a batch of passes
+    # duration of a turn of the sampler
+    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),
     "gap": _give_up_gaps_after,
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
@@ -132,7 +139,7 @@ TUNING: dict[str, Callable[[float], None]] = {
 
 
 def tune(settings: Sequence[str]) -> None:
-    """``name=seconds`` each."""
+    """Apply settings, each given as ``name=number``. The number is mostly a time in seconds."""
     for setting in settings:
         name, _, seconds = setting.partition("=")
         TUNING[name](float(seconds))

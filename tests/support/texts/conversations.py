@@ -1,4 +1,4 @@
-"""Random conversations, and small tokenizers to read them with."""
+"""Random conversations, and small tokenizers to encode them."""
 
 import json
 import random
@@ -48,9 +48,9 @@ TOOLS = [
 
 
 def save_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str, bos: str | None, eos: str) -> Path:
-    """A byte-level BPE tokenizer with a few merges, of line breaks and spaces among them, as real ones have."""
+    """Save a byte-level BPE tokenizer with a few merges, among them line breaks and spaces, as real tokenizers have."""
     tokenizer = Tokenizer(models.BPE())
-    # the splits of GPT-2 and later: runs of white space and line breaks are tokens that can cross a boundary
+    # The splits of GPT-2 and later: a run of white space or line breaks is a token that can cross a boundary.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -96,7 +96,7 @@ def random_assistant(draw: random.Random, tools: bool) -> dict:
 
 
 def random_trajectory(draw: random.Random, tools: bool) -> dict:
-    """Turns in every order that a template accepts: answers of tools, several answers in a row, an open end."""
+    """Return random turns in any order that templates accept: tool results, several answers in a row, an open end."""
     messages: list[dict] = []
     if draw.random() < 0.5:
         messages.append({"role": "system", "content": random_text(draw)})

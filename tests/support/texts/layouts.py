@@ -1,14 +1,14 @@
-"""Chat templates with the layouts of well-known models, each beside a plain function that writes the same by hand.
+"""Chat templates with the layouts of well-known models, each with a plain function that writes the same text by hand.
 
-The function is the slow reference: it says, piece by piece, what a conversation becomes and whether the piece is to be
-learnt. It shares nothing with the library.
+The function is the slow reference. It returns, piece by piece, the text of a conversation and whether the piece is to
+be learned. It shares no code with the library.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Pieces = list[tuple[str, bool]]  # text, learnt
+Pieces = list[tuple[str, bool]]  # (text, whether it is learned)
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Layout:
     special: tuple[str, ...]
     bos: str | None = None
     eos: str = "<|im_end|>"
-    tools: bool = False  # whether it can write tools, calls and results
+    tools: bool = False  # whether it can render tools, calls and results
     system: bool = True
 
 
@@ -33,14 +33,14 @@ def arguments_of(call: dict) -> dict:
 
 
 def inline_thought(message: dict) -> str:
-    """What a template that knows no thinking is given."""
+    """Return the text for a template without support for thinking: the thought is part of the content."""
     thought = message.get("reasoning_content")
     content = message.get("content") or ""
     return f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
 
 
 def separated(message: dict) -> tuple[str, str]:
-    """The thought and the answer, wherever the thought stands."""
+    """Return (thought, answer), wherever the message has its thought."""
     content = message.get("content") or ""
     if isinstance(message.get("reasoning_content"), str):
         return message["reasoning_content"], content
@@ -158,7 +158,7 @@ def qwen3(messages, tools, thinking, *, steady: bool = False) -> Pieces:
             pieces.append(("<|im_start|>assistant\n", False))
             if i > last_query and (steady or i == len(messages) - 1 or thought):
                 if not thinking and not thought.strip("\n"):
-                    pieces.append(("<think>\n\n</think>\n\n", False))  # the generation prompt has it already
+                    pieces.append(("<think>\n\n</think>\n\n", False))  # already part of the generation prompt
                 else:
                     pieces.append(("<think>\n" + thought.strip("\n") + "\n</think>\n\n", True))
                 pieces.append((answer.lstrip("\n"), True))
@@ -399,7 +399,7 @@ def deepseek_v4(messages, tools, thinking) -> Pieces:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         pieces.append((f"\n\n{_TOOLS}{listed}\n", False))
     asking = [i for i, message in enumerate(messages) if message["role"] in ("user", "tool")]
-    # the last turn of the user's begins after the last message that is not
+    # The last user turn begins after the last message that is not the user's.
     last = max(asking)
     while last - 1 in asking:
         last -= 1
@@ -460,6 +460,6 @@ LAYOUTS = [
     Layout("thinker", THINKER_SOURCE, thinker, ("<|user|>", "<|system|>", "<|assistant|>", "<think>", "</think>")),
 ]
 
-# Those of templates that are more than what their tokenizer brings along.
+# Layouts of template classes that do more than apply their tokenizer's chat template.
 DEEPSEEK_V4 = Layout("deepseek_v4", "", deepseek_v4, _V4_TOKENS, bos=_V4_TOKENS[0], eos=_V4_TOKENS[1], tools=True)
 STEADY_QWEN3 = Layout("steady_qwen3", QWEN3_SOURCE, qwen3_steady, _QWEN_TOKENS, tools=True)

@@ -1,7 +1,7 @@
-"""What the client of twinkle-kit 0.5.1 says, replayed to our server: every answer has what that client reads of it.
+"""Replay the requests of twinkle-kit 0.5.1's client on our server: every answer has the fields that the client reads.
 
-tests/clients/kit recorded the conversation with a server that gives the smallest answers the client accepts. Ours may
-say more.
+tests/clients/kit recorded the requests with a server that gives the smallest answers that the client accepts. Our
+answers may have more fields.
 """
 
 import datetime
@@ -18,12 +18,12 @@ from tests.support.servers.running import Server
 
 RECORDED = json.loads((ROOT / "tests" / "clients" / "kit" / "recorded_0_5_1.json").read_text())
 EXCHANGES: list[dict[str, Any]] = RECORDED["exchanges"]
-NAME = "Qwen/Qwen3.5-4B"  # of the model, in the recording
+NAME = "Qwen/Qwen3.5-4B"  # the model's name in the recording
 TINY = "random://llama-tiny"
 
 pytestmark = pytest.mark.slow
 
-# Answers that name something which later requests refer to.
+# Fields with ids that later requests refer to.
 _IDENTITIES = ("session_id", "processor_id", "twinkle_path", "request_id")
 
 
@@ -34,7 +34,7 @@ class Replayed:
 
 
 def _title(number: int) -> str:
-    """``07 add_adapter_to_model``; processors are told apart by the function called."""
+    """Return a title such as ``07 add_adapter_to_model``; for processors it includes the called function."""
     exchange = EXCHANGES[number]
     verb = exchange["path"].partition("/twinkle/")[2].partition("/")[0]
     function = (exchange["body"] or {}).get("function", "")
@@ -43,7 +43,7 @@ def _title(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replayed]]:
-    """Templates want a tokenizer: this is a model, if a tiny one, not the mock."""
+    """The replayed exchanges. Templates need a tokenizer, so the server has a tiny real model instead of the mock."""
     model = {"model_id": TINY, "backend": "transformers", "device": "cpu", "dtype": "fp32", "aliases": [NAME]}
     applications = [
         {"name": "server", "import_path": "server"},
@@ -59,7 +59,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replayed
 
 
 def replay(server: Server) -> list[Replayed]:
-    """Each request with the ids that this server gave where the recording has its own."""
+    """Send each request, with the ids of this server in place of the recorded ones."""
     ours: dict[str, str] = {}
     answers = []
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False, verify=False) as http:
@@ -77,7 +77,7 @@ def replay(server: Server) -> list[Replayed]:
 
 def _translated(content: list[Any], ours: dict[str, str]) -> list[Any]:
     text = json.dumps(content)
-    for theirs in sorted(ours, key=len, reverse=True):  # a path before the run that is part of it
+    for theirs in sorted(ours, key=len, reverse=True):  # a path before the run id that is part of it
         text = text.replace(theirs, ours[theirs])
     translated: list[Any] = json.loads(text)
     return translated
@@ -91,7 +91,7 @@ def _identities(recorded: Any, answer: httpx.Response) -> dict[str, str]:
 
 
 def fits(recorded: Any, given: Any) -> bool:
-    """Whether ``given`` has all of ``recorded``: its keys, and values of its types; null stands for anything."""
+    """Return whether ``given`` has all keys of ``recorded``, with values of the same types; null matches anything."""
     match recorded:
         case None:
             return True
@@ -109,7 +109,7 @@ def fits(recorded: Any, given: Any) -> bool:
 
 
 def _refused(exchange: dict[str, Any]) -> bool:
-    """What was recorded to see how it is said, and cannot be granted: a patch nobody has, data of a hub."""
+    """Return whether the request was recorded for its refusal: an unknown patch, or data of a hub."""
     body = exchange["body"] or {}
     return "NoSuchPatch" in body.values() or "ms://swift" in str(body.get("dataset_meta"))
 
@@ -143,7 +143,7 @@ def test_checkpoints_are_listed_by_the_names_the_client_asks_for(replayed: list[
 
 
 def test_rows_are_answered_in_their_shape(replayed: list[Replayed]) -> None:
-    """logps are aligned with labels, and go back as ref_outputs."""
+    """logps are aligned with labels and can be sent back as ref_outputs."""
     for ending in ("/forward_only", "/forward_backward"):
         for exchange in replayed:
             if exchange.recorded["path"].endswith(ending):
@@ -169,13 +169,13 @@ def test_sampled_sequences(replayed: list[Replayed]) -> None:
 
 
 def test_an_epoch_ends_with_410(replayed: list[Replayed]) -> None:
-    """The client takes any 410 for the end of an iteration, and reads its JSON."""
+    """The client treats any 410 as the end of an iteration and reads its JSON."""
     (end,) = [exchange.answer for exchange in replayed if exchange.recorded["status"] == 410]
     assert end.json() == {"detail": "Iterator exhausted"}
 
 
 def test_a_session_that_is_gone_is_no_end_of_data(replayed: list[Replayed]) -> None:
-    """Were it 410, a loop over a remote dataloader would end early without a word."""
+    """With status 410, a loop over a remote dataloader would silently end early."""
     headers = {"Authorization": "Bearer kit-token"}
     base = replayed[0].answer.request.url.join("/api/v1/")
     with httpx.Client(base_url=base, headers=headers, timeout=60, trust_env=False, verify=False) as http:

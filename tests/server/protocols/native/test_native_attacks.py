@@ -1,4 +1,4 @@
-"""A tenant of the native protocol that means harm, or is unlucky: nobody else notices, and nothing of it is lost."""
+"""A malicious or unlucky tenant of the native protocol: no other tenant is affected, and nothing of theirs is lost."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def native(server: Server, request: pytest.FixtureRequest) -> NativeTenant:
 
 @pytest.fixture(scope="module")
 def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Snapshots at once; tests kill it and start it again."""
+    """A server that takes snapshots at once; tests kill and restart it."""
     server = Server(tmp_path_factory.mktemp("fragile"), snapshot=0.05).start()
     yield server
     server.close()
@@ -44,7 +44,7 @@ def set_up(tenant: NativeTenant, name: str = "a") -> None:
 
 
 def restart(server: Server, *, after: float = 0.0) -> None:
-    time.sleep(after)  # for a snapshot
+    time.sleep(after)  # time for a snapshot
     server.kill()
     server.start()
 
@@ -79,7 +79,7 @@ def test_an_adapter_whose_snapshot_cannot_be_read_comes_back_from_its_journal(fr
     snapshots = f"snapshots/{bad.session_id}-a/*/native.pt"
     while not list(fragile.data_dir.glob(snapshots)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1)  # its record comes after its files
+    time.sleep(1)  # its record is written after its files
     fragile.kill()
     for file in fragile.data_dir.glob(snapshots):
         file.write_bytes(b"no snapshot")
@@ -90,7 +90,7 @@ def test_an_adapter_whose_snapshot_cannot_be_read_comes_back_from_its_journal(fr
 
 
 def test_a_pass_after_a_failed_one_is_not_lost(own_server):
-    """A metric that refuses a pass fails the next one, once: a replay must come to the same."""
+    """A metric that refuses a pass fails the next one, once. A replay must give the same result."""
     server = own_server(snapshot=3600.0)
     tenant = NativeTenant(server.url, "tml-replay", MODEL)
     set_up(tenant)
@@ -157,7 +157,7 @@ def test_optimizers_that_cannot_be(native, options):
     native.refusal("set_optimizer", adapter_name="a", optimizer_cls="AdamW", **options)
 
 
-# --- what one tenant may take -----------------------------------------------------------------------------------------
+# --- limits of one tenant ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", ["(.*)*" * 12 + "x", "(a+)+$", "(a|a)" * 12, "(?:x*)*y", "a{1,9}", "x" * 300])
@@ -248,14 +248,14 @@ def test_one_tenant_does_not_hold_all_threads_for_hubs(monkeypatch):
 
 
 def test_templates_are_not_built_in_the_compute_thread():
-    """There is nothing here to build one with."""
+    """This test has no templates to build one with, so building one would fail."""
     model = SimpleNamespace(trainer=MockTrainer(), name="m", tokenizer_dir=None, max_context_length=8)
     adapters = NativeAdapters(model, templates=None)
     adapters.add("a", {})
     adapters.run("a", NativeVerb("set_template", {"template_cls": "Template"}))
 
 
-# --- protocols that meet ----------------------------------------------------------------------------------------------
+# --- both protocols on one server -------------------------------------------------------------------------------------
 
 
 def test_sessions_of_the_other_protocol_have_no_native_adapters(server: Server, tenant: Tenant):

@@ -1,4 +1,4 @@
-"""forward_only without an adapter is the base model; adapters can be removed."""
+"""forward_only without an adapter uses the base model; adapters can be removed."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +104,8 @@ def test_a_removed_adapter_makes_room_and_is_kept_as_a_checkpoint(tight):
     native.verb("clip_grad_and_step", adapter_name="a")
     weights = native.verb("get_state_dict", adapter_name="a")
     assert native.verb("remove_adapter", adapter_name="a") == {"status": "ok"}
-    assert native.verb("remove_adapter", adapter_name="a") == {"status": "ok"}  # who did not hear it asks again
+    # a client that missed the answer repeats the request
+    assert native.verb("remove_adapter", adapter_name="a") == {"status": "ok"}
     assert "removed" in native.refusal("step", 404, adapter_name="a")
     config = {"r": 4, "target_modules": "all-linear"}
     again = native.refusal("add_adapter_to_model", adapter_name="a", config=config)

@@ -1,4 +1,4 @@
-"""Our own protocol's gateway: sessions, health, what is served, runs and checkpoints, and whose they are."""
+"""The native protocol's gateway: sessions, health, served models, runs and checkpoints, and ownership."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle_client import types
 from twinkle_client.protocol.base import SESSION_LOST
 
-# Whoever watches the server has no key.
+# Monitoring has no key.
 PUBLIC = {
     "/-/healthz",
     "/-/routes",
@@ -29,7 +29,7 @@ PUBLIC = {
 
 @pytest.fixture
 def caller(server: Server, tenant: Tenant) -> Caller:
-    """The same tenant in our own protocol."""
+    """The same tenant in the native protocol."""
     return Caller(server.url, tenant.key)
 
 
@@ -142,7 +142,7 @@ def test_health(server: Server) -> None:
 
 
 def test_health_does_not_wait_for_training(own_server: Callable[..., Server]) -> None:
-    """A pass takes seconds here; the answer comes while it runs."""
+    """A pass takes seconds here, and the answer comes while it runs."""
     server = own_server(None, **{"pass": 3.0})
     tenant = Tenant(server.url, "tml-busy")
     future = tenant.forward_backward(tenant.model(), 1)
@@ -160,7 +160,7 @@ def test_health_does_not_wait_for_training(own_server: Callable[..., Server]) ->
 
 @pytest.fixture
 def run(tenant: Tenant) -> str:
-    """A run of Tinker's protocol with three checkpoints."""
+    """Create a run of Tinker's protocol with three checkpoints."""
     run = tenant.model(rank=4)
     for seq_id, name in enumerate(("first", "second"), start=1):
         tenant.json(tenant.save(run, seq_id, name))
@@ -240,7 +240,7 @@ def test_odd_checkpoint_ids(caller: Caller, run: str, checkpoint: str) -> None:
         caller.http.delete(f"twinkle/training_runs/{run}/checkpoints/{checkpoint}"),
         caller.http.get(f"twinkle/checkpoint_path/{run}/{checkpoint}"),
     ):
-        assert answer.status_code in (400, 404, 405)  # what a client's address library makes of dots is its own affair
+        assert answer.status_code in (400, 404, 405)  # the client's URL library may resolve the dots
     assert len(caller.get(f"training_runs/{run}/checkpoints").json()["checkpoints"]) == 3
 
 
@@ -264,7 +264,7 @@ def test_foreign_is_unknown(caller: Caller, stranger: Caller, run: str) -> None:
 
 
 def test_every_route_wants_a_token(server: Server) -> None:
-    """Any will do in open mode, and without one nobody learns more than that."""
+    """Any token is accepted in open mode; without one all answers are the same."""
     routes = [route.endpoint for area in (native_gateway, native_sampler) for route in area.routes.declared]
     answers = set()
     for route in routes:

@@ -1,4 +1,4 @@
-"""Native verbs on a server that is killed, asked twice and asked nonsense. The mock model: what is lost, shows."""
+"""Native verbs on a server that is killed, and repeated and invalid requests. With the mock model every loss shows."""
 
 import json
 import threading
@@ -213,7 +213,7 @@ def test_verbs_without_a_result_answer_null(native):
     assert content("backward") is None
     for verb in ("step", "zero_grad", "lr_step"):
         assert content(verb) is None
-    assert content("clip_grad_and_step") is None  # inside the window there is no norm
+    assert content("clip_grad_and_step") is None  # in an open window there is no norm
     assert content("load", name=path) is None
     assert content("resume_from_checkpoint", name=path)["result"]["cur_step"] == 0
 
@@ -300,7 +300,7 @@ def test_the_adapter_of_a_session_that_ended_is_resumed_in_another(native, serve
 
 
 def run_script(tenant: NativeTenant, interrupt: dict[int, object]) -> list[object]:
-    """Twelve steps of all kinds; ``interrupt`` has what happens before some of them."""
+    """Run twelve steps of all kinds; ``interrupt`` has actions to run before some of them."""
     results: list[object] = []
     tenant.verb("add_metric", adapter_name="a", metric_cls="Accuracy", is_training=True)
     for number in range(12):

@@ -1,4 +1,4 @@
-"""Sampling in our own protocol with the mock model, whose text of tokens 5, 6 is ``"5 6 "``; 2 ends a text."""
+"""Sampling in the native protocol with the mock model: the text of tokens 5, 6 is ``"5 6 "``, and 2 ends a text."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 from twinkle_client import types
 
 PROMPT = [5, 6, 7]
-SEED = 3  # with this one, and with the next ones, the mock takes longer than most to end a text
+SEED = 3  # with this seed and the next ones, the mock's texts are longer than most
 FEATURE: dict[str, Any] = {"input_ids": PROMPT}
 CONVERSATION: dict[str, Any] = {"messages": [{"role": "user", "content": "hello there"}], "user_data": [["a", "1"]]}
 
@@ -78,7 +78,7 @@ def test_a_feature_goes_on(caller: Caller) -> None:
 
 
 def test_the_same_tokens_as_through_tinkers_protocol(caller: Caller, tenant: Tenant) -> None:
-    """For one input; each further one has the next seed."""
+    """This holds for one input; each further input has the next seed."""
     inputs = [{"input_ids": PROMPT}, {"input_ids": [8, 9]}, {"input_ids": PROMPT}]
     drawn = tokens(caller.samples(MODEL, asked(inputs)))
     session = tenant.session()
@@ -123,7 +123,7 @@ def test_log_probabilities(caller: Caller) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null(caller: Caller) -> None:
-    """The mock knows 16 candidates: what lies beyond is impossible, and JSON has no infinity."""
+    """The mock has 16 candidates: any other token is impossible, and JSON has no infinity."""
     answer = caller.sampler(MODEL, "sample", asked(logprobs=20))
     assert answer.json()["samples"][0]["sequences"][0]["logprobs"][0][-1][1] is None
     odd = caller.http.post(f"sampler/{MODEL}/twinkle/sample", content=b'{"inputs": {"input_ids": [5], "score": NaN}}')
@@ -143,11 +143,11 @@ def test_a_conversation(caller: Caller) -> None:
     new = sample["sequences"][0]["new_input_feature"]
     drawn = sample["sequences"][0]["tokens"]
     prompt = new["input_ids"][: -len(drawn)]
-    assert len(prompt) == 4  # user hello there assistant
+    assert len(prompt) == 4  # "user hello there assistant"
     assert new["labels"] == [-100] * (len(prompt) - 1) + drawn + [-100]
     assert [message["role"] for message in new["messages"]] == ["user", "assistant"]
     assert new["user_data"] == CONVERSATION["user_data"]
-    # The answer is an input of the next turn.
+    # The answer can be an input of the next turn.
     (more,) = caller.samples(MODEL, asked(new))
     assert more["sequences"][0]["new_input_feature"]["input_ids"][: len(new["input_ids"])] == new["input_ids"]
 
@@ -165,7 +165,7 @@ def test_large_bodies(caller: Caller) -> None:
 
 
 def trained(tenant: Tenant, name: str) -> str:
-    """The address of a sampler checkpoint of an adapter that took a step."""
+    """Train an adapter for a step and return the address of its sampler checkpoint."""
     model = tenant.model()
     tenant.forward_backward(model, 1)
     tenant.optim_step(model, 2, learning_rate=3.0)
@@ -199,7 +199,7 @@ def test_what_is_not_the_callers(caller: Caller, stranger: Caller, tenant: Tenan
     unknown = stranger.sampler(MODEL, "sample", asked(adapter_uri=nobody))
     assert foreign.status_code == unknown.status_code == 404
     assert foreign.text == unknown.text.replace(nobody, path)
-    # A foreign session in the header, likewise.
+    # The same with a session of another tenant in the header.
     mine = caller.http.headers["X-Twinkle-Session-Id"]
     missing = "session_" + "0" * 32
     answers = []
@@ -241,7 +241,7 @@ def test_a_live_adapter_as_it_is_now(caller: Caller, stranger: Caller) -> None:
     assert scores(adapter_name="default") != once
     assert scores(adapter_uri=saved) == once
     assert scores(adapter_uri=saved, adapter_name="default") == once
-    # Neither another tenant's nor another session's adapters are anybody's.
+    # Adapters of another tenant, or of another session, are not found.
     named = {"inputs": FEATURE, "adapter_name": "default"}
     assert stranger.sampler(MODEL, "sample", named).status_code == 404
     caller.begin()
@@ -249,7 +249,7 @@ def test_a_live_adapter_as_it_is_now(caller: Caller, stranger: Caller) -> None:
 
 
 def test_weights_that_are_gone_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that trains fast may leave its weights behind before a request reaches the sampler."""
+    """An adapter that trains fast may replace its weights before a request reaches the sampler."""
     asked_again = native_sampler.AskedSamples(None, None, None, SamplingParams())
     answers: list[Exception | bytes] = [GoneError("it trained on"), GoneError("again"), b"{}"]
 
@@ -440,30 +440,30 @@ def test_too_many_at_once(own_server: Callable[..., Server]) -> None:
 
 
 def test_answers_that_are_too_large(own_server: Callable[..., Server]) -> None:
-    """What was asked for is known to be too much only when it is written; log-probabilities of prompts are before."""
+    """That an answer is too large is known only when it is written; for prompt log-probabilities it is known before."""
     server = own_server(mock_config(limits={"max_json_result_bytes": 20_000}))
     caller = Caller(server.url, "curious")
     said = caller.refusal(MODEL, asked(max_tokens=200, num_samples=64, logprobs=1))
     assert "inputs: got '1 inputs', allowed: fewer inputs, samples or log-probabilities" in said
     assert "allowed are 20000 (max_json_result_bytes)" in said
     assert written(said) < 20_000 + 200 * 100, "it was written no further than to the first sample too many"
-    # Of several inputs together, each of them small enough.
+    # Several inputs together are too large, though each is small enough.
     assert "max_json_result_bytes" in caller.refusal(MODEL, asked([FEATURE] * 64, max_tokens=20, logprobs=1))
-    # Nothing is computed for what the request alone shows to be too much.
+    # Nothing is computed if the request alone shows that the answer is too large.
     wide = {"input_ids": PROMPT * 100}
     assert written(caller.refusal(MODEL, asked(wide, max_tokens=1, prompt_logprobs=16))) == 300 * 16 * 28
     assert len(caller.samples(MODEL, asked([FEATURE] * 2, max_tokens=20, logprobs=1))) == 2
 
 
 def written(refusal: str) -> int:
-    """How many bytes of an answer there were when it was refused."""
+    """Return the size of the answer in bytes when it was refused."""
     found = re.search(r"the answer has (\d+) bytes or more", refusal)
     assert found is not None, refusal
     return int(found[1])
 
 
 def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
-    """The mock takes a second for 16 tokens of each here, and the longest of so many are some hundred."""
+    """The mock takes a second for 16 tokens of each sample, and the longest samples have some hundred tokens."""
     server = own_server(None, sample=1.0)
     caller = Caller(server.url, key_for("leaves"))
     endless = asked([FEATURE] * 3, max_tokens=4000, num_samples=64)
@@ -479,7 +479,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 
 def test_the_end_of_a_server(own_server: Callable[..., Server]) -> None:
-    """Whoever waits hears that it is to ask again."""
+    """A waiting client is told to send its request again."""
     server = own_server(None, sample=0.2)
     caller = Caller(server.url, key_for("waits"))
     with ThreadPoolExecutor() as pool:

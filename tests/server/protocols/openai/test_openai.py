@@ -1,4 +1,4 @@
-"""OpenAI's protocol with the ``openai`` package against the mock model, whose text of tokens 5, 6 is ``"5 6 "``."""
+"""OpenAI's protocol: the ``openai`` package against the mock model, for which the text of tokens 5, 6 is ``"5 6 "``."""
 
 import asyncio
 import json
@@ -27,14 +27,14 @@ def client(server: Server, tenant: Tenant) -> openai.OpenAI:
 
 
 def client_of(server: Server, key: str) -> openai.OpenAI:
-    # trust_env: there may be a proxy; max_retries: a refusal is to be seen as it is
+    # trust_env: there may be a proxy; max_retries: tests must see the first refusal
     return openai.OpenAI(
         base_url=f"{server.url}/v1", api_key=key, max_retries=0, http_client=openai.DefaultHttpxClient(trust_env=False)
     )
 
 
 def trained(tenant: Tenant, steps: int = 1, learning_rate: float = 3.0) -> str:
-    """A model that took some steps; each number is used once."""
+    """Create a model and train it for some steps."""
     model = tenant.model()
     for step in range(steps):
         train(tenant, model, 2 * step + 1, learning_rate)
@@ -52,7 +52,7 @@ def text_of(client: openai.OpenAI, model: str, **more: Any) -> str:
 
 
 def scores(client: openai.OpenAI, model: str) -> list[float]:
-    """Log-probabilities tell any two weights apart, a text may be the same."""
+    """Return log-probabilities, which differ for any two sets of weights, while texts may be equal."""
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=40, seed=3, logprobs=0)
     return answer.choices[0].logprobs.token_logprobs
 
@@ -65,7 +65,7 @@ def fingerprint(client: openai.OpenAI, model: str) -> str:
 
 @pytest.fixture(scope="module")
 def long_seed(server: Server) -> int:
-    """The mock ends a text with every sixteenth token or so; with this seed it takes longer."""
+    """Return a seed with which the mock's text is long; usually about every sixteenth token ends a text."""
     client = client_of(server, "tml-long-seed")
     return next(seed for seed in range(1000) if len(text_of(client, MODEL, seed=seed).split()) == 40)
 
@@ -98,11 +98,11 @@ def test_chat(client: openai.OpenAI) -> None:
     assert choice.message.role == "assistant"
     assert choice.finish_reason in ("length", "stop")
     assert choice.message.tool_calls is None
-    assert answer.usage.prompt_tokens == 4  # user hello there assistant
+    assert answer.usage.prompt_tokens == 4  # "user hello there assistant"
 
 
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
-    """Just as the package has it, with all fields that are null."""
+    """The message is sent exactly as the package returns it, with all null fields."""
     answer = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=5)
     again = [*CHAT, answer.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "and"}]}]
     assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=5).choices
@@ -224,9 +224,9 @@ def test_a_run_is_what_it_is_now(client: openai.OpenAI, tenant: Tenant) -> None:
     run = tenant.model()
     assert scores(client, run) == scores(client, run)
     before, named = scores(client, run), fingerprint(client, run)
-    assert fingerprint(client, run) == named  # the same weights, the same version
+    assert fingerprint(client, run) == named  # the same weights are the same version
     tenant.result(tenant.forward_backward(run, 1))
-    assert fingerprint(client, run) == named  # a gradient changes no weights
+    assert fingerprint(client, run) == named  # a gradient does not change the weights
     tenant.json(tenant.optim_step(run, 2, learning_rate=3.0))
     assert scores(client, run) != before
     assert fingerprint(client, run) != named
@@ -235,12 +235,12 @@ def test_a_run_is_what_it_is_now(client: openai.OpenAI, tenant: Tenant) -> None:
     assert scores(client, checkpoint) == scores(client, checkpoint.replace("tinker://", "twinkle://")) == after
     train(tenant, run, 4)
     assert scores(client, checkpoint) == after != scores(client, run)
-    tenant.json(tenant.load(run, 6, checkpoint))  # as many steps as when it was saved, and other weights than before
+    tenant.json(tenant.load(run, 6, checkpoint))  # as many steps as when it was saved, but other weights than before
     assert scores(client, run) == after
 
 
 def test_a_run_that_was_just_asked_for(client: openai.OpenAI, tenant: Tenant) -> None:
-    """Before its creation is done, and before any training."""
+    """The run is used before its creation is done and before any training."""
     session = tenant.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}}
     tenant.submit("create_model", body)
@@ -396,7 +396,7 @@ def test_chat_refuses_by_name(client: openai.OpenAI, changed: dict[str, Any], pa
     ids=lambda value: str(value)[:40],
 )
 def test_completions_refuse_by_name(client: openai.OpenAI, changed: dict[str, Any], param: str) -> None:
-    for stream in (False, True):  # a stream that is refused is no stream
+    for stream in (False, True):  # a refused stream is answered without a stream
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "stream": stream} | changed
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(**asked)
@@ -475,11 +475,11 @@ def test_an_error_after_the_stream_has_begun_is_its_last_event() -> None:
     assert last == {"error": {"message": "the device is full", "type": "server_error", "param": None, "code": None}}
 
 
-# --- clients that leave -----------------------------------------------------------------------------------------------
+# --- clients that disconnect ------------------------------------------------------------------------------------------
 
 
 def numbers(server: Server) -> tuple[int, int]:
-    """Samples under way, and tokens of all that came to their end."""
+    """Return the number of waiting samples, and of tokens in all finished samples."""
     status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()["models"][MODEL]
     return status["waiting_samples"], status["sampled_tokens"]
 
@@ -492,7 +492,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
-    """The mock takes a second for 16 tokens of each here, and the longest of so many are some hundred."""
+    """The mock takes a second for 16 tokens of each sample, and the longest samples have some hundred tokens."""
     server = own_server(None, sample=1.0)
     client = client_of(server, key_for("leaves"))
     endless = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4000, "n": 64, "seed": 1}
@@ -501,7 +501,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
     assert numbers(server) == (1, 0)
     stream.close()
     until(lambda: numbers(server) == (0, 0))
-    for stream_wanted in (False, True):  # before the first token as well
+    for stream_wanted in (False, True):  # also before the first token
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.3).completions.create(**endless, stream=stream_wanted)
         until(lambda: numbers(server) == (0, 0))
@@ -509,7 +509,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 
 def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The socket takes no more: what was asked for ends, and the connection with it."""
+    """When the socket takes no more data, the request is cancelled and the connection closed."""
     monkeypatch.setattr(streams, "UNREAD_SECONDS", 0.05)
     ended = []
 

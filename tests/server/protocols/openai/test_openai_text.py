@@ -1,4 +1,4 @@
-"""From tokens to final text: characters in pieces, stop strings across pieces, calls of tools."""
+"""From tokens to final text: characters in pieces, stop strings across pieces, tool calls."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from twinkle.sampler.types import Progress, SampledSequence, TopLogprobs
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.protocols.openai.choices import Choice, Detokenizer, StopFilter, ToolCallFilter
 
-MODEL = "random://llama-tiny"  # its tokens are bytes
+MODEL = "random://llama-tiny"  # one token per byte
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def codec() -> HubTextCodec:
 
 
 def tool_codec() -> HubTextCodec:
-    """The same with a template that reads tools and calls of them."""
+    """The same codec with a template that handles tools and tool calls."""
     tokenizer = hub.load_tokenizer(MODEL)
     tokenizer.chat_template = (
         "{% if tools %}{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{% endif %}"
@@ -43,11 +43,11 @@ def test_detokenizer_holds_back_incomplete_characters(codec: HubTextCodec, text:
     assert "".join(pieces) + detokenizer.close() == text
     assert not any(piece.endswith("\ufffd") for piece in pieces)
     whole = [len(piece) for piece in pieces if piece]
-    assert all(size == 1 for size in whole) or "\ufffd" in text  # nothing waits longer than it must
+    assert all(size == 1 for size in whole) or "\ufffd" in text  # no piece waits longer than needed
 
 
 def test_detokenizer_agrees_with_decoding_at_once(codec: HubTextCodec) -> None:
-    """On anything: broken characters, special tokens, and tokens that the tokenizer does not know."""
+    """Holds for any input: broken characters, special tokens, and tokens that the tokenizer does not know."""
     generator = random.Random(0)
     for _ in range(200):
         tokens = [generator.choice([generator.randrange(256), generator.randrange(512)]) for _ in range(40)]
@@ -57,7 +57,7 @@ def test_detokenizer_agrees_with_decoding_at_once(codec: HubTextCodec) -> None:
 
 
 def test_detokenizer_decodes_few_tokens_at_a_time(codec: HubTextCodec) -> None:
-    """However long a text goes on that never reads as characters."""
+    """This holds however long a text goes on that never forms complete characters."""
     longest = 0
 
     class Watched:
@@ -73,7 +73,7 @@ def test_detokenizer_decodes_few_tokens_at_a_time(codec: HubTextCodec) -> None:
 
 
 def test_detokenizer_with_a_tokenizer_that_looks_back() -> None:
-    """SentencePiece drops the space of the first word that it is given."""
+    """SentencePiece drops the space of the first word in its input."""
 
     class Words:
         words = ("▁one", "▁two", "th", "ree")
@@ -103,12 +103,12 @@ def test_stop_strings(text: str, stops: list[str], expected: str) -> None:
         filtered, passed = StopFilter(stops), ""
         for start in range(0, len(text), size):
             passed += filtered.push(text[start : start + size])
-            assert expected.startswith(passed)  # nothing is ever taken back
+            assert expected.startswith(passed)  # no text is ever taken back
         assert passed + filtered.close() == expected
         assert filtered.stopped == any(stop in text for stop in stops)
 
 
-# --- calls of tools ---------------------------------------------------------------------------------------------------
+# --- tool calls -------------------------------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
@@ -176,7 +176,7 @@ def in_pieces(whole: SampledSequence, size: int) -> list[Progress]:
     ],
 )
 def test_a_choice_in_pieces_is_the_whole_one(codec, size, text, stops, tools, reason, expected) -> None:
-    tokens = [*codec.encode(text), 257]  # ends with the end of the turn
+    tokens = [*codec.encode(text), 257]  # ends with the end token of the turn
     whole = Choice(codec, stops, tools=tools).push(sample(tokens, reason))
     assert (whole.text, whole.finish_reason) == expected
     streamed = Choice(codec, stops, tools=tools)

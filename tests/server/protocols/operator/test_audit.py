@@ -1,4 +1,4 @@
-"""The audit log: what it tells, to whom, and for how long."""
+"""The audit log: its content, who may read it, and for how long it is kept."""
 
 import time
 from datetime import datetime
@@ -22,7 +22,7 @@ def test_what_a_tenant_did(tenant: Tenant, other_tenant: Tenant) -> None:
     path = tenant.json(tenant.save(model, 1, "ck"))["path"]
     place = f"training_runs/{model}/checkpoints/weights/ck"
     tenant.json(tenant.save(model, 2, "ck", overwrite=True))
-    for _ in range(2):  # what changes nothing is not told again
+    for _ in range(2):  # a repeated change is logged only once
         assert tenant.post(f"{place}/publish", {}).is_success
     assert tenant.http.put(f"{place}/ttl", json={"ttl_seconds": 5000}).is_success
     assert tenant.http.delete(f"{place}/publish").is_success
@@ -37,7 +37,7 @@ def test_what_a_tenant_did(tenant: Tenant, other_tenant: Tenant) -> None:
         "checkpoint_set_ttl",
         "checkpoint_unpublish",
         "checkpoint_delete",
-        "checkpoint_save",  # its last state, which a session leaves behind
+        "checkpoint_save",  # the adapter's last state, saved when its session ends
     ]
     told = events(tenant)
     assert [event for event in told if event.startswith("checkpoint")] == checkpoints
@@ -87,9 +87,9 @@ def test_an_entry_is_there_with_what_it_tells_of(tmp_path) -> None:
         await store.sessions.create(session("s1"))
         await store.runs.add(run(1))
         await store.checkpoints.add(checkpoint())
-        await store.checkpoints.add(checkpoint())  # an op that runs again after a crash
+        await store.checkpoints.add(checkpoint())  # as when an op runs again after a crash
         await store.checkpoints.begin_delete(checkpoint(), "checkpoint_expire")
-        await delete_checkpoint(store, checkpoint())  # by the next maintenance, after a crash
+        await delete_checkpoint(store, checkpoint())  # as in the next maintenance after a crash
         assert await store.sessions.end("s1", "expired", 200.0)
         assert not await store.sessions.end("s1", "finished", 300.0, "success")
         told = [entry.event for entry in await store.audit.list("alice", 0, 1e12, 10)]

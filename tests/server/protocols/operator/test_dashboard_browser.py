@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, view by view, as somebody who clicks through it (make test-dashboard)."""
+"""The dashboard in a real browser, view by view, as a user who clicks through it (make test-dashboard)."""
 
 import tarfile
 import threading
@@ -33,13 +33,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_complaints(page: Page) -> Iterator[None]:
-    """Neither scripts that fail nor anything that the page's policy forbids."""
+    """Fails the test if a script failed or the page's policy blocked anything."""
     yield
     assert page.complaints() == []
 
 
 class Trainer:
-    """A client that trains in the background, a step every now and then, and logs a reward."""
+    """A client that trains a step now and then in the background and logs a reward."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
@@ -124,7 +124,7 @@ def test_nobody_is_asked_while_nobody_looks(page: Page, server: Server) -> None:
     before = page.script(asked)
     page.until(lambda: page.script(asked) != before)
     page.driver.execute_script(hide, True)
-    time.sleep(2.5)  # what was on its way is answered
+    time.sleep(2.5)  # running requests are answered by now
     before = page.script(asked)
     time.sleep(4.5)
     assert page.script(asked) == before
@@ -133,7 +133,7 @@ def test_nobody_is_asked_while_nobody_looks(page: Page, server: Server) -> None:
 
 
 def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
-    """On Ray: its queue is listed, and of its numbers none, or nothing at all is known of it."""
+    """On Ray a model's queue may be listed without its numbers, or nothing may be known about it."""
     away = """
         const asked = window.fetch, numbers = arguments[0];
         window.fetch = async (url, ...more) => {
@@ -155,7 +155,7 @@ def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
 
 
 def test_adapters_and_the_queue(page: Page, server: Server) -> None:
-    tenant = Tenant(server.url, "any key will do")  # as our own client sends them
+    tenant = Tenant(server.url, "any key will do")  # a key of any form, as the native client sends them
     native = tenant.http
     native.headers["Twinkle-Authorization"] = "Bearer any key will do"
     session = tenant.session()
@@ -241,7 +241,7 @@ def test_a_chat_with_a_checkpoint_beside_the_base_model(page: Page, server: Serv
 
 
 def _answered(page: Page) -> bool:
-    """Send, and both say something; the mock may end an answer with its first token."""
+    """Send a message and return whether both columns answered; the mock may end an answer with its first token."""
     page.click("#clear")
     page.click("#send")
     for column in ("#base", "#tuned"):
@@ -252,7 +252,7 @@ def _answered(page: Page) -> bool:
 
 
 def _stopped_halfway(page: Page) -> bool:
-    """Send and stop; the mock may end an answer at any token, and has then been faster."""
+    """Send and stop; return False if the mock was faster, since it may end an answer at any token."""
     page.click("#clear")
     page.click("#send")
     page.until(lambda: all(each.text or "done" in str(each.get_attribute("class")) for each in page.all(".assistant")))
@@ -286,7 +286,7 @@ def test_what_tenants_write_is_never_markup(page: Page, server: Server) -> None:
     page.driver.get(f"{server.url}/dashboard#runs/{EVIL}%22%3E")
     page.driver.refresh()
     assert "unknown" in page.text("#problem")
-    page.complaints()  # of the 404
+    page.complaints()  # clears the message about the 404
     assert page.script("return window.hacked === undefined")
     assert not page.all("main img, main script")
 
@@ -303,6 +303,6 @@ def test_a_server_that_goes_away_and_comes_back(page: Page, tmp_path: Path) -> N
         page.until(lambda: "cannot be reached" in page.text("#problem"))
         server.start()
         page.until(lambda: not page.find("#problem").is_displayed())
-        page.complaints()  # of requests without an answer
+        page.complaints()  # clears messages about requests without an answer
     finally:
         server.close()

@@ -1,4 +1,4 @@
-"""The dashboard's page, and what it asks of the API: adapters, sessions, checkpoints as files."""
+"""The dashboard's page, and the parts of the API that it uses: adapters, sessions, checkpoints as files."""
 
 import asyncio
 import io
@@ -198,7 +198,7 @@ def test_large_files_are_sent_in_pieces_and_whole_when_deleted_meanwhile(tmp_pat
         assert len(tar.getnames()) == len(contents)
 
 
-# --- whose it is ------------------------------------------------------------------------------------------------------
+# --- ownership --------------------------------------------------------------------------------------------------------
 
 
 def test_foreign_is_unknown(server: Server, tenant: Tenant, other_tenant: Tenant) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as tar files: a redirect to a signed address, which holds all files for as long as it says."""
+"""Checkpoints as tar files: a redirect to a signed address, which works until its expiry and has all files."""
 
 import io
 import json
@@ -18,7 +18,7 @@ KINDS["external_weights"] = "save_weights_external"
 
 
 def saved(tenant: Tenant, kind: str = "weights", model: str | None = None, seq: int = 1, **more: object) -> str:
-    """The place of a new checkpoint in the REST interface."""
+    """Save a checkpoint and return its path in the REST interface."""
     model = model or tenant.model()
     tenant.json(tenant.submit(KINDS[kind], {"model_id": model, "seq_id": seq, "path": "ck", **more}))
     return f"training_runs/{model}/checkpoints/{kind}/ck"
@@ -31,7 +31,7 @@ def address(tenant: Tenant, place: str) -> str:
 
 
 def fetch(url: str) -> httpx.Response:
-    """As urllib does: nothing but the address."""
+    """Fetch with only the address, as urllib does."""
     return httpx.get(url, trust_env=False)
 
 
@@ -78,7 +78,7 @@ def test_other_addresses_are_refused(tenant: Tenant, server: Server) -> None:
         answer = fetch(f"{head}/{changed}")
         assert answer.status_code == 403, changed
         assert "ask for a new one" in answer.json()["detail"]
-    # An address of an archive opens no single file and no trace.
+    # The address of an archive gives no access to single files or traces.
     assert fetch(f"{server.url}/api/v1/downloads/{token}/adapter_config.json").status_code == 403
     assert fetch(f"{server.url}/api/v1/traces/{token}").status_code == 403
 
@@ -88,7 +88,7 @@ def test_an_address_ends_with_its_checkpoint(tenant: Tenant) -> None:
     place = saved(tenant, model=model)
     url = address(tenant, place)
     saved(tenant, model=model, seq=2, overwrite=True)
-    assert fetch(url).status_code == 404  # another one has its name by now
+    assert fetch(url).status_code == 404  # by now another checkpoint has its name
     url = address(tenant, place)
     assert fetch(url).status_code == 200
     assert tenant.http.put(f"{place}/ttl", json={"ttl_seconds": 1}).is_success

@@ -1,4 +1,4 @@
-"""What an owner does with checkpoints, and what others may do with those that are public."""
+"""What an owner can do with checkpoints, and what others can do with public ones."""
 
 import time
 from datetime import datetime
@@ -18,7 +18,7 @@ ROW = [datum(range(8))]
 
 
 def trained(tenant: Tenant, **more: object) -> tuple[str, str, float]:
-    """A model, a checkpoint of it, and the loss that the checkpoint has on a row."""
+    """Train a model; return it, a checkpoint of it, and the checkpoint's loss on a row."""
     model = tenant.model(**more)
     tenant.forward_backward(model, 1)
     tenant.optim_step(model, 2)
@@ -27,7 +27,7 @@ def trained(tenant: Tenant, **more: object) -> tuple[str, str, float]:
 
 
 def loss_from(tenant: Tenant, path: str, optimizer: bool = True) -> float:
-    """Of a new model that begins with the checkpoint."""
+    """Load the checkpoint into a new model and return its loss."""
     model = tenant.model()
     tenant.json(tenant.load(model, 1, path, optimizer))
     return tenant.loss(tenant.forward_backward(model, 2, ROW, forward_only=True))
@@ -81,7 +81,7 @@ def test_what_has_expired_is_not_there(tenant: Tenant) -> None:
 
 
 def test_overwriting_makes_another_checkpoint(tenant: Tenant) -> None:
-    """Also as to who may read it and for how long."""
+    """The new checkpoint does not inherit who may read it or when it expires."""
     model, path, _ = trained(tenant)
     assert tenant.post(f"{place(path)}/publish", {}).is_success
     assert "exists" in tenant.error(tenant.save(model, 5, "ck"))
@@ -108,7 +108,7 @@ def test_public_checkpoints_are_read_by_all(tenant: Tenant, other_tenant: Tenant
     sampling = {"session_id": other_tenant.session(), "sampling_session_seq_id": 0, "model_path": sampler}
     made = other_tenant.post("create_sampling_session", sampling).json()["sampling_session_id"]
     assert len(other_tenant.tokens(other_tenant.sample(made))) == 12
-    # Reading is all: it is not listed, changed or deleted by others, and its run stays its owner's.
+    # Others may only read it: they cannot list, change or delete it, and the run stays its owner's.
     assert other_tenant.get("checkpoints").json()["checkpoints"] == []
     for answer in (
         other_tenant.http.put(f"{place(path)}/ttl", json={"ttl_seconds": 1}),
@@ -144,7 +144,7 @@ def test_a_copy_into_a_project(tenant: Tenant) -> None:
     runs = tenant.get("training_runs", project_id="p").json()["training_runs"]
     assert run in [each["training_run_id"] for each in runs]
     assert tenant.http.delete(place(path)).is_success
-    assert loss_from(tenant, copied) == loss  # with its optimizer, and without its source
+    assert loss_from(tenant, copied) == loss  # it has the optimizer state and does not need its source
     wrong = copy(tenant, "key", source_path=copied, destination_project_id="p")
     assert (wrong.status_code, "Idempotency" in wrong.json()["detail"]) == (400, True)
 
@@ -158,7 +158,7 @@ def test_a_copy_into_a_session(tenant: Tenant) -> None:
     assert copy(tenant, **body).json()["tinker_path"] == copied
     assert loss_from(tenant, copied) == loss
     assert tenant.get(f"sessions/{session}").json()["training_run_ids"] == [f"{session}:train:4"]
-    # The run holds checkpoints and does not train; its number is taken.
+    # The run only holds checkpoints and cannot train; its number is taken.
     assert "copies of checkpoints" in tenant.error(tenant.forward_backward(f"{session}:train:4", 1))
     create = {"session_id": session, "model_seq_id": 4, "base_model": "mock", "lora_config": {"rank": 8, "seed": 1}}
     assert "model_seq_id 4 is in use" in tenant.error(tenant.submit("create_model", create))
@@ -170,7 +170,7 @@ def test_a_copy_into_a_session(tenant: Tenant) -> None:
 
 
 def test_a_copy_of_anothers(tenant: Tenant, other_tenant: Tenant) -> None:
-    """What its owner wrote about it stays with the owner."""
+    """The owner's notes about the checkpoint are not copied."""
     _, path, loss = trained(tenant)
     tenant.post(f"{place(path)}/publish", {})
     copied = copy(other_tenant, source_path=path, destination_project_id="mine").json()["tinker_path"]
@@ -205,7 +205,7 @@ def test_copies_that_are_refused(tenant: Tenant) -> None:
     assert tenant.get("training_runs", project_id="p").json()["training_runs"] == []
 
 
-# --- a model that begins as a checkpoint ------------------------------------------------------------------------------
+# --- models created from a checkpoint ---------------------------------------------------------------------------------
 
 
 def begin(
@@ -217,7 +217,7 @@ def begin(
 
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_a_model_that_begins_as_a_checkpoint(tenant: Tenant, optimizer: bool) -> None:
-    """Is the model that create_model and load_weights make."""
+    """It equals a model made by create_model and load_weights."""
     _, path, loss = trained(tenant, rank=4)
     session = tenant.session()
     answer = begin(tenant, session, path, optimizer=optimizer, user_metadata={"renderer": "r"}).json()
@@ -276,7 +276,7 @@ def test_beginnings_that_are_refused(tenant: Tenant) -> None:
 
 
 def test_files_that_cannot_be_read_make_no_model(tenant: Tenant, server: Server) -> None:
-    """And what waits for it is told."""
+    """Ops that wait for the model get an error."""
     model, path, _ = trained(tenant)
     (directory,) = server.data_dir.glob(f"checkpoints/{model.replace(':', '-')}/weights/ck/*")
     (directory / "adapter.npz").write_bytes(b"damaged")
@@ -289,7 +289,7 @@ def test_files_that_cannot_be_read_make_no_model(tenant: Tenant, server: Server)
 
 
 def test_what_a_crash_left_of_a_deleted_checkpoint_goes_with_the_next_maintenance(tmp_path: Path) -> None:
-    """The process may die after the checkpoint was taken from its tenant, and after some of its files are gone."""
+    """The process may die after the record was marked as deleted, or after some of the files were deleted."""
 
     async def check(store: Store) -> None:
         await store.sessions.create(session("s1"))
@@ -299,7 +299,7 @@ def test_what_a_crash_left_of_a_deleted_checkpoint_goes_with_the_next_maintenanc
         directory = tmp_path / record.directory
         directory.mkdir(parents=True)
         (directory / "weights").touch()
-        await store.checkpoints.begin_delete(record)  # … and here it dies
+        await store.checkpoints.begin_delete(record)  # the process dies here
         actions = CheckpointActions(store, DataDir(tmp_path), FairPool("saving", threads=1, at_once=1))
         await actions.delete_expired(time.time())
         assert not directory.exists()

@@ -1,4 +1,4 @@
-"""Losses of a tenant's own over HTTP: created once, used by name, there after a crash, gone with their session."""
+"""Custom losses over HTTP: created once, used by name, kept over a crash, deleted with their session."""
 
 import sqlite3
 import time
@@ -52,7 +52,7 @@ def test_create_and_use(tenant: Tenant) -> None:
     assert tenant.json(tenant.optim_step(model, 2))["metrics"]["unclipped_grad_l2:mean"] > 0
     looked = tenant.training(tenant.forward_backward(model, 3, rows(), forward_only=True, **custom(loss_id)))
     assert looked.metrics["loss:sum"] == pytest.approx(by_hand(looked, 2), rel=1e-5)
-    # A pass that only looks leaves no gradient.
+    # A forward-only pass leaves no gradient.
     assert tenant.json(tenant.optim_step(model, 4))["metrics"]["unclipped_grad_l2:mean"] == 0
 
 
@@ -113,7 +113,7 @@ def test_mistakes_of_a_pass(tenant: Tenant) -> None:
 
 
 def test_a_failing_loss_fails_alone(tenant: Tenant, other_tenant: Tenant) -> None:
-    """Both are in the queue together; the good one's result is that of the same op by itself."""
+    """Both ops are queued together; the good one has the same result as alone."""
     results = []
     for alone in (True, False):
         session = tenant.session()
@@ -172,7 +172,7 @@ def test_they_go_with_their_session(own_server) -> None:
     full = tenant.post("create_custom_loss", body(session, 2))
     assert full.status_code == 429
     assert "custom losses" in full.json()["detail"]
-    created(tenant, session, 1)  # there already
+    created(tenant, session, 1)  # it exists already
     assert created(Tenant(server.url, key_for("another")), Tenant(server.url, key_for("another")).session())
     tenant.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
     assert tenant.post("create_custom_loss", body(session, 0)).status_code == 400

@@ -1,4 +1,4 @@
-"""Exported weights and traces: fetched by signed addresses, without a key, for as long as the address says."""
+"""Exported weights and traces: fetched by signed addresses, without a key, until the address expires."""
 
 import json
 import struct
@@ -32,12 +32,12 @@ def urls(tenant: Tenant, path: str) -> dict[str, str]:
 
 
 def fetch(url: str, **headers: str) -> httpx.Response:
-    """As urllib does: nothing but the address."""
+    """Fetch with only the address, as urllib does."""
     return httpx.get(url, headers=headers, trust_env=False)
 
 
 def tensors(content: bytes) -> dict[str, list[int]]:
-    """Names and shapes of a safetensors file."""
+    """Return the names and shapes in a safetensors file."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     return {name: about["shape"] for name, about in header.items() if name != "__metadata__"}
@@ -87,7 +87,7 @@ def test_other_addresses_are_refused(tenant: Tenant, server: Server) -> None:
         f"{header}.{payload}.",
         f"{payload}.{signature}",
         f"eyJhbGciOiJub25lIn0.{payload}.",
-        trace.rsplit("/", 1)[1],  # ours, for something else
+        trace.rsplit("/", 1)[1],  # a valid token, but for a trace
         "x",
     ]
     for changed in wrong:
@@ -104,7 +104,7 @@ def test_an_address_ends_with_its_checkpoint(tenant: Tenant) -> None:
     url = urls(tenant, export(tenant, model=model))["adapter_config.json"]
     assert tenant.http.delete(f"training_runs/{model}/checkpoints/external_weights/out").is_success
     assert fetch(url).status_code == 404
-    again = export(tenant, model=model, seq=2)  # the same name, other files
+    again = export(tenant, model=model, seq=2)  # the same name, but other files
     assert fetch(url).status_code == 404
     assert fetch(urls(tenant, again)["adapter_config.json"]).status_code == 200
     assert tenant.http.put(f"{place(again)}/ttl", json={"ttl_seconds": 1}).is_success
@@ -113,7 +113,7 @@ def test_an_address_ends_with_its_checkpoint(tenant: Tenant) -> None:
 
 
 def test_addresses_expire_and_survive_a_restart(own_server: Callable[..., Server]) -> None:
-    """And begin with the address that the server is known by."""
+    """They also begin with the server's public address."""
     server = own_server(mock_config(public_url="http://127.0.0.1:1/behind"), signed_url=600.0)
     tenant = Tenant(server.url, "tml-local")
     path = export(tenant)
@@ -121,7 +121,7 @@ def test_addresses_expire_and_survive_a_restart(own_server: Callable[..., Server
     assert url.startswith("http://127.0.0.1:1/behind/api/v1/downloads/")
     reachable = url.replace("http://127.0.0.1:1/behind", server.url)
     assert fetch(reachable).status_code == 200
-    server.tuning["signed_url"] = -1.0  # of those that are signed from now on
+    server.tuning["signed_url"] = -1.0  # for addresses signed from now on
     server.kill()
     server.start()
     assert fetch(reachable).status_code == 200
@@ -138,7 +138,7 @@ def test_what_is_no_export_has_no_addresses(tenant: Tenant) -> None:
 
 
 def test_exports_are_for_other_tools(tenant: Tenant) -> None:
-    """What was renamed or encrypted for others is not loaded or sampled from here."""
+    """An export, renamed or encrypted for other tools, cannot be loaded or sampled from here."""
     model = tenant.model()
     path = export(tenant, model=model)
     assert "weights or sampler_weights" in tenant.error(tenant.load(model, 2, path, optimizer=False))
@@ -153,13 +153,13 @@ def test_a_name_is_taken_once(tenant: Tenant) -> None:
     export(tenant, model=model)
     body = {"model_id": model, "seq_id": 2, "path": "out"}
     assert "exists" in tenant.error(tenant.submit("save_weights_external", body))
-    assert tenant.loss(tenant.forward_backward(model, 3)) > 0  # the model goes on
+    assert tenant.loss(tenant.forward_backward(model, 3)) > 0  # the model still works
 
 
 # --- age --------------------------------------------------------------------------------------------------------------
 
 SSH_PUBLIC = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIMsLZEH4r9Hxd0SQuVk+fWnTUDfMSO3dUwsUALPVsDkW test"
-# Made for this test, and good for nothing else.
+# Made only for this test.
 _SSH_KEY = """
 b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMwAAAAtzc2gtZW
 QyNTUxOQAAACDLC2RB+K/R8XdEkLlZPn1p01A3zEjt3VMLFACz1bA5FgAAAIhsi6+MbIuv
@@ -202,7 +202,7 @@ def test_files_are_encrypted_to_every_recipient(tenant: Tenant, server: Server) 
     ],
 )
 def test_what_is_no_recipient(tenant: Tenant, recipients: object, named: str) -> None:
-    """Nothing is written in the clear instead, and the model goes on."""
+    """Nothing is written unencrypted instead, and the model still works."""
     model = tenant.model()
     body = {"model_id": model, "seq_id": 1, "path": "out", "age_encryption_recipients": recipients}
     assert named in tenant.error(tenant.submit("save_weights_external", body))
@@ -223,7 +223,7 @@ def test_a_trace_tells_when_what_was_done(tenant: Tenant) -> None:
     ]
     for request in requests:
         tenant.result(request)
-    tenant.forward_backward(model, 9)  # waits for those before it
+    tenant.forward_backward(model, 9)  # waits for the ops before it
     answer = tenant.get(f"sessions/{session}/trace_export").json()
     assert answer["status"] == "ready"
     trace = fetch(answer["url"]).json()

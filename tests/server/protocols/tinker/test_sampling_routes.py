@@ -1,4 +1,4 @@
-"""Samples over HTTP: streams of completions, cancelling, copies of clients, and what becomes of weights."""
+"""Samples over HTTP: streams of completions, cancelling, copies of clients, and how long weights are kept."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def poll(tenant: Tenant, sampler: str, cursor: int = 0, client: int = 0, **more:
 def poll_until(
     tenant: Tenant, sampler: str, count: int, client: int = 0, cursor: int = 0
 ) -> tuple[dict[str, Any], int]:
-    """By request id, what is done after ``cursor`` once ``count`` are; and the place in the stream."""
+    """Poll until ``count`` samples are done. Return them by request id, and the new position in the stream."""
     done: dict[str, Any] = {}
     while len(done) < count:
         answer = poll(tenant, sampler, cursor, client)
@@ -63,7 +63,7 @@ def test_a_stream_of_completions(tenant: Tenant) -> None:
     assert "max_tokens" in tenant.error(wrong)
     nothing = poll(tenant, sampler, cursor, timeout=0.01)
     assert nothing == {"completions": [], "cursor": cursor}
-    # Acknowledged ones are freed, and only they.
+    # Acknowledged samples are freed, and no others.
     assert poll(tenant, sampler, cursor, timeout=0.0, retrieved_request_ids=requests[:5])["completions"] == []
     assert {tenant.poll(request).status_code for request in requests[:5]} == {410}
     assert {tenant.poll(request).status_code for request in requests[5:]} == {200}
@@ -76,7 +76,7 @@ def test_copies_of_a_client_have_numbers_and_streams_of_their_own(tenant: Tenant
     assert numbers == [1, 2, 3]
     own = tenant.sample(sampler, 4)
     copied = tenant.sample(sampler, 3 * COPY + 4)
-    farthest = tenant.sample(sampler, 10**18)  # a copy that drew its number
+    farthest = tenant.sample(sampler, 10**18)  # a copy with a randomly drawn number
     assert set(poll_until(tenant, sampler, 1)[0]) == {own}
     assert set(poll_until(tenant, sampler, 1, client=3)[0]) == {copied}
     assert set(poll_until(tenant, sampler, 1, client=10**9)[0]) == {farthest}
@@ -84,7 +84,7 @@ def test_copies_of_a_client_have_numbers_and_streams_of_their_own(tenant: Tenant
 
 
 def test_what_was_lost_with_a_server_is_reported_as_done(own_server: Callable[..., Server]) -> None:
-    """A client that waits for its stream would wait for ever; so it asks, hears 410 and sends again."""
+    """Otherwise a client would wait forever for its stream. It polls, gets 410 and sends the sample again."""
     server = own_server(sample=0.02)
     tenant = Tenant(server.url, key_for("t"))
     sampler = sampler_of(tenant)
@@ -107,7 +107,7 @@ def test_what_was_lost_with_a_server_is_reported_as_done(own_server: Callable[..
 
 
 def test_numbers_far_apart_or_in_any_order_are_reported_within_reason(own_server: Callable[..., Server]) -> None:
-    """The highest number may overtake the first, and what lies between two numbers is the client's choice."""
+    """The highest number may arrive before the first, and clients choose how far numbers are apart."""
     server = own_server(sample=0.02)
     tenant = Tenant(server.url, key_for("t"))
     far, early = sampler_of(tenant), sampler_of(tenant)
@@ -209,7 +209,7 @@ def directories(server: Server, kind: str) -> list[Path]:
 
 
 def test_weights_of_samplers_stay_until_their_sessions_end(own_server: Callable[..., Server]) -> None:
-    """Replaced, deleted or expired: a sampler goes on with what it was made from. Then the files go."""
+    """The checkpoint is replaced, deleted or expires: a sampler keeps its weights until its session ends."""
     server = own_server(housekeeping=0.1)
     tenant = Tenant(server.url, key_for("t"))
     training = tenant.session()
@@ -228,7 +228,7 @@ def test_weights_of_samplers_stay_until_their_sessions_end(own_server: Callable[
     tenant.optim_step(model, 4)
     tenant.json(tenant.save(model, 5, "ck", overwrite=True))
     assert tenant.http.delete(f"training_runs/{model}/checkpoints/sampler_weights/named").status_code == 200
-    server.kill()  # nothing is in memory any more
+    server.kill()  # clears everything from memory
     server.start()
     assert [tenant.result(tenant.sample(sampler, 1)) for sampler in samplers] == before
     assert len(directories(server, "weights")) == 2
@@ -236,11 +236,11 @@ def test_weights_of_samplers_stay_until_their_sessions_end(own_server: Callable[
     finished = {"reason": {"type": "success"}, "detail": None}
     assert tenant.post(f"sessions/{first}/finish", finished).status_code == 200
     eventually(lambda: directories(server, "sampler_weights") == [])
-    assert tenant.result(tenant.sample(samplers[2], 2)) == before[2]  # its session lives
+    assert tenant.result(tenant.sample(samplers[2], 2)) == before[2]  # its session is still active
     eventually(lambda: tenant.post("asample", sample_body(samplers[1], 3)).status_code == 404)
     assert tenant.post(f"sessions/{second}/finish", finished).status_code == 200
     eventually(lambda: len(directories(server, "weights")) == 1)
-    tenant.json(tenant.load(tenant.model(), 1, path))  # what replaced it is still there
+    tenant.json(tenant.load(tenant.model(), 1, path))  # the checkpoint that replaced it still exists
 
 
 def test_a_sampler_of_a_run_that_ended(tenant: Tenant) -> None:
@@ -252,13 +252,13 @@ def test_a_sampler_of_a_run_that_ended(tenant: Tenant) -> None:
     unnamed = tenant.json(tenant.publish(model, 4))["sampling_session_id"]
     expected = tenant.result(tenant.sample(unnamed))
     assert tenant.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 200
-    assert tenant.result(tenant.sample(unnamed, 1)) == expected  # for a while it comes back from disk
+    assert tenant.result(tenant.sample(unnamed, 1)) == expected  # for a while it is loaded from disk again
     for source in (path, f"tinker://{model}/weights/parked"):
         assert tenant.result(tenant.sample(sampler_of(tenant, model_path=source))) == expected
 
 
 def test_a_sampling_session_has_the_weights_of_one_publish(tenant: Tenant) -> None:
-    """Its number cannot be used again: not by the same run later, not by another run, not at the same time."""
+    """Its number cannot be used again: not later by the same run, not by another run, not at the same time."""
     session = tenant.session()
     one, two = tenant.model(session, 0, seed=1), tenant.model(session, 1, seed=2)
     first = tenant.json(tenant.publish(one, 1, number=0))["sampling_session_id"]
@@ -276,7 +276,7 @@ def test_a_sampling_session_has_the_weights_of_one_publish(tenant: Tenant) -> No
 
 
 def test_a_publish_that_failed_leaves_nothing_behind(own_server: Callable[..., Server]) -> None:
-    """Its number may be used again, and stands for the weights of the publish that went well."""
+    """Its number may be used again, and then stands for the weights of the successful publish."""
     server = own_server()
     tenant = Tenant(server.url, key_for("t"))
     model = tenant.model()

@@ -1,4 +1,4 @@
-"""A session that ends while its ops run: everybody who waits gets an answer, and what was done is kept."""
+"""A session ends while its ops run: every waiting client gets an answer, and finished work is kept."""
 
 import json
 import random
@@ -17,7 +17,7 @@ FINISHED = {"reason": {"type": "success"}, "detail": None}
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory):
-    """Passes take a while, and silence is noticed soon."""
+    """A server whose passes take a while and which soon notices silence."""
     limits = {"session_timeout_seconds": 2.0}
     tuning = {"pass": PASS, "housekeeping": 0.2, "snapshot": 0.1}
     server = Server(tmp_path_factory.mktemp("slow"), mock_config(limits=limits), **tuning).start()
@@ -39,7 +39,7 @@ def finish(tenant: Tenant, session: str) -> None:
 
 
 def long_polls(tenant: Tenant, requests: list[str], meanwhile: Callable[[], None]) -> list[bytes]:
-    """The results of all requests, each awaited on a connection of its own from before ``meanwhile``."""
+    """Poll for each request on its own connection, call ``meanwhile`` while they wait, and return the results."""
     with ThreadPoolExecutor(len(requests)) as pool:
         waiting = [pool.submit(tenant.result, request, 20) for request in requests]
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_all_long_polls_are_answered(tenant: Tenant, delay: float) -> None:
     for result in results[sum(done) :]:
         assert json.loads(result)["category"] == "user"
         assert path in json.loads(result)["error"]
-    # The steps that were acknowledged are in what is kept, and no others.
+    # The saved state contains exactly the acknowledged steps.
     again, reference = tenant.model(), tenant.model()
     tenant.json(tenant.load(again, 1, path))
     steps = sum(done[1:20:2])
@@ -85,7 +85,7 @@ def test_all_long_polls_are_answered(tenant: Tenant, delay: float) -> None:
 
 
 def test_saves_and_loads_that_run_while_it_ends(tenant: Tenant) -> None:
-    """Whatever runs when the session ends is finished; nothing fails by our fault or waits for ever."""
+    """Ops that run when the session ends are finished; none fails because of the server or waits forever."""
     source = tenant.model()
     path = tenant.json(tenant.save(source, 1, "source"))["path"]
     chance = random.Random(0)
@@ -107,7 +107,7 @@ def test_saves_and_loads_that_run_while_it_ends(tenant: Tenant) -> None:
 
 
 def test_what_is_kept_replaces_nothing(tenant: Tenant) -> None:
-    """A tenant may have given that name to a checkpoint of its own."""
+    """A tenant may have given its own checkpoint that name."""
     session = tenant.session()
     model = tenant.model(session)
     own = tenant.json(tenant.save(model, 1, "parked"))["path"]
@@ -131,7 +131,7 @@ def test_finishing_twice_at_once(tenant: Tenant) -> None:
 
 
 def test_a_new_model_in_a_session_that_ends(tenant: Tenant) -> None:
-    """Created before, during or after: an adapter that works until it is parked, or a refusal."""
+    """Whether it is created before, during or after the end: it works until it is evicted, or it is refused."""
     for delay in (0.0, 0.002, 0.005):
         session = tenant.session()
         body = {"session_id": session, "model_seq_id": 0, "base_model": "mock", "lora_config": {"rank": 8, "seed": 1}}

@@ -1,4 +1,4 @@
-"""Finding sessions again: lists, searches, projects, and why they ended."""
+"""Finding sessions: lists, searches, projects, and the reasons why they ended."""
 
 import itertools
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def test_the_first_reason_stands(tenant: Tenant) -> None:
 
 @pytest.fixture
 def four(tenant: Tenant) -> Mapping[str, str]:
-    """Sessions that differ."""
+    """Four sessions with different names, projects and metadata."""
     made = {
         "plain": make(tenant),
         "blue": make(tenant, display_name="Deep BLUE run", project_id="p1", user_metadata={"a": "1", "b": "2"}),

@@ -1,4 +1,4 @@
-"""Promises of Tinker's protocol that concern every call: repeated, compressed, and waited for by a thousand."""
+"""Guarantees of Tinker's protocol for every call: repeated, compressed, and awaited by a thousand clients."""
 
 import asyncio
 import gzip
@@ -12,7 +12,7 @@ from tests.support.servers.running import Server, Tenant, training_body
 
 
 def test_a_repeated_request_is_done_once(tenant: Tenant) -> None:
-    """The same ids come back, and the model is that of a client that sent everything once."""
+    """The same ids come back, and the model equals that of a client that sent everything once."""
     session = tenant.session()
     create = {"session_id": session, "model_seq_id": 0, "base_model": "mock", "lora_config": {"rank": 8, "seed": 1}}
     model = f"{session}:train:0"
@@ -29,10 +29,10 @@ def test_a_repeated_request_is_done_once(tenant: Tenant) -> None:
     for path, body in calls:
         first, again = tenant.post(path, body).json(), tenant.post(path, body).json()
         assert first == again
-        results = [tenant.result(first["request_id"]) for _ in range(2)]  # fetched twice, too
+        results = [tenant.result(first["request_id"]) for _ in range(2)]  # a result can be fetched twice
         assert results[0] == results[1]
         assert b'"error"' not in results[0]
-        assert tenant.post(path, body).json() == first  # and after its end
+        assert tenant.post(path, body).json() == first  # also after its end
     once = tenant.model()
     tenant.forward_backward(once, 1)
     tenant.optim_step(once, 2)
@@ -54,12 +54,12 @@ def test_compressed_bodies(tenant: Tenant, encoding: str) -> None:
 
 
 def test_a_thousand_long_polls(server: Server, tenant: Tenant) -> None:
-    """Each on a connection of its own. Others are answered meanwhile, and all of them in the end."""
+    """Each poll has its own connection. Other requests are answered meanwhile, and in the end all polls are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     session = tenant.session()
     model = tenant.model(session)
-    waiting = tenant.forward_backward(model, 2)  # until number 1 comes
+    waiting = tenant.forward_backward(model, 2)  # waits for number 1
     body = json.dumps({"request_id": waiting}).encode()
     head = (
         f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {tenant.key}\r\n"

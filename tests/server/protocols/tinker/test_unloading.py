@@ -1,4 +1,4 @@
-"""unload_model: an adapter leaves the device when its client says so, after all that was asked of it before."""
+"""unload_model: an adapter is evicted when its client asks for it, after all earlier ops."""
 
 import json
 import time
@@ -14,7 +14,7 @@ def unload(tenant: Tenant, model: str) -> str:
 
 
 def resumed(note: str) -> str:
-    """The checkpoint that an error tells to go on from."""
+    """Return the checkpoint from which the error says to continue."""
     return note.partition("_with_optimizer('")[2].partition("'")[0]
 
 
@@ -29,13 +29,13 @@ def test_what_was_asked_before_is_done_first(own_server: Callable[..., Server]) 
             before += [tenant.forward_backward(one, seq), tenant.optim_step(one, seq + 1)]
     request_id = unload(tenant, model)
     assert request_id == f"{model}:{UNLOAD_NUMBER}"
-    assert unload(tenant, model) == request_id  # nobody heard the first answer
+    assert unload(tenant, model) == request_id  # a client that missed the first answer
     assert tenant.json(request_id) == {"model_id": model, "type": "unload_model"}
     for each in before:
         tenant.result(each)
     assert tenant.json(unload(tenant, model)) == {"model_id": model, "type": "unload_model"}
 
-    # Its last state is kept, and says so to whoever goes on with it.
+    # Its last state is kept, and the error names it to clients that want to continue.
     note = tenant.error(tenant.forward_backward(model, 5))
     assert "unloaded by its client" in note
     again = tenant.model(session, 2)
@@ -51,7 +51,7 @@ def test_room_for_another(tenant: Tenant) -> None:
     assert tenant.get("twinkle/capacity_info").json()["used_loras"] == 1
     tenant.json(unload(tenant, model))
     assert tenant.get("twinkle/capacity_info").json()["used_loras"] == 0
-    tenant.model(session, 1)  # the session goes on
+    tenant.model(session, 1)  # the session stays active
 
 
 def test_a_restart_does_not_forget_it(own_server: Callable[..., Server]) -> None:
@@ -66,7 +66,7 @@ def test_a_restart_does_not_forget_it(own_server: Callable[..., Server]) -> None
     server.tuning["pass"] = 0.0
     server.start()
     assert tenant.json(f"{polled}:{UNLOAD_NUMBER}")["model_id"] == polled
-    # Also where nobody waits for it.
+    # This also happens if no client waits for it.
     deadline = time.monotonic() + 60
     while where(tenant, left) != "parked":
         assert time.monotonic() < deadline

@@ -1,4 +1,7 @@
-"""Python imports this at the start of every process whose path has it: Ray's workers get the tuning of their server."""
+"""Apply the server's tuning in Ray's workers.
+
+Python imports this module at the start of every process that has it on its path.
+"""
 
 import os
 import sys
