@@ -38,8 +38,8 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray test-dashboard attack chaos damage fuzz soak clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook test-kit \
+	test-vllm test-parallel test-postgres test-ray test-dashboard attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

@@ -29,7 +29,8 @@ KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 64
 _NO_SNAPSHOTS = """
 import sys
-from twinkle.server import cli, snapshots
+from twinkle.server import cli
+from twinkle.server.services.training import snapshots
 snapshots._INTERVAL_SECONDS = 1e9
 sys.exit(cli.main(sys.argv[1:]))
 """
