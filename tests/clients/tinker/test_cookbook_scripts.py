@@ -1,12 +1,11 @@
 """The scripts of cookbook/client/tinker/self_host, run as a user runs them."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.paths import ROOT
+from tests.support.servers.forked_servers import run_forked
+from tests.support.servers.running import environment
 from tests.support.servers.serving import MODEL, Server
 
 SCRIPTS = ROOT / "cookbook" / "client" / "tinker" / "self_host"
@@ -15,14 +14,7 @@ SCRIPTS = ROOT / "cookbook" / "client" / "tinker" / "self_host"
 def run(script: str, server: Server, directory: Path) -> str:
     """Run a script, which must succeed without a complaint, and return its output."""
     names = {"TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": f"tml-{script}", "TWINKLE_MODEL": MODEL}
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / f"{script}.py"],
-        env={**os.environ, **names},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked([SCRIPTS / f"{script}.py"], {**environment(), **names}, directory)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -1,8 +1,6 @@
 """The client and the server together: training, sampling, data, and how a script survives a crash of the server."""
 
 import re
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.servers.forked_servers import run_forked
 from tests.support.servers.running import Server, environment, mock_config
 from twinkle_client import (
     InvalidRequestError,
@@ -178,9 +177,9 @@ def test_a_local_script_moves_by_changing_its_imports(server, tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/dpo.py").write_text(text)
     (tmp_path / "data").symlink_to(ROOT / "cookbook/data")
-    command = [sys.executable, "scripts/dpo.py", "--model", TINY, "--epochs", "1", "--batch-size", "16"]
+    command = ["scripts/dpo.py", "--model", TINY, "--epochs", "1", "--batch-size", "24"]
     variables = {**environment(), "TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": "a-script"}
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    done = run_forked(command, variables, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"twinkle://session_\w+-emoji/weights/dpo", done.stdout)
 

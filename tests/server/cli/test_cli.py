@@ -4,18 +4,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.servers.forked_servers import run_forked
 from tests.support.servers.running import Server, environment
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "twinkle.server", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    return run_forked(arguments, environment())
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ Exactly as many are admitted as allowed, and refusals name the limit.
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.servers.forked_servers import run_forked
 from tests.support.servers.running import (
     MODEL,
     Server,
@@ -315,10 +314,11 @@ def test_a_tenant_may_have_limits_of_its_own(own_server: Callable[..., Server], 
         "tenants": {"paying customer": {"weight": 4, "priority": "high", "limits": own}},
     }
     server = own_server(mock_config(**sections), housekeeping=0.2)
-    command = [sys.executable, "-m", "twinkle.server", "keys", "create", "-c", str(server.directory / "config.yaml")]
+    command = ["keys", "create", "-c", server.directory / "config.yaml"]
     names = {"paying customer": 2, "guest": 1}
     for name, sessions in names.items():
-        made = subprocess.run([*command, "--name", name], capture_output=True, text=True, check=True, env=environment())
+        made = run_forked([*command, "--name", name], environment())
+        assert made.returncode == 0, made
         tenant = Tenant(server.url, made.stdout.strip())
         deadline, active = time.monotonic() + 60, 0
         while active < sessions:  # key names are read during maintenance

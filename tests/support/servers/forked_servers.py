@@ -1,22 +1,27 @@
-"""Start server processes in a fraction of a second, as forks of one process that has already imported everything.
+"""Start servers, commands and scripts in a fraction of a second, as forks of a process that has imported everything.
 
 Importing torch and the server takes seconds, and the tests start several hundred servers. So one process imports
 everything once and then forks a child for each server. A child is a normal process: it can be killed, stopped and
 waited for, and it has its own environment, log file and interpreter exit.
 
     process = fork_server(["pass=0.5", "--", "launch", "-c", "config.yaml"], environment, log)   # like Popen
+    done = run_forked(["keys", "list", "-c", "config.yaml"], environment)                         # like subprocess.run
+    done = run_forked(["cookbook/rl/grpo.py", "--steps", "2"], environment)                       # a script, too
 """
 
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,13 +76,45 @@ class ForkedProcess:
 
 def fork_server(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess | None:
     """Start ``tuned_launch.py`` with these arguments. Return None if the environment requires fresh imports."""
+    program = str(Path(__file__).with_name("tuned_launch.py"))
+    return _fork([program, *arguments], environment, os.getcwd(), log, log)
+
+
+def run_forked(
+    arguments: Sequence[str | Path], environment: Mapping[str, str], cwd: Path | None = None, timeout: float = 240
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``twinkle-server`` with these arguments, or a Python script if the first one is its path, to its end."""
+    command = [str(argument) for argument in arguments]
+    if not command or not command[0].endswith(".py"):
+        command = [str(Path(__file__).with_name("tuned_launch.py")), "--", *command]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = _fork(command, environment, str(cwd or os.getcwd()), out, err)
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, cwd=cwd
+            )
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+def _fork(
+    command: Sequence[str], environment: Mapping[str, str], cwd: str, out: IO[bytes], err: IO[bytes]
+) -> ForkedProcess | None:
+    """Run a script in a new process, with the path of the script as the first part of the command."""
     if not _FORKERS:
         _FORKERS.append(_Forker(environment))
     forker = _FORKERS[0]
     if _read_by_imports(forker.environment) != _read_by_imports(environment):
         return None
-    request = {"arguments": list(arguments), "environment": dict(environment), "cwd": os.getcwd()}
-    return ForkedProcess(forker, forker.ask(request, log))
+    request = {"command": list(command), "environment": dict(environment), "cwd": cwd}
+    return ForkedProcess(forker, forker.ask(request, [out, err]))
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
@@ -99,9 +136,9 @@ class _Forker:
                 pass_fds=[theirs.fileno()],
             )
 
-    def ask(self, request: Mapping[str, Any], log: IO[bytes] | None = None) -> Any:
+    def ask(self, request: Mapping[str, Any], files: Sequence[IO[bytes]] = ()) -> Any:
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [] if log is None else [log.fileno()])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [file.fileno() for file in files])
             answer = self._socket.recv(2**16)
         if not answer:
             raise AssertionError("the process that forks servers has ended")
@@ -115,10 +152,10 @@ _FORKERS: list[_Forker] = []  # empty, or the single forker of this test run
 
 
 def _serve(connection: socket.socket) -> list[str] | None:
-    """Fork a child for each request. In the child return its arguments; return None when the tests have ended."""
+    """Fork a child for each request. In the child return its command; return None when the tests have ended."""
     codes: dict[int, int] = {}
     while True:
-        message, files, _, _ = socket.recv_fds(connection, 2**20, 1)
+        message, files, _, _ = socket.recv_fds(connection, 2**20, 2)
         if not message:
             return None
         request = json.loads(message)
@@ -133,20 +170,21 @@ def _serve(connection: socket.socket) -> list[str] | None:
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _become(request, files[0])
-            return list(request["arguments"])
-        os.close(files[0])
+            _become(request, files)
+            return list(request["command"])
+        for file in files:
+            os.close(file)
         connection.send(json.dumps(pid).encode())
 
 
-def _become(request: Mapping[str, Any], log: int) -> None:
-    """Take over the environment, working directory and log file of the requested server."""
+def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Take over the environment, the working directory and the two output files of the requested process."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+        os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -160,17 +198,21 @@ def _import_everything() -> None:
     import twinkle.server.processors.service
     import twinkle.server.runtime.embedded  # noqa: F401
 
+    with suppress(ImportError):  # the tinker SDK, for scripts; not every environment has it
+        import tinker  # noqa: F401
+
     gc.collect()
     gc.freeze()
 
 
 if __name__ == "__main__":
-    from tests.support.servers.tuned_launch import end_with_parent, main
+    from tests.support.servers.tuned_launch import end_with_parent
 
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the tests, which end this process
     _import_everything()
-    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if arguments is not None:
-        sys.argv = [str(Path(__file__).with_name("tuned_launch.py")), *arguments]
-        main(arguments)
+    command = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if command is not None:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))  # as Python does for the script of a new process
+        runpy.run_path(command[0], run_name="__main__")
