@@ -29,10 +29,9 @@ KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 64
 _NO_SNAPSHOTS = """
 import sys
-from twinkle.server import cli
-from twinkle.server.services.training import snapshots
-snapshots._INTERVAL_SECONDS = 1e9
-sys.exit(cli.main(sys.argv[1:]))
+from twinkle.server.cli import main
+from twinkle.server.config.timings import Timings
+sys.exit(main(sys.argv[1:], Timings(snapshot=1e9)))
 """
 
 

@@ -18,7 +18,7 @@ from tests.support.servers.postgres_cluster import Cluster, cluster_url, execute
 from tests.support.servers.running import Server, Tenant, mock_config
 from tests.support.servers.state_samples import accept, begin, op, run, session
 from twinkle.errors import UserError
-from twinkle.server.state.database import database as database_module
+from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.state.errors import (
     DamagedStateError,
     DatabaseConnectionError,
@@ -48,8 +48,8 @@ def url(cluster: Cluster) -> str:
 
 
 @asynccontextmanager
-async def store_at(tmp_path, url, lock=True):
-    store = await Store.open(tmp_path, url, lock=lock)
+async def store_at(tmp_path, url, lock=True, timings=DEFAULT_TIMINGS):
+    store = await Store.open(tmp_path, url, lock=lock, timings=timings)
     try:
         yield store
     finally:
@@ -114,15 +114,13 @@ def test_tables_do_not_change_under_a_server(tmp_path, url):
     asyncio.run(main())
 
 
-def test_a_server_that_was_believed_dead_writes_nothing_any_more(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(database_module, "_OUTAGE_SECONDS", 0.1)
-
+def test_a_server_that_was_believed_dead_writes_nothing_any_more(tmp_path, url):
     async def main():
-        async with store_at(tmp_path / "one", url) as first:
+        async with store_at(tmp_path / "one", url, timings=Timings(outage=0.1)) as first:
             await begin(first)
             end_connections(url)
             shutil.copytree(tmp_path / "one", tmp_path / "two")
-            async with store_at(tmp_path / "two", url) as second:
+            async with store_at(tmp_path / "two", url, timings=Timings(outage=0.1)) as second:
                 with pytest.raises(DatabaseInUseError):
                     await first.runs.set_state(ADAPTER, "failed")
                 await second.runs.set_state(ADAPTER, "parked")
@@ -215,11 +213,9 @@ def test_an_answer_to_commit_that_never_came(tmp_path, url, monkeypatch, committ
     asyncio.run(main())
 
 
-def test_a_long_outage_is_an_error_until_it_is_over(tmp_path, cluster, url, monkeypatch, caplog):
-    monkeypatch.setattr(database_module, "_OUTAGE_SECONDS", 0.5)
-
+def test_a_long_outage_is_an_error_until_it_is_over(tmp_path, cluster, url, caplog):
     async def main():
-        async with store_at(tmp_path, url) as store:
+        async with store_at(tmp_path, url, timings=Timings(outage=0.5)) as store:
             await begin(store)
             await asyncio.to_thread(cluster.stop)
             for _ in range(2):
@@ -239,10 +235,9 @@ def test_a_long_outage_is_an_error_until_it_is_over(tmp_path, cluster, url, monk
 
 def test_a_commit_in_doubt_waits_and_lets_nobody_else_wait(tmp_path, cluster, url, monkeypatch):
     """A repeated op must not be answered as already accepted unless the commit is known to have succeeded."""
-    monkeypatch.setattr(database_module, "_OUTAGE_SECONDS", 0.3)
 
     async def main():
-        async with store_at(tmp_path, url) as store:
+        async with store_at(tmp_path, url, timings=Timings(outage=0.3)) as store:
             await begin(store)
             driver = store._database._driver
             commit = driver.commit

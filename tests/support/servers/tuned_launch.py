@@ -24,11 +24,11 @@ def main(arguments: list[str]) -> None:
     end_with_parent()
     split = arguments.index("--")
     tuning = arguments[:split]
-    tune(tuning)
+    timings = tune(tuning)
     if tuning:
         os.environ["TWINKLE_TEST_TUNING"] = " ".join(tuning)
         os.environ["PYTHONPATH"] = f"{PROGRAMS / 'on_workers'}:{os.environ.get('PYTHONPATH', '')}"
-    sys.exit(cli.main(arguments[split + 1 :]))
+    sys.exit(cli.main(arguments[split + 1 :], timings))
 
 
 if __name__ == "__main__":

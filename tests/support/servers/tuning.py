@@ -1,8 +1,8 @@
-"""Settings that change constants or behaviour of a server under test.
+"""Settings that change the timings or the behaviour of a server under test.
 
-Tests cannot wait, for example, six minutes until a gap in the sequence numbers times out. ``TUNING`` has one function
-for each setting. Tests pass settings as keyword arguments of ``own_server`` or ``Server``, or as arguments of
-tuned_launch.py.
+Tests cannot wait, for example, six minutes until a gap in the sequence numbers times out. Settings in ``TIMINGS`` are
+arguments of the server; those in ``FAULTS`` replace methods in its process. Tests pass settings as keyword arguments
+of ``own_server`` or ``Server``, or as arguments of tuned_launch.py.
 """
 
 import itertools
@@ -10,19 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from twinkle.model.types import TrainItem, TrainResult
-from twinkle.server.backends.mock import MockSampler, MockTrainer
-from twinkle.server.gateway import identity
-from twinkle.server.runtime import assembly
+from twinkle.server.backends.mock import MockTrainer
+from twinkle.server.config.timings import Timings
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
-from twinkle.server.services.training import snapshots
-from twinkle.server.state.database import database
 from twinkle.server.state.errors import StorageFullError
-from twinkle.server.state.records import keys
 from twinkle.server.state.records.ops import AcceptedOp, Ops
 from twinkle.server.types import Op
 
@@ -117,16 +112,20 @@ def _slow(method: str) -> Callable[[float], None]:
     return slow_by
 
 
-TUNING: dict[str, Callable[[float], None]] = {
-    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # duration of a batch of passes
-    # duration of a turn of the sampler
-    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),
+# Settings that are arguments of the server, with the names of these arguments.
+TIMINGS = {
+    "pass": "mock_pass",
+    "sample": "mock_step",
+    "snapshot": "snapshot",
+    "key_cache": "key_cache",
+    "otlp": "export",
+    "signed_url": "signed_url",
+    "outage": "outage",
+    "housekeeping": "maintenance",
+}
+# Settings that replace methods: faults, and work that takes longer than it should.
+FAULTS: dict[str, Callable[[float], None]] = {
     "gap": _give_up_gaps_after,
-    "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
-    "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
-    "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
-    "signed_url": lambda seconds: setattr(identity, "_VALID_SECONDS", seconds),
-    "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "full_at": fill_disk_at,
     "bug": _break_in_batch,
     "poison": _die_of_token,
@@ -134,12 +133,19 @@ TUNING: dict[str, Callable[[float], None]] = {
     "save": _save_slowly,
     "tokenizer": _slow("_load_tokenizer"),
     "encode": _slow("batch_encode"),
-    "housekeeping": lambda seconds: setattr(assembly, "MAINTENANCE_SECONDS", seconds),
 }
 
 
-def tune(settings: Sequence[str]) -> None:
-    """Apply settings, each given as ``name=number``. The number is mostly a time in seconds."""
+def tune(settings: Sequence[str]) -> Timings:
+    """Put the faults among the settings into this process, and return the timings among them.
+
+    Each setting is given as ``name=number``. The number is mostly a time in seconds.
+    """
+    timings = {}
     for setting in settings:
-        name, _, seconds = setting.partition("=")
-        TUNING[name](float(seconds))
+        name, _, number = setting.partition("=")
+        if name in TIMINGS:
+            timings[TIMINGS[name]] = float(number)
+        else:
+            FAULTS[name](float(number))
+    return Timings(**timings)

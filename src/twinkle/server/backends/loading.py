@@ -14,6 +14,7 @@ from twinkle.errors import ConfigError
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 
 if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 _GPU_CHEAP_TOKENS = 2048  # a GPU takes hardly longer for this many tokens than for one
 
 
-def load_served_model(served: ServedModelConfig) -> ServedModel:
+def load_served_model(served: ServedModelConfig, timings: Timings = DEFAULT_TIMINGS) -> ServedModel:
     if served.model.backend == "mock":
         from twinkle.server.backends.mock import mock_model
 
-        return mock_model(served.name, served.aliases)
+        return mock_model(served.name, served.aliases, timings.mock_pass, timings.mock_step)
     return _load_transformers(served)
 
 

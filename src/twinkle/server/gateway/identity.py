@@ -107,19 +107,22 @@ class Identity:
 Use = Literal["archive", "external_weights", "trace"]
 
 _URL_PURPOSE = "addresses"
-_VALID_SECONDS = 3600.0
 
 
 class SignedUrls:
-    """Signs and checks the token in an address. ``use`` prevents that an address of one kind is used as another."""
+    """Signs and checks the token in an address, which is valid for ``seconds``.
 
-    def __init__(self, store: Store, identity: Identity) -> None:
+    ``use`` prevents that an address of one kind is used as another.
+    """
+
+    def __init__(self, store: Store, identity: Identity, seconds: float) -> None:
+        self._seconds = seconds
         self._secret = store.keys.secret_for(_URL_PURPOSE)
         self._identity = identity
 
     def sign(self, use: Use, key_id: str | None, claims: Mapping[str, str]) -> tuple[str, float]:
         """Return a token and the time when it expires. ``key_id``: the key that asked for the address."""
-        expires = float(int(time.time() + _VALID_SECONDS))
+        expires = float(int(time.time() + self._seconds))
         return write_token({**claims, "use": use, "key_id": key_id, "exp": expires}, self._secret), expires
 
     async def read(self, use: Use, token: str) -> Mapping[str, Any]:

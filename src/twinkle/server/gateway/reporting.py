@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import ConfigError, MissingDependencyError
 from twinkle.server.config import TelemetryConfig
+from twinkle.server.config.timings import Timings
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
@@ -42,8 +43,11 @@ class Telemetry:
     replica: the name of this process; None where one process is the whole server.
     """
 
-    def __init__(self, config: TelemetryConfig | None = None) -> None:
-        """Raise ConfigError for mistakes in the configuration, before the slow part of the server's start."""
+    def __init__(self, config: TelemetryConfig | None = None, export_seconds: float = Timings.export) -> None:
+        """Raise ConfigError for mistakes in the configuration, before the slow part of the server's start.
+
+        ``export_seconds``: the time limit of one export.
+        """
         self.config = config or TelemetryConfig()
         self.metrics = Metrics()
         self.usage: Usage | None = None
@@ -51,7 +55,7 @@ class Telemetry:
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
         self._tenants = TenantSeries(most) if most else None  # None: no metrics by tenant
-        self._export: Export | None = _export(self.config) if self.config.enabled else None
+        self._export: Export | None = _export(self.config, export_seconds) if self.config.enabled else None
         self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
 
@@ -118,12 +122,12 @@ class Telemetry:
                 logger.exception("metrics were not exported")
 
 
-def _export(config: TelemetryConfig) -> "Export":
+def _export(config: TelemetryConfig, seconds: float) -> "Export":
     try:
         from twinkle.server.telemetry.otlp import Export  # needs packages that the rest of the server does not
     except ImportError as error:
         raise MissingDependencyError("opentelemetry-sdk", "telemetry", "telemetry.enabled: true") from error
-    return Export(config)
+    return Export(config, seconds)
 
 
 def _read_token(file: Path | None) -> str | None:

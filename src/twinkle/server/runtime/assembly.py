@@ -36,7 +36,6 @@ from twinkle.server.verbs.runs import NativeRuns
 
 logger = logging.getLogger(__name__)
 
-MAINTENANCE_SECONDS = 15.0
 # The longest that one thread may hold the interpreter while another waits for it.
 _SWITCH_SECONDS = 0.0005
 
@@ -66,8 +65,10 @@ class Process:
     @classmethod
     async def open(cls, config: ServerConfig, *, shared: bool = False) -> "Process":
         """Open the state and return the process. ``shared``: other processes have the state open, too."""
-        telemetry = Telemetry(config.telemetry)  # first, because it raises for mistakes in the configuration
-        return cls(config, telemetry, await Store.open(config.data_dir, config.database_url, shared=shared))
+        timings = config.timings
+        telemetry = Telemetry(config.telemetry, timings.export)  # first: it raises for mistakes in the configuration
+        store = await Store.open(config.data_dir, config.database_url, shared=shared, timings=timings)
+        return cls(config, telemetry, store)
 
     def add_model(
         self,
@@ -107,6 +108,7 @@ class Process:
             ),
             measurements=RunMeasurements(self.store.run_metrics),
             running=RunningOps(self.files.root / "running" / quote(replica or model.name, safe="")),
+            snapshot_seconds=config.timings.snapshot,
         )
         training = ModelService(context, memory, is_ours)
         sampling = None
@@ -192,8 +194,8 @@ class Process:
         await self.store.close()
 
 
-async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaitable[None]]) -> None:
-    """Await ``first`` now, then call ``work`` with the present time every ``MAINTENANCE_SECONDS``, until cancelled.
+async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaitable[None]], seconds: float) -> None:
+    """Await ``first`` now, then call ``work`` with the present time every ``seconds``, until cancelled.
 
     A failure is logged and the next round tries again: a full disk or a database that cannot be reached for a minute
     must not end the expiry of sessions for good.
@@ -204,5 +206,5 @@ async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaita
             await pending
         except Exception:
             logger.exception("maintenance failed")
-        await asyncio.sleep(MAINTENANCE_SECONDS)
+        await asyncio.sleep(seconds)
         pending = work(time.time())

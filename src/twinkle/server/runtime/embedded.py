@@ -49,7 +49,7 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
     process = await Process.open(config)
     try:
-        models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
+        models = [await asyncio.to_thread(load_served_model, served, config.timings) for served in config.served_models]
         connections = Connections(
             connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
             lambda limit: process.telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),
@@ -170,7 +170,7 @@ async def _maintain(gateway: Gateway) -> None:
         await gateway.maintain(now)
         await answer_operators(gateway, now)
 
-    await run_maintenance(gateway.resume_interrupted_evictions(), work)
+    await run_maintenance(gateway.resume_interrupted_evictions(), work, gateway.config.timings.maintenance)
 
 
 def _allow_many_connections() -> None:

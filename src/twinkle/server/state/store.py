@@ -18,6 +18,7 @@ from sqlalchemy import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
+from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.state.database.database import Database
 from twinkle.server.state.database.driver import Driver, Role
 from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal, JournalWriters
@@ -52,7 +53,13 @@ class Store:
     """
 
     def __init__(
-        self, data_dir: Path, url: str | None, role: Role, segment_bytes: int, loop: asyncio.AbstractEventLoop
+        self,
+        data_dir: Path,
+        url: str | None,
+        role: Role,
+        segment_bytes: int,
+        loop: asyncio.AbstractEventLoop,
+        timings: Timings,
     ) -> None:
         """Open the directory. This blocks, so callers on an event loop use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
@@ -81,7 +88,7 @@ class Store:
             )
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, writers)
-            self._database = Database(driver, loop)
+            self._database = Database(driver, loop, timings.outage)
             if role is Role.SERVER:
                 driver.fail_damaged_rows()
             if isinstance(driver, SqliteDriver) and file is not None and role is not Role.TOOL:
@@ -98,7 +105,7 @@ class Store:
         self.leases = Leases(self._database)
         self.custom_losses = CustomLossRecords(self._database)
         self.snapshots = SnapshotRecords(self._database)
-        self.keys = Keys(self._database, secret)
+        self.keys = Keys(self._database, secret, timings.key_cache)
         self.usage = UsageRecords(self._database)
         self.operator_requests = OperatorRequests(self._database)
         self.audit = Audit(self._database)
@@ -113,6 +120,7 @@ class Store:
         lock: bool = True,
         segment_bytes: int = SEGMENT_BYTES,
         shared: bool = False,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> "Store":
         """Open the directory, creating or migrating what is in it.
 
@@ -122,7 +130,7 @@ class Store:
         without the lock, also while a server runs: they may do everything except journal and prune ops.
         """
         role = Role.TOOL if not lock else Role.MEMBER if shared else Role.SERVER
-        opened = partial(cls, data_dir, url, role, segment_bytes, asyncio.get_running_loop())
+        opened = partial(cls, data_dir, url, role, segment_bytes, asyncio.get_running_loop(), timings)
         give_up_reserve(data_dir, only_if_low=True)
         try:
             return await asyncio.to_thread(opened)

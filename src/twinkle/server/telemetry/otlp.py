@@ -46,7 +46,6 @@ from twinkle.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_SECONDS = 5.0  # of one export, including its retries
 _CLOSING_SECONDS = 3.0  # spans that are not sent by then are lost
 _SPAN_DELAY_MS = 1000
 _QUEUED_SPANS = 8192
@@ -58,7 +57,7 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 class Export:
     """The export of traces and metrics. Spans of ``tracing`` are sent by themselves; metrics with ``send_metrics``."""
 
-    def __init__(self, config: TelemetryConfig) -> None:
+    def __init__(self, config: TelemetryConfig, timeout_seconds: float) -> None:
         # The SDK would log every failed span and attempt; _Watch logs a failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._resource = Resource.create(
@@ -66,21 +65,19 @@ class Export:
         )
         self._started = time.time_ns()
         endpoint = config.otlp_endpoint
-        span_exporter = None if config.debug else OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        span_exporter = None if config.debug else OTLPSpanExporter(endpoint=endpoint, timeout=timeout_seconds)
         self._spans = _Spans(span_exporter, _Watch("traces", endpoint))
         self._processor = BatchSpanProcessor(
             self._spans, max_queue_size=_QUEUED_SPANS, schedule_delay_millis=_SPAN_DELAY_MS
         )
-        self._metric_exporter = (
-            None if config.debug else OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
-        )
+        self._metric_exporter = None if config.debug else OTLPMetricExporter(endpoint=endpoint, timeout=timeout_seconds)
         self._metric_watch = _Watch("metrics", endpoint)
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         self.tracing = Tracing(provider.get_tracer(_SCOPE, twinkle.__version__))
 
     def send_metrics(self, metrics: Metrics, readings: Sequence[Reading]) -> None:
-        """Send all metrics. Blocks for at most ``_TIMEOUT_SECONDS``: not for the event loop."""
+        """Send all metrics. Blocks for at most ``timeout_seconds``: not for the event loop."""
         families = metrics.families(readings)
         if self._metric_exporter is None:
             for sample in (each for family in families for each in family.samples):

@@ -7,10 +7,15 @@ from twinkle.server.backends.mock.trainer import MockTrainer
 __all__ = ["MockSampler", "MockTrainer", "mock_model"]
 
 
-def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel:
-    """Return a served model that needs no files and hardly any memory."""
-    trainer = MockTrainer()
-    sampler = MockSampler(trainer)
+def mock_model(
+    name: str = "mock", aliases: tuple[str, ...] = (), pass_seconds: float = 0.0, step_seconds: float = 0.0
+) -> ServedModel:
+    """Return a served model that needs no files and hardly any memory.
+
+    Every batch of passes takes ``pass_seconds``, and every step of its sampler ``step_seconds``.
+    """
+    trainer = MockTrainer(pause=pass_seconds)
+    sampler = MockSampler(trainer, pause=step_seconds)
     return ServedModel(
         name=name,
         aliases=aliases,

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
-from twinkle.server.runtime.assembly import MAINTENANCE_SECONDS, Process, let_threads_alternate, run_maintenance
+from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.layout import layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
@@ -53,7 +54,7 @@ from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
 
 _LEASE = "housekeeping"  # the name in the database of the lease on maintenance
-_LEASE_SECONDS = 3 * MAINTENANCE_SECONDS
+_LEASE_ROUNDS = 3  # of maintenance, until the lease of a gateway that does nothing ends
 _UNANSWERED_SECONDS = 60.0  # after this an operator's request is one that no model's replica answers
 _FORGOTTEN_SECONDS = 86_400.0  # unfinished files older than this are deleted: no checkpoint takes so long to write
 _EARLIER_SECONDS = 360.0  # to wait for this replica's predecessor, which has less time than that to end
@@ -121,7 +122,8 @@ class GatewayReplica(Host):
         process.telemetry.replica = self._name
         self._gateway = await self._begin()
         self._runs_maintenance = runs_maintenance
-        process.run(run_maintenance(self._maintain(time.time()), self._maintain))
+        self._lease_seconds = _LEASE_ROUNDS * process.config.timings.maintenance
+        process.run(run_maintenance(self._maintain(time.time()), self._maintain, process.config.timings.maintenance))
 
     async def __del__(self) -> None:
         self._process.cancel_tasks()
@@ -137,7 +139,7 @@ class GatewayReplica(Host):
 
     async def _expire(self, now: float) -> None:
         store = self._process.store
-        claim = await store.leases.claim(_LEASE, self._name, now, _LEASE_SECONDS)
+        claim = await store.leases.claim(_LEASE, self._name, now, self._lease_seconds)
         if claim is Claim.TAKEN:  # no gateway held the lease for a while: perhaps clients could reach none either
             await store.sessions.extend_deadlines_after_downtime(now)
             await store.ops.extend_deadlines_after_downtime(now)
@@ -154,8 +156,8 @@ class GatewayReplica(Host):
         """Run the work and renew the lease meanwhile: evicting many sessions at once takes longer than a lease."""
         task = asyncio.create_task(work)
         try:
-            while not (await asyncio.wait({task}, timeout=MAINTENANCE_SECONDS))[0]:
-                await self._process.store.leases.claim(_LEASE, self._name, time.time(), _LEASE_SECONDS)
+            while not (await asyncio.wait({task}, timeout=self._process.config.timings.maintenance))[0]:
+                await self._process.store.leases.claim(_LEASE, self._name, time.time(), self._lease_seconds)
             task.result()
         finally:
             task.cancel()
@@ -182,7 +184,8 @@ class ModelReplica(Host):
             replica=name,
         )
         self._gateway = await self._begin(name=name)
-        process.run(run_maintenance(self._gateway.resume_interrupted_evictions(), self._maintain))
+        seconds = process.config.timings.maintenance
+        process.run(run_maintenance(self._gateway.resume_interrupted_evictions(), self._maintain, seconds))
 
     async def report(self) -> ModelReport:
         return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
@@ -255,7 +258,7 @@ def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel
 
     Blocks until everything is loaded and all processes have started.
     """
-    load = load_group if served.model.processes > 1 else load_served_model
+    load = load_group if served.model.processes > 1 else partial(load_served_model, timings=config.timings)
     devices = devices_of(config, served)
     if devices is None:
         return load(served)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.config.timings import Timings
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.running_ops import RunningOps
@@ -34,4 +35,5 @@ class TrainingContext:
     scheduler: Scheduler  # which op runs next
     measurements: RunMeasurements
     running: RunningOps  # the file that says which ops run
+    snapshot_seconds: float = Timings.snapshot  # from an op to the next snapshot of its adapter
     background: BackgroundTasks = field(default_factory=BackgroundTasks)  # finished before the service ends

@@ -13,7 +13,6 @@ from twinkle.server.types import SnapshotRecord
 logger = logging.getLogger(__name__)
 
 # The snapshot of an adapter is due this long after its first change, so that a burst of steps costs one snapshot …
-_INTERVAL_SECONDS = 5.0
 # … and writing snapshots takes at most this share of the time.
 _SHARE = 0.05
 
@@ -38,7 +37,7 @@ class Snapshots:
 
         ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once.
         """
-        due = now if urgent else now + _INTERVAL_SECONDS
+        due = now if urgent else now + self._context.snapshot_seconds
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
         if changed:
             self._changed.add(adapter_id)
@@ -46,7 +45,7 @@ class Snapshots:
     @event_loop
     def postpone(self, adapter_id: str, now: float) -> None:
         """Make the adapter's snapshot due a whole interval later, because it cannot be taken now."""
-        self._due_at[adapter_id] = now + _INTERVAL_SECONDS
+        self._due_at[adapter_id] = now + self._context.snapshot_seconds
 
     @event_loop
     def forget(self, adapter_id: str) -> None:
@@ -73,7 +72,7 @@ class Snapshots:
         if not self._due_at:
             return None
         if self._writing is not None:
-            return time.monotonic() + _INTERVAL_SECONDS
+            return time.monotonic() + self._context.snapshot_seconds
         return max(self._not_before, min(self._due_at.values()))
 
     async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
@@ -110,7 +109,7 @@ class Snapshots:
             except Exception:  # an edge of the service: the journal still has all ops; try again later
                 logger.exception("snapshot of %s failed", adapter_id)
                 self._changed.add(adapter_id)
-                self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)
+                self._due_at.setdefault(adapter_id, time.monotonic() + self._context.snapshot_seconds)
             finally:
                 took = time.monotonic() - started
                 self._not_before = time.monotonic() + took / _SHARE

@@ -65,7 +65,6 @@ Parameters = Mapping[str, object]
 _GROUP = 512  # most calls of write() that share one transaction
 _READERS = 4
 _MAINTENANCE_WRITES = 256  # calls of write() between two maintenances; each changes a few pages of 4 KiB
-_OUTAGE_SECONDS = 30.0  # how long callers wait for a database that is unreachable
 _RECONNECT_PAUSE = 0.2
 _ATTEMPTS = 3  # how often work is tried that loses its connection each time
 
@@ -244,9 +243,11 @@ class Database:
     """The connections to the database, with the writer thread and the reader threads.
 
     The constructor blocks and may run in any thread. All public methods belong to the event loop ``loop``.
+    ``outage_seconds``: how long callers wait for a database that is unreachable.
     """
 
-    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop, outage_seconds: float = 30.0) -> None:
+        self._outage_seconds = outage_seconds
         self.transactions = 0  # how many the writer has committed
         self._writes = 0  # calls of write() since the last maintenance
         self._away_since: float | None = None  # since when the database is unreachable; None: it is reachable
@@ -437,10 +438,10 @@ class Database:
                 line.connect_again()
                 break
             except DatabaseInUseError:
-                if time.monotonic() - since > _OUTAGE_SECONDS:
+                if time.monotonic() - since > self._outage_seconds:
                     raise
             except DatabaseConnectionError as reason:
-                if time.monotonic() - since > _OUTAGE_SECONDS:
+                if time.monotonic() - since > self._outage_seconds:
                     if not self._is_missed:
                         _logger.error("the database does not answer, requests are refused: %s", reason)
                     self._is_missed = True

@@ -21,7 +21,6 @@ from twinkle.server.state.records.audit import add_entry
 
 KEY_PREFIX = "tml-"
 
-_CACHE_SECONDS = 10.0  # how long a key that another process revoked may still work
 _CACHE_SIZE = 4096
 
 _WORKS = API_KEYS.c.revoked_at.is_(None)
@@ -50,11 +49,12 @@ class Keys(Area):
     """The API keys.
 
     A configured key belongs to the tenant for which it was created. In open mode every key is accepted, and each is a
-    tenant of its own.
+    tenant of its own. ``cache_seconds``: how long a key that another process revoked may still work.
     """
 
-    def __init__(self, database: Database, secret: bytes) -> None:
+    def __init__(self, database: Database, secret: bytes, cache_seconds: float) -> None:
         super().__init__(database)
+        self._cache_seconds = cache_seconds
         self._secret = secret
         # Cache by hash or id: the record, and the time (monotonic) until which it is used.
         self._found: dict[bytes | str, tuple[KeyRecord, float]] = {}
@@ -81,7 +81,7 @@ class Keys(Area):
         return await self._all(_KEY, _LIST)
 
     async def revoke(self, key_id: str, now: float) -> bool:
-        """Revoke a key; return whether there was such a valid key. Other processes notice within ``_CACHE_SECONDS``."""
+        """Revoke a key; return whether there was such a valid key. Other processes notice within ``cache_seconds``."""
 
         def work(cursor: Cursor) -> bool:
             row = cursor.row(_BY_ID, {"id": key_id})
@@ -115,7 +115,7 @@ class Keys(Area):
         if len(self._found) >= _CACHE_SIZE:
             self._found.clear()
         record = _KEY.record(row)
-        self._found[name] = (record, time.monotonic() + _CACHE_SECONDS)
+        self._found[name] = (record, time.monotonic() + self._cache_seconds)
         return record
 
     def secret_for(self, purpose: str) -> bytes:
