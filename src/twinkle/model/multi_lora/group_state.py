@@ -78,7 +78,7 @@ def read(state: bytes) -> dict[str, Any]:
     return values
 
 
-def put_back(group: OptimizerGroup, state: Mapping[str, Any]) -> None:
+def restore(group: OptimizerGroup, state: Mapping[str, Any]) -> None:
     """Restore counters, settings and metrics of a group that has been set up by the stored calls."""
     for name in _COUNTERS:
         setattr(group, name, state["counters"][name])

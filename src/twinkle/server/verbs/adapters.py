@@ -89,7 +89,7 @@ class NativeAdapters:
         self.add(run_id, values["config"])
         for verb, arguments in values["calls"]:
             self.run(run_id, NativeVerb(verb, arguments))
-        group_state.put_back(self.group(run_id), values)
+        group_state.restore(self.group(run_id), values)
 
     def group(self, run_id: str) -> OptimizerGroup:
         """Return the optimizer group of an adapter. The library's own error would list adapters of other tenants."""

@@ -208,7 +208,7 @@ def test_a_hub_that_does_not_answer_keeps_no_thread_of_others(monkeypatch):
     monkeypatch.setattr(uploads, "_push", lambda *_arguments: str(released.wait(60)))
 
     async def scenario() -> str:
-        hub = uploads.Uploads(WorkPools().hub)
+        hub = uploads.HubUploads(WorkPools().hub)
         for number in range(40):
             hub.start(f"tenant {number // 4}", None, Path(), "twinkle://r/weights/c", "org/name", "token")
         try:
@@ -231,7 +231,7 @@ def test_one_tenant_does_not_hold_all_threads_for_hubs(monkeypatch):
     monkeypatch.setattr(uploads, "_push", push)
 
     async def scenario() -> None:
-        hub = uploads.Uploads(WorkPools().hub)
+        hub = uploads.HubUploads(WorkPools().hub)
         try:
             for _ in range(4):
                 hub.start("greedy", None, Path(), "twinkle://r/weights/c", "greedy/name", "token")
