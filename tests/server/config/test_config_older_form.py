@@ -95,7 +95,7 @@ def test_an_older_file(load):
         "data_dir/state.db by default",
         "persistence_config.key_prefix: dropped, each server has a database of its own",
         "applications[0].route_prefix: became /api/v1 (it was /server)",
-        f"{gateway}.server_config.cleanup_interval: dropped, expiry needs no interval",
+        f"{gateway}.server_config.cleanup_interval: dropped, the server looks for expired sessions every 15 s",
         f"{gateway}.server_config.metrics_update_interval: dropped, metrics are collected when they are read",
         f"{gateway}.server_config.actor_name: dropped, the state is not an actor",
         "applications[0].args.http_options: dropped, it repeats what holds anyway",
@@ -138,7 +138,7 @@ def test_rates_became_tokens_a_minute(load):
     assert config.limits.max_sampling_tokens_per_minute == 300
     at = "applications[0].args.queue_config"
     assert f"{at}.tps_limit: became limits.max_training_tokens_per_minute: 30000" in notes
-    assert f"{at}.window_seconds: dropped, tps_limit became tokens a minute" in notes
+    assert f"{at}.window_seconds: dropped, tps_limit is converted with it to tokens a minute" in notes
     both, _ = load("task_queue: {tps_limit: 16000}")
     assert both.limits == LimitsConfig(max_training_tokens_per_minute=960_000, max_sampling_tokens_per_minute=960_000)
     assert load("task_queue: {tps_limit: 0}")[0] == ServerConfig(), "0 meant no limit"

@@ -108,3 +108,11 @@ def test_options_of_serve_are_checked(options):
 
 def test_no_limit_on_what_waits():
     assert DeploymentOptions(max_queued_requests=-1).max_queued_requests == -1
+
+
+def test_limits_of_connections() -> None:
+    limits = {"max_connections_per_address": 5, "max_header_bytes": 20_000, "max_adapters_per_tenant": 3}
+    on_ray = ServerConfig.model_validate({"runtime": "ray", "limits": limits})
+    named = [note.partition(":")[0] for note in without_effect(on_ray)]
+    assert named == ["limits.max_connections_per_address", "limits.max_header_bytes"]
+    assert without_effect(ServerConfig.model_validate({"runtime": "embedded", "limits": limits})) == []

@@ -73,13 +73,14 @@ class ModelArgs(Section):
     compiled: bool = False
     """Compile the decoder layers at start: slower start, faster steps on CUDA."""
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens to compute at once; null: as many as fit in memory."""
+    """Most tokens to compute at once; null: 16384 on CUDA and 4096 on a CPU, or fewer if memory is short."""
     memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory for weights, adapters and activations together; null: the memory that is free."""
     merge: bool = True
     """Compute the requests of several tenants in one device batch."""
     nproc_per_node: int = Field(default=1, ge=1)
-    """Processes on each machine; the embedded runtime has one."""
+    """On Ray: processes that train the model together, if `device_group` and `device_mesh` do not ask for more. The
+    embedded runtime has one."""
     device_group: DeviceGroup | None = None
     """Devices of the application. The embedded runtime uses one device and takes its kind and index from here."""
     device_mesh: DeviceMesh | None = None
@@ -111,7 +112,7 @@ class SamplerArgs(Section):
     memory_dir: Directory | None = None
     """In-memory directory through which vLLM gets the weights of versions; null: /dev/shm. Only for vllm."""
     nproc_per_node: int = Field(default=1, ge=1)
-    """Processes on each machine; the embedded runtime has one."""
+    """Only 1 is accepted: each replica of the model has one sampling engine."""
     device_group: DeviceGroup | None = None
     """Devices. The embedded runtime uses those of the model. On Ray, a group whose name differs from that of the
     model's group gives the sampler its own process."""

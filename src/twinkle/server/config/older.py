@@ -127,7 +127,7 @@ _PERSISTENCE: dict[str, OlderKey] = {
 _SERVER: dict[str, OlderKey] = {
     "per_token_model_limit": _to_limit("max_adapters_per_tenant"),
     "expiration_timeout": _to_limit("session_timeout_seconds"),
-    "cleanup_interval": _dropped("expiry needs no interval"),
+    "cleanup_interval": _dropped("the server looks for expired sessions every 15 s"),
     "metrics_update_interval": _dropped("metrics are collected when they are read"),
     "actor_name": _dropped("the state is not an actor"),
 }
@@ -153,11 +153,13 @@ _QUEUE: dict[str, OlderKey] = {
     "max_input_tokens": _to_limit("max_tokens_per_request"),
     "tps_limit": _NO_QUEUE,  # replaced in :func:`_queue`: it depends on the application
     "window_seconds": _dropped_if(
-        lambda value: _is_number(value) and 0 < value < math.inf, "a number > 0", "tps_limit became tokens a minute"
+        lambda value: _is_number(value) and 0 < value < math.inf,
+        "a number > 0",
+        "tps_limit is converted with it to tokens a minute",
     ),
     "rps_limit": _dropped("requests by time are not limited; tokens a minute and waiting requests are"),
-    "token_cleanup_multiplier": _dropped("counters need no cleaning up"),
-    "token_cleanup_interval": _dropped("counters need no cleaning up"),
+    "token_cleanup_multiplier": _dropped("the server removes unused counters by itself"),
+    "token_cleanup_interval": _dropped("the server removes unused counters by itself"),
     "queue_timeout": _dropped_if(
         lambda value: _is_number(value) and value >= 300,
         "300 or more",
@@ -192,7 +194,8 @@ def older_keys() -> dict[str, str]:
         "`/api/v1/model/NAME`, `/samplers/NAME` becomes `/api/v1/sampler/NAME`",
         "applications[].deployments[1:]": "dropped: an application is one deployment, its first entry",
         **{f"ARGS.server_config.{key}": one.words for key, one in _SERVER.items()},
-        "ARGS.http_options, ARGS.route_prefix": "dropped if they repeat the top level and `/api/v1`; else refused",
+        "ARGS.http_options, ARGS.route_prefix": "dropped if they are the same as the top level's `http_options` and as "
+        "`/api/v1`; else refused",
         "ARGS.use_megatron": "false: `backend: transformers`; true: `backend: megatron`",
         **{f"ARGS.{key}": one.words for key, one in _MODEL.items()},
         **{f"ARGS.adapter_config.{key}": one.words for key, one in _ADAPTER.items()},

@@ -41,8 +41,9 @@ class ServerConfig(Section):
     """The whole configuration of a server, with all defaults filled in."""
 
     runtime: Literal["embedded", "ray"] = "embedded"
-    """embedded: all services in one process. ray: each application in its own processes, managed by Ray Serve. A file
-    that has `applications` but no `runtime` uses ray."""
+    """embedded: all services in one process. ray: gateway, models and processors in processes of their own, managed by
+    Ray Serve; a sampler shares its model's process unless its `device_group` has another name. A file that has
+    `applications` but no `runtime` uses ray."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
     """Directory for state, journal, snapshots and checkpoints. Each server needs its own."""
     public_url: PublicUrl | None = None

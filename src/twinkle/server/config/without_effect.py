@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _FOR_RAY = "has no effect on the embedded runtime; it is for the Ray runtime"
 _RAY_CHOOSES = "has no effect on the Ray runtime, where Ray gives each process its GPU"
+_RAY_LISTENS = "has no effect on the Ray runtime, where the proxies of Ray Serve accept connections"
+_CONNECTION_LIMITS = ("max_connections_per_address", "max_header_bytes")
 # Keys of ProcessorArgs that are for the Ray runtime.
 _PROCESSOR_PLACEMENT = ("device_group", "device_mesh", "ncpu_proc_per_node", "nproc_per_node")
 
@@ -23,6 +25,9 @@ def without_effect(config: "ServerConfig") -> list[str]:
     if not on_ray:
         given_here = [key for key in ("proxy_location", "ray_namespace") if getattr(config, key) is not None]
         notes += [f"{key}: {_FOR_RAY}" for key in given_here]
+    else:
+        given_here = [key for key in _CONNECTION_LIMITS if key in config.limits.model_fields_set]
+        notes += [f"limits.{key}: {_RAY_LISTENS}" for key in given_here]
     for index, application in enumerate(config.applications):
         at = f"applications[{index}]"
         notes += _on_ray(application, at) if on_ray else _embedded(application, at)
