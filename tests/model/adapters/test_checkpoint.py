@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from transformers import PreTrainedModel
 
 from tests.support.models.reference import Reference, random_datum
 from tests.support.models.tiny_models import add_trained_adapter, take_step, the_result, tiny_model, tiny_trainer
+from tests.support.servers.forked_servers import run_forked
+from tests.support.servers.running import environment
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.model import AdapterSnapshot, LoraSpec, Trainer, TrainItem
 from twinkle.model.adapters import checkpoint
@@ -591,12 +592,18 @@ checkpoint.save_adapter(adapter, directory, overwrite=overwrite, **arguments)
 """
 
 
+def save_and_die(directory: Path, when: str, overwrite: str) -> None:
+    """Save the adapter as ``directory / "x"`` in a process that is killed in or before the function ``when``."""
+    script = directory.with_name(f"{directory.name}.py")
+    script.write_text(_KILLED)
+    done = run_forked([script, directory / "x", when, overwrite], environment())
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
 @pytest.mark.parametrize("when", ["in save_file", "before _put_in_place"])
 @pytest.mark.parametrize("overwrite", ["fresh", "overwrite"])
 def test_killed_while_saving(tmp_path: Path, when: str, overwrite: str) -> None:
-    script = [sys.executable, "-c", _KILLED, tmp_path / "x", when, overwrite]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    save_and_die(tmp_path, when, overwrite)
     if overwrite == "fresh":
         assert not (tmp_path / "x").exists()
     else:
@@ -609,9 +616,7 @@ def test_killed_while_saving(tmp_path: Path, when: str, overwrite: str) -> None:
 
 def test_killed_right_after_the_exchange(tmp_path: Path) -> None:
     """The new directory is in place; the replaced one still exists under a hidden name."""
-    script = [sys.executable, "-c", _KILLED, tmp_path / "x", "in _put_in_place", "overwrite"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    save_and_die(tmp_path, "in _put_in_place", "overwrite")
     assert not (tmp_path / "x" / "old").exists()
     assert (tmp_path / "x" / checkpoint.STATE).exists()
 

@@ -41,7 +41,7 @@ def test_a_long_step_keeps_nobody_waiting(own_server: Callable[..., Server]) -> 
 
 
 def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
-    server = own_server(**{"pass": 5.0, "snapshot": 1000.0})
+    server = own_server(**{"pass": 2.0, "snapshot": 1000.0})
     tenant = Tenant(server.url, "tml-recovering")
     tenant.result(tenant.forward_backward(tenant.model(), 1))
     time.sleep(1)  # time to record the end of the pass; without that it would run as new work, not as a replay
