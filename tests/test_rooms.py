@@ -1,7 +1,6 @@
 """Folders of source and tests stay small: few entries, few tiny files, and no import cycle between files."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,32 +82,16 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports that run with the module: not those inside functions, and not those for type checkers."""
-    for statement in body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield statement
-        elif isinstance(statement, ast.If):
-            if "TYPE_CHECKING" not in ast.unparse(statement.test):
-                yield from statements(statement.body)
-            yield from statements(statement.orelse)
-        elif isinstance(statement, ast.Try):
-            for part in (statement.body, *(handler.body for handler in statement.handlers), statement.orelse):
-                yield from statements(part)
-        elif isinstance(statement, ast.With | ast.ClassDef):
-            yield from statements(statement.body)
-
-
 def imports(root: Path) -> dict[str, set[str]]:
-    """Return the modules below ``root`` that each module imports."""
+    """Return the modules below ``root`` that each module imports, also in functions and for type checkers."""
     modules = {module_of(path): path for path in files(root)}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         named: set[str] = set()
-        for statement in statements(ast.parse(path.read_text()).body):
+        for statement in ast.walk(ast.parse(path.read_text())):
             if isinstance(statement, ast.Import):
                 named |= {alias.name for alias in statement.names}
-            elif statement.module is not None:
+            elif isinstance(statement, ast.ImportFrom) and statement.module is not None:
                 below = {f"{statement.module}.{alias.name}" for alias in statement.names}
                 named |= below & modules.keys() or {statement.module}
         found[module] = named & modules.keys()

@@ -13,6 +13,7 @@ If all workers return tuples of one length, each position of the tuple is collec
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Number
 from typing import Any, Literal
@@ -22,10 +23,24 @@ import numpy as np
 from twinkle.errors import InvalidInputError
 from twinkle.infra.device_mesh import DeviceMesh
 
-__all__ = ["Collect", "check_collect", "collect_results"]
+__all__ = ["Collect", "Origin", "check_collect", "collect_results"]
 
 Named = Literal["none", "flatten", "mean", "avg", "sum", "first", "last_pp", "last_pp_first"]
 Collect = Named | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The call that a result comes from: component, group, method, and the worker numbers that run it.
+
+    ``of`` is the number of workers in the group.
+    """
+
+    component: str
+    group: str
+    method: str
+    workers: tuple[int, ...]
+    of: int
 
 
 def check_collect(collect: Collect) -> None:

@@ -1,28 +1,13 @@
 """Promises of results: a driver can pass the result of one remote call to another without fetching it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from twinkle.infra.collect import Collect, collect_results
+from twinkle.infra.collect import Collect, Origin, collect_results
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
 
 __all__ = ["LazyResult", "Origin", "has_lazy", "resolved"]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The call that a result comes from: component, group, method, and the worker numbers that run it.
-
-    ``of`` is the number of workers in the group.
-    """
-
-    component: str
-    group: str
-    method: str
-    workers: tuple[int, ...]
-    of: int
 
 
 class LazyResult:

@@ -1,22 +1,40 @@
 """Process groups of torch.distributed along the dimensions of a mesh."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
-if TYPE_CHECKING:
-    from twinkle.infra.device_mesh import DeviceMesh
 
 __all__ = ["dim_group", "new_group", "torch_mesh"]
 
 Dims = tuple[str, ...]
 
-_groups: "WeakKeyDictionary[DeviceMesh, dict[Dims, dist.ProcessGroup]]" = WeakKeyDictionary()
+
+class Mesh(Protocol):
+    """The part of :class:`~twinkle.infra.device_mesh.DeviceMesh` that is needed here."""
+
+    @property
+    def mesh(self) -> np.ndarray: ...
+
+    @property
+    def mesh_dim_names(self) -> Dims | None: ...
+
+    @property
+    def device_type(self) -> str | None: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def ranks_along(self, dims: Sequence[str]) -> list[list[int]]: ...
 
 
-def dim_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
+_groups: WeakKeyDictionary[Mesh, dict[Dims, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def dim_group(mesh: Mesh, dims: Dims) -> dist.ProcessGroup:
     """Return the group of this process along ``dims``, created on first use."""
     made = _groups.setdefault(mesh, {})
     if dims not in made:
@@ -24,7 +42,7 @@ def dim_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
     return made[dims]
 
 
-def new_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
+def new_group(mesh: Mesh, dims: Dims) -> dist.ProcessGroup:
     # Every process must take part in creating every group, including those it is not in: torch.distributed requires
     # that all processes create the same groups in the same order.
     own, _ = dist.new_subgroups_by_enumeration(mesh.ranks_along(dims))
@@ -33,6 +51,6 @@ def new_group(mesh: "DeviceMesh", dims: Dims) -> dist.ProcessGroup:
     return own
 
 
-def torch_mesh(mesh: "DeviceMesh") -> TorchMesh:
+def torch_mesh(mesh: Mesh) -> TorchMesh:
     assert mesh.device_type is not None
     return TorchMesh(mesh.device_type, mesh.mesh.tolist(), mesh_dim_names=mesh.mesh_dim_names)

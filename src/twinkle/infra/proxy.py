@@ -15,7 +15,7 @@ from twinkle.infra.components import name_component, record_component
 from twinkle.infra.device_group import GroupPlan, find_group
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.initialization import Settings, current_settings
-from twinkle.infra.remote import Execute, RemoteSpec, driver_methods, remote_methods
+from twinkle.infra.remote_spec import Execute, RemoteSpec, driver_methods, remote_methods
 
 if TYPE_CHECKING:
     from twinkle.infra.ray_workers import WorkerGroup

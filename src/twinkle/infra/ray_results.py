@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from twinkle.errors import WorkerDiedError, WorkerTimeoutError
-from twinkle.infra.lazy_result import Origin
+from twinkle.infra.collect import Origin
 
 __all__ = ["gather"]
 

@@ -26,7 +26,7 @@ from twinkle.infra.lazy_result import LazyResult, Origin, has_lazy, resolved
 from twinkle.infra.platform import NPU, Platform, ensure_hccl_socket_env
 from twinkle.infra.ray_resources import worker_places
 from twinkle.infra.ray_results import gather
-from twinkle.infra.remote import Execute, RemoteSpec
+from twinkle.infra.remote_spec import Execute, RemoteSpec
 from twinkle.utils.network import find_free_port
 
 __all__ = ["WorkerGroup", "start_workers"]

@@ -1,14 +1,11 @@
 """Notes on keys that are valid but have no effect on the runtime that the configuration chooses."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs
-from twinkle.server.config.sections import TelemetryConfig
+from twinkle.server.config.sections import LimitsConfig, TelemetryConfig
 from twinkle.server.config.sources import notes_on_application
-
-if TYPE_CHECKING:
-    from twinkle.server.config.server_config import ServerConfig
 
 _FOR_RAY = "has no effect on the embedded runtime; it is for the Ray runtime"
 _RAY_CHOOSES = "has no effect on the Ray runtime, where Ray gives each process its GPU"
@@ -18,7 +15,23 @@ _CONNECTION_LIMITS = ("max_connections_per_address", "max_header_bytes")
 _PROCESSOR_PLACEMENT = ("device_group", "device_mesh", "ncpu_proc_per_node", "nproc_per_node")
 
 
-def without_effect(config: "ServerConfig") -> list[str]:
+class Configuration(Protocol):
+    """The part of a :class:`~twinkle.server.config.ServerConfig` that is needed here."""
+
+    @property
+    def runtime(self) -> str: ...
+
+    @property
+    def limits(self) -> LimitsConfig: ...
+
+    @property
+    def applications(self) -> Sequence[ApplicationSpec]: ...
+
+    @property
+    def telemetry(self) -> TelemetryConfig: ...
+
+
+def without_effect(config: Configuration) -> list[str]:
     """Return a note for each key that was given and has no effect."""
     notes = []
     on_ray = config.runtime == "ray"

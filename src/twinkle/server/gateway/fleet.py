@@ -6,17 +6,35 @@ one adapter do not pass here: they go directly to the service that holds the ada
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.adapters import AdapterStatus, QueueStatus
+from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.types import RunRecord, SessionRecord
+from twinkle.server.verbs.runs import NativeRuns
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from twinkle.server.gateway.gateway import Services
+
+@dataclass(frozen=True)
+class Services:
+    """The services of one base model in this process. ``sampling`` is None where the model is only trained."""
+
+    model: ServedModel
+    training: ModelService
+    sampling: SamplerService | None
+    native: NativeRuns
+
+    def release_versions(self, version_ids: Iterable[str]) -> None:
+        """Let the sampler drop these versions, because no sampling session uses them any more."""
+        if self.sampling is not None:
+            for version_id in version_ids:
+                self.sampling.release_version(version_id)
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class Fleet(Protocol):
         """Evict one adapter, on whichever replica it is. Later errors about the run quote ``why``."""
 
 
-def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
+def stopped_in(services: Services, *, ending: bool = False) -> str | None:
     """Return which service loop of a model has stopped, as text for people; None if all run.
 
     Requests that are accepted for a stopped loop would wait for ever. ``ending``: the server is shutting down, so that
@@ -81,7 +99,7 @@ def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
     return None
 
 
-def report_of(services: "Services", longest_step: float) -> ModelReport:
+def report_of(services: Services, longest_step: float) -> ModelReport:
     """Return the report of one model that runs in this process.
 
     It reads only the state of the event loop and does not wait for the compute thread, which may be busy for a while.
@@ -108,7 +126,7 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
     )
 
 
-def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
+def tenant_report_of(services: Services, tenant_id: str) -> TenantReport:
     """Return what one tenant has on one model that runs in this process."""
     waiting = services.training.context.scheduler.numbers().waiting
     queue = QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))

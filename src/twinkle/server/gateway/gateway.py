@@ -9,8 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
@@ -19,11 +19,10 @@ from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaErr
 from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
-from twinkle.server.backends.backend import ServedModel
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
-from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
+from twinkle.server.gateway.fleet import Fleet, ModelReport, Services, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway.hub_uploads import HubUploads
 from twinkle.server.gateway.identity import Identity, SignedUrls
 from twinkle.server.gateway.running_time import RunningTime
@@ -37,7 +36,6 @@ from twinkle.server.services.checkpoints.access import readable_checkpoint
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.custom_losses import CustomLosses
-from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS
 from twinkle.server.state.records.sessions import SESSION_ROWS
@@ -56,7 +54,6 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SessionRecord,
 )
-from twinkle.server.verbs.runs import NativeRuns
 from twinkle.server.wire.requests import CreateModelRequest
 from twinkle.server.wire.sampling import Encode
 from twinkle_client.protocol.base import SESSION_LOST
@@ -65,22 +62,6 @@ logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Services:
-    """The services of one base model in this process. ``sampling`` is None where the model is only trained."""
-
-    model: ServedModel
-    training: ModelService
-    sampling: SamplerService | None
-    native: NativeRuns
-
-    def release_versions(self, version_ids: Iterable[str]) -> None:
-        """Let the sampler drop these versions, because no sampling session uses them any more."""
-        if self.sampling is not None:
-            for version_id in version_ids:
-                self.sampling.release_version(version_id)
 
 
 class Gateway:

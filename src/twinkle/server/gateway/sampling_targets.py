@@ -10,7 +10,8 @@ from functools import partial
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server import ids
 from twinkle.server.backends.text_codec import TextCodec
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, version_of
 from twinkle.server.services.sampling.sampler_service import SamplerService

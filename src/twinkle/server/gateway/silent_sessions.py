@@ -10,14 +10,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from twinkle.errors import QuotaError
+from twinkle.server.config import ServerConfig
+from twinkle.server.gateway.fleet import Fleet
+from twinkle.server.gateway.running_time import RunningTime
+from twinkle.server.state.store import Store
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
-from twinkle.server.types import SessionRecord
-
-if TYPE_CHECKING:
-    from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,44 @@ _NAMED = 5  # the most sessions that an error names
 _HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClient.close() does that)"
 
 
+class Host(Protocol):
+    """The part of the gateway that is needed here."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def tenants(self) -> Tenants: ...
+
+    @property
+    def running_time(self) -> RunningTime: ...
+
+    @property
+    def fleet_of_all(self) -> Fleet: ...
+
+    def last_seen(self, session: SessionRecord) -> float: ...
+
+    def last_request(self, run: RunRecord) -> float: ...
+
+    async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T: ...
+
+    async def evict_anywhere(self, run: RunRecord, why: str) -> None: ...
+
+    async def end_session(self, session: SessionRecord, state: Literal["finished", "expired"]) -> None: ...
+
+    async def flush_heartbeats(self) -> None: ...
+
+
 class SilentSessions:
     """Ends a tenant's silent sessions, or evicts their adapters, when the tenant is at a limit.
 
     Belongs to the gateway's event loop.
     """
 
-    def __init__(self, gateway: "Gateway") -> None:
+    def __init__(self, gateway: Host) -> None:
         self._gateway = gateway
         self._turns = TenantTurns(at_once=1)
 

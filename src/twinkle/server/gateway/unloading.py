@@ -6,24 +6,40 @@ restart.
 """
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from twinkle.errors import NotFoundError
+from twinkle.server.gateway.fleet import Services
 from twinkle.server.ids import RequestId
 from twinkle.server.services.training.execution import unexpected
+from twinkle.server.state.store import Store
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.wire import responses
 
-if TYPE_CHECKING:
-    from twinkle.server.gateway.gateway import Gateway
-
 UNLOADING = "it is being unloaded, as its client asked"  # stored as the note of a live run
+
+
+class Host(Protocol):
+    """The part of the gateway that is needed here."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def services(self) -> Mapping[str, Services]: ...
+
+    def serving(self, model_name: str) -> Services: ...
+
+    async def tinker_run(self, run_id: str, tenant_id: str) -> RunRecord: ...
+
+    async def evict(self, run: RunRecord, why: str) -> None: ...
 
 
 class Unloading:
     """The runs of this process that are being unloaded, one task for each."""
 
-    def __init__(self, gateway: "Gateway") -> None:
+    def __init__(self, gateway: Host) -> None:
         self._gateway = gateway
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._released = asyncio.Event()  # set when the server is about to end, so that long polls return

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.config import ServerConfig
-from twinkle.server.gateway.fleet import Fleet
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Fleet, Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.processors.service import Processors
 from twinkle.server.scheduling.scheduler import Scheduler

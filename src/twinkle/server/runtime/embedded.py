@@ -20,7 +20,8 @@ from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.service import configured_processors

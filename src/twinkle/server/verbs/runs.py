@@ -14,9 +14,9 @@ from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run
 from twinkle.server.services.checkpoints.access import without_server_paths
-from twinkle.server.services.checkpoints.save_and_load import Checkpoints, delete_checkpoint
+from twinkle.server.services.checkpoints.save_and_load import delete_checkpoint
 from twinkle.server.services.training.measurements import RunMeasurements
-from twinkle.server.services.training.run_kind import DevicePass, RunKind
+from twinkle.server.services.training.run_kind import CheckpointFiles, DevicePass, RunKind
 from twinkle.server.state.files.data_dir import copy_whole
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.tenancy.tenants import Tenants
@@ -156,13 +156,13 @@ class NativeRuns(RunKind):
     def how_to_resume(self, path: CheckpointPath) -> str:
         return f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
 
-    async def run_with_files(self, op: Op, run: RunRecord, checkpoints: Checkpoints) -> Outcome:
+    async def run_with_files(self, op: Op, run: RunRecord, checkpoints: CheckpointFiles) -> Outcome:
         if isinstance(op.payload, NativeSave):
             return await self._save(op, run, op.payload, checkpoints)
         assert isinstance(op.payload, NativeLoad), f"{op.kind} has nothing to do with files"
         return await self._load(op, run, op.payload, checkpoints)
 
-    async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: Checkpoints) -> Outcome:
+    async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: CheckpointFiles) -> Outcome:
         path = await self._compute.run(partial(self._path, op, save))
         if path is None:
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
@@ -185,7 +185,7 @@ class NativeRuns(RunKind):
         name = save.name or f"checkpoint-step-{self.adapters.group(op.adapter_id).cur_step}"
         return CheckpointPath(op.adapter_id, "weights", name)
 
-    async def _load(self, op: Op, run: RunRecord, load: NativeLoad, checkpoints: Checkpoints) -> Outcome:
+    async def _load(self, op: Op, run: RunRecord, load: NativeLoad, checkpoints: CheckpointFiles) -> Outcome:
         if load.path.startswith(("twinkle://", "tinker://")):
             path = CheckpointPath.parse(load.path, "name")
             directory, shown = await checkpoints.readable(path, run, "name", path.native), path.native
@@ -200,21 +200,20 @@ class NativeRuns(RunKind):
         return answered(progress if load.verb == "resume_from_checkpoint" else None)
 
 
-async def _delete_older(run: RunRecord, series: str, checkpoints: Checkpoints) -> None:
+async def _delete_older(run: RunRecord, series: str, checkpoints: CheckpointFiles) -> None:
     """Delete all but the last two versions of a series.
 
     A training loop publishes after every step; the version before the last may still be in use.
     """
-    context = checkpoints.context
-    of_run = await context.store.checkpoints.of_run(run.run_id)
+    of_run = await checkpoints.store.checkpoints.of_run(run.run_id)
     kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
     for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-        await delete_checkpoint(context.store, context.files, checkpoints.threads, old, "checkpoint_replace")
+        await delete_checkpoint(checkpoints.store, checkpoints.files, checkpoints.threads, old, "checkpoint_replace")
 
 
-async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: Checkpoints) -> None:
+async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: CheckpointFiles) -> None:
     target = save_dir / directory_name(record.run_id) / record.kind / record.name
-    copy = partial(copy_whole, checkpoints.context.files.root / record.directory, target, private=False)
+    copy = partial(copy_whole, checkpoints.files.root / record.directory, target, private=False)
     await checkpoints.threads.in_thread(record.tenant_id, copy)
 
 

@@ -19,7 +19,8 @@ from twinkle.errors import (
 )
 from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.server import ids
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.http.routes import Call
 from twinkle.server.ids import RequestId

@@ -29,7 +29,8 @@ from twinkle.sampler.script.features import engine_request, refuse_unsupported, 
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import max_characters, text_groups
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX

@@ -6,7 +6,8 @@ An unknown name is an error; there is no fallback to another model.
 from contextlib import suppress
 
 from twinkle.errors import InvalidInputError, NotFoundError, UserError
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import expired, readable_checkpoint

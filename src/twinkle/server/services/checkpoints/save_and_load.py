@@ -19,6 +19,7 @@ from twinkle.server.services.checkpoints.access import loadable_checkpoint, with
 from twinkle.server.services.checkpoints.export import prepare_export
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import failure_of
+from twinkle.server.services.training.run_kind import Copy
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir, make_parents, seal_written, size_of
 from twinkle.server.state.files.file_checksums import check_files
@@ -42,18 +43,15 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _EVICTION = 0  # the sequence number of the save that the server itself makes when it evicts a run
 
 
-Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns a function that writes the files
-
-
 class Checkpoints:
     """Runs the ops of one model that read or write files. Belongs to the event loop."""
 
     def __init__(self, context: TrainingContext) -> None:
         self.context = context
         self._model = context.model
-        self._store = context.store
+        self.store = context.store
         self._compute = context.compute
-        self._files = context.files
+        self.files = context.files
         self._writing = TenantTurns()  # limits a tenant's concurrent saves, each of which holds a copy of an adapter
         self.threads = context.tenants.pools.saving
         self._publishing: set[str] = set()  # ids of sampling sessions that are being created
@@ -102,7 +100,7 @@ class Checkpoints:
     async def _name_for_eviction(self, run: RunRecord) -> str:
         """Return a name that no checkpoint of the tenant has: parked, or parked-2 and so on."""
         for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
-            existing = await self._store.checkpoints.get(run.run_id, "weights", name)
+            existing = await self.store.checkpoints.get(run.run_id, "weights", name)
             if existing is None or existing.request_id == f"{run.run_id}:{_EVICTION}":
                 return name
         raise AssertionError("there are always more names")
@@ -118,7 +116,7 @@ class Checkpoints:
     async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
         """Write a checkpoint's files and then its record, and return the record."""
         path = CheckpointPath(run.run_id, save.kind, save.name)
-        existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        existing = await self.store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not save.overwrite:
             return existing
         if existing is not None and not save.overwrite:
@@ -128,7 +126,7 @@ class Checkpoints:
         limits = self.context.tenants.limits(run.tenant_id)
         most = None if op.seq == _EVICTION else limits.max_checkpoint_bytes_per_tenant
         await self._check_space(run.tenant_id, most)
-        directory = self._files.checkpoint(path, op.seq)
+        directory = self.files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):
             write = await self._compute.run(copy)
             await self.threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
@@ -139,29 +137,29 @@ class Checkpoints:
             name=path.name,
             tenant_id=run.tenant_id,
             request_id=op.request_id,
-            directory=self._files.relative(directory),
+            directory=self.files.relative(directory),
             created_at=now,
             size_bytes=size_of(directory),
             expires_at=None if save.ttl_seconds is None else now + save.ttl_seconds,
             user_metadata=save.user_metadata,
         )
         try:
-            replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
+            replaced = await self.store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
             # The files of a replayed op stay: the record from before the restart refers to them.
             if existing is None or existing.directory != record.directory:
-                await self.threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
+                await self.threads.in_thread(run.tenant_id, partial(self.files.remove, record.directory))
             raise
         others = [] if replaced is None or replaced.directory == record.directory else [replaced.directory]
         if existing is not None and existing.request_id == op.request_id:
             # This op is replayed: the last process died after it wrote the record, and perhaps before it removed the
             # directory that the checkpoint replaced. Only then all directories of this checkpoint name are examined,
             # because there may be many that samplers still use.
-            others = await self.threads.in_thread(run.tenant_id, partial(self._files.beside, directory))
+            others = await self.threads.in_thread(run.tenant_id, partial(self.files.beside, directory))
         for other in others:
-            pinned = await self._store.sampling_sessions.refer_to(other)
-            if not pinned and not await self._store.checkpoints.lie_in(other):
-                await self.threads.in_thread(run.tenant_id, partial(self._files.remove, other))
+            pinned = await self.store.sampling_sessions.refer_to(other)
+            if not pinned and not await self.store.checkpoints.lie_in(other):
+                await self.threads.in_thread(run.tenant_id, partial(self.files.remove, other))
         return record
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
@@ -169,7 +167,7 @@ class Checkpoints:
 
         The size of the new files is known only after that, and is checked when their record is added.
         """
-        used = 0 if most is None else await self._store.usage.storage_of(tenant_id)
+        used = 0 if most is None else await self.store.usage.storage_of(tenant_id)
         if most is not None and used >= most:
             raise StorageQuotaError(used, 1, most)
 
@@ -191,7 +189,7 @@ class Checkpoints:
             model_name=run.model_name,
             model_path=None,
             version_id=session,
-            directory=self._files.relative(self._files.sampler(session, run.number, op.seq)),
+            directory=self.files.relative(self.files.sampler(session, run.number, op.seq)),
             created_at=time.time(),
             replica=run.replica,
         )
@@ -200,7 +198,7 @@ class Checkpoints:
             raise taken
         self._publishing.add(session)
         try:
-            made = await self._store.sampling_sessions.get(session)
+            made = await self.store.sampling_sessions.get(session)
             made = made or await self._make_version(record, op.adapter_id, sampler)
         finally:
             self._publishing.remove(session)
@@ -234,15 +232,15 @@ class Checkpoints:
         made = None
         try:
             async with self._writing.turn(record.tenant_id):
-                files = partial(_write_files, write, self._files.root / directory)
+                files = partial(_write_files, write, self.files.root / directory)
                 await self.threads.in_thread(record.tenant_id, files)
-            record = replace(record, size_bytes=size_of(self._files.root / directory))
-            made = await self._store.sampling_sessions.create(record, most_bytes=most)
+            record = replace(record, size_bytes=size_of(self.files.root / directory))
+            made = await self.store.sampling_sessions.create(record, most_bytes=most)
             return made
         finally:
             if made is None or made.directory != directory:
                 await self._compute.run(partial(sampler.retire, version_id))
-                await self.threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
+                await self.threads.in_thread(record.tenant_id, partial(self.files.remove, directory))
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
         """Load a checkpoint into the adapter. If the op creates the adapter and the load fails, the adapter is removed
@@ -274,10 +272,10 @@ class Checkpoints:
         Errors call the request's field ``field`` and the checkpoint ``shown``. ``optimizer``: the optimizer state will
         be loaded, too, so the checkpoint must have one.
         """
-        record = await loadable_checkpoint(self._store, path, run.tenant_id, field)
+        record = await loadable_checkpoint(self.store, path, run.tenant_id, field)
         if optimizer and path.kind != "weights":  # checked before the files are read
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        directory = self._files.root / record.directory
+        directory = self.files.root / record.directory
 
         def check() -> None:
             try:

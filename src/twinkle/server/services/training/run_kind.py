@@ -9,12 +9,17 @@ is run by the kind that lists the payload's type in ``payloads``.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.training.measurements import RunMeasurements
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
+from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import (
+    CheckpointRecord,
     CreateAdapter,
     LoadWeights,
     Op,
@@ -39,9 +44,7 @@ from twinkle.server.wire.requests import (
 from twinkle.server.wire.training import Allowance, decode_forward_backward
 from twinkle.server.wire.training_json import decode_json_pass, is_json
 
-if TYPE_CHECKING:
-    from twinkle.server.services.checkpoints.save_and_load import Checkpoints
-
+Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns a function that writes the files
 UNLIMITED = 2**62  # tokens: an op that was accepted under an earlier, higher limit must not be refused in a replay
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request
@@ -71,6 +74,25 @@ class DevicePass:
 
     item: TrainItem
     encode: Callable[[TrainResult], Outcome]
+
+
+class CheckpointFiles(Protocol):
+    """What a kind may do with files; implemented by the service's ``Checkpoints``."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def files(self) -> DataDir: ...
+
+    @property
+    def threads(self) -> FairPool: ...
+
+    async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
+        """Write a checkpoint's files and then its record, and return the record."""
+
+    async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
+        """Return the directory of a checkpoint that the run's tenant may load."""
 
 
 class RunKind:
@@ -105,7 +127,7 @@ class RunKind:
         """Run a barrier that needs neither files nor the database. Runs in the compute thread."""
         raise AssertionError(f"{op.kind} is not a short barrier")
 
-    async def run_with_files(self, op: Op, run: RunRecord, checkpoints: "Checkpoints") -> Outcome:
+    async def run_with_files(self, op: Op, run: RunRecord, checkpoints: CheckpointFiles) -> Outcome:
         """Run an op that reads or writes files. Runs on the event loop."""
         raise AssertionError(f"{op.kind} has nothing to do with files")
 
