@@ -178,7 +178,7 @@ def test_a_pool_has_many(package, monkeypatch):
     first, second = pool.get_adapters(2)
     assert isinstance(first, EnvPoolAdapter)
     assert first.reset().observation == "guess"
-    with pytest.raises(InvalidInputError, match="a place that was reset"):
+    with pytest.raises(InvalidInputError, match="an environment that reset"):
         second.step("guess", {"number": 5})
     assert first.step("guess", {"number": 5}).done
     assert first.episode_reward == 1.0

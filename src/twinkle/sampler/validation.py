@@ -55,7 +55,7 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
     if not isinstance(request.request_id, str):
         raise InvalidInputError("request_id", request.request_id, "a string")
     if not _is_text(request.scope):
-        raise InvalidInputError("scope", request.scope, "a string of whole characters")
+        raise InvalidInputError("scope", request.scope, "a string without unpaired surrogates")
     prompt = _prompt(request.prompt, limits)
     params = request.params
     _check_params(params, limits)
@@ -152,7 +152,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
             raise InvalidInputError("stop_tokens", token, f"token ids in [0, {limits.vocab_size})")
     for text in _listed("stop_strings", params.stop_strings):
         if not _is_text(text) or not text:
-            raise InvalidInputError("stop_strings", text, "strings of whole characters that are not empty")
+            raise InvalidInputError("stop_strings", text, "strings that are not empty and have no unpaired surrogates")
         if not limits.stop_strings:
             raise InvalidInputError("stop_strings", text, "none: this sampler has no tokenizer")
 

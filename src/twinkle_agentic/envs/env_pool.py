@@ -89,7 +89,7 @@ class EnvPool:
 
     def _env(self, idx: int) -> OpenEnv:
         if idx not in self._envs:
-            raise InvalidInputError("idx", idx, "a place that was reset")
+            raise InvalidInputError("idx", idx, "the number of an environment that reset() has started")
         return self._envs[idx]
 
 

@@ -75,7 +75,7 @@ class ModelArgs(Section):
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
     """Most tokens to compute at once; null: 16384 on CUDA and 4096 on a CPU, or fewer if memory is short."""
     memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for weights, adapters and activations together; null: the memory that is free."""
+    """Memory for weights, adapters and activations together; null: the memory that is free, on a CPU half of it."""
     merge: bool = True
     """Compute the requests of several tenants in one device batch."""
     nproc_per_node: int = Field(default=1, ge=1)

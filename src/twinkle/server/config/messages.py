@@ -50,7 +50,7 @@ class Section(BaseModel):
 
 
 class SparseSection(Section):
-    """A section that is printed with its given keys only: a page of nulls about Ray would hide the rest."""
+    """A section that is printed without the keys that are null: a page of nulls about Ray would hide the rest."""
 
 
 def refusal(allowed: str) -> PydanticCustomError:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, SamplerArgs
 from twinkle.server.config.sections import LimitsConfig, TelemetryConfig
 from twinkle.server.config.sources import notes_on_application
 
@@ -65,6 +65,12 @@ def _on_ray(application: ApplicationSpec, at: str) -> Iterator[str]:
     args = application.args
     if isinstance(args, ModelArgs) and args.backend != "megatron":
         yield from _model(args, f"{at}.args")
+    if (
+        isinstance(args, SamplerArgs)
+        and args.device_group is not None
+        and args.device_group.visible_devices is not None
+    ):
+        yield f"{at}.args.device_group.visible_devices: {_RAY_CHOOSES}"
     if isinstance(args, ProcessorArgs):
         yield from _processor(application, args, f"{at}.args")
     for options in application.deployments:

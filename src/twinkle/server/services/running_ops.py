@@ -85,8 +85,9 @@ class RunningOps:
     async def noted(self, request_ids: Sequence[str], *, decoding: bool = False) -> AsyncIterator[None]:
         """Record on disk that these ops run, for the duration of the ``async with`` block.
 
-        While there are suspects, only one block runs at a time. ``decoding``: the ops are only prepared to run; those
-        that are suspects remain so after the block.
+        An op is a suspect if the process died while the op ran. While there are suspects, only one block runs at a
+        time, so that the next death names its op. ``decoding``: the ops are only prepared to run; those that are
+        suspects remain so after the block.
         """
         async with self._turn if self._deaths else nullcontext():
             number = next(self._numbers)

@@ -87,7 +87,7 @@ BATCH_SECONDS = _histogram(
     "twinkle_batch_duration_seconds",
     "model kind",
     _WORK_SECONDS,
-    "Step time: one batch in the compute thread. kind: forward, forward_backward or barriers (optimizer steps).",
+    "Step time: one batch in the compute thread. kind: forward, forward_backward or barriers (ops that are no passes).",
 )
 BATCH_TOKENS = _histogram("twinkle_batch_tokens", "model kind", _TOKENS, "Tokens of a batch of passes.")
 BATCH_OPS = _histogram("twinkle_batch_ops", "model kind", _COUNTS, "Ops of a batch: how many were merged.")
@@ -169,7 +169,7 @@ HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "kind", "Memory of the machine
 BUDGET_USED = _gauge(
     "twinkle_budget_used_bytes",
     "resource",
-    "Bytes in use of a resource that has a limit for the whole server. resource: as in SECURITY.md's table.",
+    "Bytes in use of a resource that has a limit for the whole process: memory, results, adapters, queues, journal.",
 )
 BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "resource", "The limit of the same resource.")
 DISK_FREE = _gauge("twinkle_disk_free_bytes", "", "Free space on the disk that holds data_dir.")

@@ -79,8 +79,9 @@ class Allowance:
 def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
     """Return the op in a protobuf body.
 
-    :class:`MalformedRequestError` if the model id or the sequence number cannot be read. With any other mistake the
-    op's payload is :class:`Refused`: the op fails, but its sequence number is used up.
+    :class:`MalformedRequestError` if the model id or the sequence number cannot be read, or if a large body has more
+    parts than a request may have. With any other mistake the op's payload is :class:`Refused`: the op fails, but its
+    sequence number is used up.
     """
     left = left or Allowance()
     if len(body) > _SMALL_BODY:

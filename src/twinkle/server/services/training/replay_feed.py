@@ -63,7 +63,7 @@ class ReplayFeed:
         return Budget("replayed_ops", sum(self._held.values()), _MOST_BYTES)
 
     async def run(self) -> None:
-        """Submit the replays of all adapters; return when none is left, or when the server stops."""
+        """Submit the replays of all adapters in turns; return when none is left, or when the server stops."""
         while self._lines and not self._adapters.stopping:
             self._wake.clear()
             if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:

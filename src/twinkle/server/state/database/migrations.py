@@ -165,7 +165,7 @@ def _add_endings(connection: Connection) -> None:
 
 
 def _add_checksums_and_damage(connection: Connection) -> None:
-    """Add a checksum to every row of every table, and a table of damage that was found."""
+    """Add a checksum to every row of the tables with records, and a table of damage that was found."""
     tables = [name for name in inspect(connection).get_table_names() if name not in ("schema_version", "writers")]
     for name in tables:
         connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")
