@@ -1,11 +1,11 @@
 """Markers that tell which part of a rendered conversation belongs to which message, in a single rendering.
 
 A chat template is a program that loops over ``messages`` and prints. Before it is compiled, a call is inserted at the
-start of the body of every ``for`` loop with one loop variable, and another one after the loop. At run time, the first call prints a marker
-with the message's number if the loop variable is a message of this conversation, and nothing if it is anything else (a
-tool, a block of content, a character). The second call prints a marker that returns to the message of the outer loop. A
-template that uses indices (``{% set message = messages[i] %}`` in a loop over numbers) gets the first call after that
-assignment, and ``{% generation %}`` blocks get a marker at both ends.
+start of the body of every ``for`` loop with one loop variable, and another one after the loop. At run time, the first
+call prints a marker with the message's number if the loop variable is a message of this conversation, and nothing if it
+is anything else (a tool, a block of content, a character). The second call prints a marker that returns to the message
+of the outer loop. A template that uses indices (``{% set message = messages[i] %}`` in a loop over numbers) gets the
+first call after that assignment, and ``{% generation %}`` blocks get a marker at both ends.
 
 Whatever the template does with a message (trimming it, removing its thinking, writing its tool calls as text) happens
 between two markers. The text between them, after the markers are removed, is therefore exactly the rendering of that
