@@ -1,4 +1,4 @@
-"""Losses. The module behind a name, and with it torch, is imported when the name is first used."""
+"""Losses. The module behind a name is imported when the name is first used, and with it, for most names, torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

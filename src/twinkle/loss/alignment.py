@@ -1,4 +1,4 @@
-"""Conversion of per-token values, in any shape that callers use, to the shape of a batch.
+"""Conversion of per-token values, in the shapes that :func:`align_to_mask` lists, to the shape of a batch.
 
 Shapes: B sequences, T positions. Old log-probabilities, reference log-probabilities and advantages come from samplers,
 other models and JSON: as tensors, or as lists with one number or one row for each sequence.

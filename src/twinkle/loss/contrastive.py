@@ -84,9 +84,9 @@ class InfonceLoss(Loss):
     because they are probably correct answers. ``hard_negatives`` limits how many negatives of each group are used.
     Without any anchor the loss is 0.
 
-    With a process group, every process returns the mean over the anchors of all processes. The gradient of a process
-    reaches only its own embeddings, and is multiplied by the number of processes, because models average gradients over
-    processes.
+    With ``use_batch`` and a process group, every process returns the mean over the anchors of all processes. The
+    gradient of a process reaches only its own embeddings, and is multiplied by the number of processes, because models
+    average gradients over processes.
     """
 
     require_logps = False

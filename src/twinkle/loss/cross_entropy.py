@@ -44,7 +44,10 @@ class CrossEntropyLoss(Loss):
 
 
 class ChunkedCrossEntropyLoss(Loss):
-    """Cross entropy from logits in chunks of ``chunk_size`` rows, which avoids a float32 copy of all logits."""
+    """Cross entropy from outputs["logps"] or, without them, from logits in chunks of ``chunk_size`` rows.
+
+    Chunks avoid a float32 copy of all logits.
+    """
 
     require_logits = True
     require_logps = False
@@ -71,11 +74,11 @@ class ChunkedCrossEntropyLoss(Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(Loss):
-    """Cross entropy fused with the output layer by Liger's kernel: logits are never materialised.
+    """Cross entropy fused with the output layer by Liger's kernel, which does not materialise the logits.
 
-    With the task "fused_lm_ce" the model puts hidden states (B, T, H) into outputs["logits"] and its output layer, a
-    module with ``weight`` and ``bias``, into outputs["lm_head"]. For any other task the loss is computed from
-    log-probabilities; label smoothing and softcap need the fused kernel.
+    A model that supports the task "fused_lm_ce" puts hidden states (B, T, H) into outputs["logits"] and its output
+    layer, a module with ``weight`` and ``bias``, into outputs["lm_head"]. Without "lm_head" the loss is computed like
+    :class:`CrossEntropyLoss`; label smoothing and softcap are refused then.
     """
 
     require_logits = True

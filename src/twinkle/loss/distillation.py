@@ -92,7 +92,7 @@ class GKDLoss(Loss):
         return {"loss": total / max(len(student_NV), 1), "num_tokens": 0}
 
     def _chunk_loss(self, student_CV: Tensor, teacher_CV: Tensor, indices_CK: Tensor | None) -> Tensor:
-        """Return the sum over the chunk's tokens. With indices, ``teacher_CV`` has the teacher's K entries."""
+        """Return the sum of the tokens' divergences. With indices, ``teacher_CV`` is (C, K): the teacher's top-k."""
         dtype = compute_dtype(student_CV)
         student_CV, teacher_CV = student_CV.to(dtype), teacher_CV.to(dtype)
         if indices_CK is not None:
@@ -106,7 +106,7 @@ class GKDLoss(Loss):
 
 
 def _divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
-    """Return the divergence of each row of log-probabilities."""
+    """Return the divergence (see the module) of each row; both arguments are log-probabilities."""
     if beta == 0:
         return _kl(teacher, student)
     if beta == 1:
@@ -122,7 +122,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _teacher(
     logits: Tensor | None, topk: int | None, topk_logprobs: Tensor | None, topk_indices: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the teacher's logits and None or, for a top-k, its logits and their indices."""
+    """Return the teacher's logits and None; for a top-k, its K logits or log-probabilities, and their indices."""
     if topk_logprobs is not None or topk_indices is not None:
         if topk_logprobs is None or topk_indices is None or topk_logprobs.shape != topk_indices.shape:
             raise InvalidInputError("teacher_topk_indices", _shape(topk_indices), "the shape of teacher_topk_logprobs")
@@ -151,7 +151,7 @@ def _never_padded(logits: Tensor, width: int) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor | None:
-    """Convert to a tensor. A teacher behind a service sends nested lists."""
+    """Convert to a tensor; None stays None. A teacher behind a service sends nested lists."""
     return None if values is None else torch.as_tensor(values)
 
 

@@ -44,9 +44,9 @@ class PolicyTokens:
 
 
 class GRPOLoss(Loss):
-    """−min(r·A, clip(r, 1 − ε, 1 + ε_high)·A); mean over each sequence's tokens, then over sequences.
+    """GRPO: −min(r·A, clip(r, 1 − ε, 1 + ε_high)·A); mean over each sequence's tokens, then over sequences.
 
-    Each subclass below changes one of three things: the term, the log ratio in it, or how terms are averaged.
+    The subclasses below change the term, the log ratio in it, or how terms are averaged (CISPO: term and average).
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("advantages", "old_logps", "ref_logps")
@@ -91,7 +91,7 @@ class GRPOLoss(Loss):
         return -torch.minimum(ratio * advantages_BT, clipped * advantages_BT)
 
     def sequence_log_ratio(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return the log ratio that the policy term uses."""
+        """Return the log ratio that the policy term uses: here that of each token."""
         return log_ratio_BT
 
     def aggregate(self, per_token_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class BNPOLoss(GRPOLoss):
 
 
 class DRGRPOLoss(GRPOLoss):
-    """GRPO's terms; their sum is divided by B · max_completion_length, so that tokens of long answers count in full."""
+    """GRPO's terms; their sum is divided by B · max_completion_length: tokens of long answers count the same."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class DRGRPOLoss(GRPOLoss):
 
 
 class SAPOLoss(GRPOLoss):
-    """−(4/τ)·σ(τ·(r − 1))·A, with τ = tau_pos where A > 0 and tau_neg elsewhere: a soft gate instead of a clip."""
+    """SAPO: −(4/τ)·σ(τ·(r − 1))·A, with τ = tau_pos where A > 0 and tau_neg elsewhere; a soft gate, not a clip."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class SAPOLoss(GRPOLoss):
 
 
 class CISPOLoss(GRPOLoss):
-    """−c·A·lp with c = min(r, 1 + ε_high) as a weight without gradient; the sum divided by the number of tokens.
+    """CISPO: −c·A·lp with c = min(r, 1 + ε_high) as a weight without gradient; the sum divided by the number of tokens.
 
     num_items_in_batch: the tokens of all micro-batches of one optimizer step; by default, the tokens of this batch.
     """

@@ -7,7 +7,7 @@ m = (labels ≠ ignore_index), (B, T). In the formulas, for each pair:
     Δc = Σc − ref Σc; Δr = Σr − ref Σr, with the reference model's log-probabilities
     NLL = −lp, mean over all tokens of all chosen sequences
 
-Every loss is a mean over pairs.
+The terms of the losses are means over pairs, except NLL, which is a mean over tokens.
 """
 
 import math
@@ -101,8 +101,8 @@ class DPOLoss(Loss):
 
     The reference's log-probabilities are given as ``ref_logps`` (rows like logps), as ``ref_outputs`` that hold them
     (the result of forward_only), or as ``ref_chosen_logps`` and ``ref_rejected_logps`` (P,), which are sums. With
-    ``reference_free``, the reference gives all answers the same probability. Without a reference the loss is 0, so that
-    a model can be evaluated without one.
+    ``reference_free``, the reference gives all answers the same probability. Otherwise, without a reference the loss is
+    0 (with a warning in training), so that a model can be evaluated without one.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_logps", "ref_outputs", "ref_rejected_logps")
@@ -170,7 +170,7 @@ class DPOLoss(Loss):
 
 
 class SimPOLoss(Loss):
-    """−log σ(β·(avg_c − avg_r) − γ)."""
+    """SimPO: −log σ(β·(avg_c − avg_r) − γ)."""
 
     def __init__(self, beta: float = 2.5, gamma: float = 0.5, ignore_index: int = IGNORE_INDEX) -> None:
         self.beta = _positive("beta", beta)
@@ -184,7 +184,7 @@ class SimPOLoss(Loss):
 
 
 class CPOLoss(Loss):
-    """−log σ(β·(Σc − Σr)) + bc_coef · NLL."""
+    """CPO: −log σ(β·(Σc − Σr)) + bc_coef · NLL."""
 
     def __init__(self, beta: float = 0.1, bc_coef: float = 1.0, ignore_index: int = IGNORE_INDEX) -> None:
         self.beta = _positive("beta", beta)
@@ -198,7 +198,7 @@ class CPOLoss(Loss):
 
 
 class ORPOLoss(Loss):
-    """NLL − λ · mean of log σ(logodds(avg_c) − logodds(avg_r)), with logodds(x) = x − log(1 − eˣ)."""
+    """ORPO: NLL − λ · mean of log σ(logodds(avg_c) − logodds(avg_r)), with logodds(x) = x − log(1 − eˣ)."""
 
     def __init__(self, lambda_orpo: float = 0.1, ignore_index: int = IGNORE_INDEX) -> None:
         self.lambda_orpo = lambda_orpo

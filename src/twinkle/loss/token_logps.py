@@ -62,7 +62,7 @@ def chunked_logps_from_logits(logits: Tensor, labels: Tensor, mask: Tensor, chun
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """Log-probabilities in chunks. Only the logits are saved; backward computes their gradient chunk by chunk.
+    """Log-probabilities in chunks. Only logits and targets are saved; backward computes the gradient chunk by chunk.
 
     The gradient gets a tensor of its own and does not overwrite the logits, because callers may have asked for them and
     metrics read them later.

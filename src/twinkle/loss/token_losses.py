@@ -7,8 +7,8 @@ They work on flat tensors, so that one call can evaluate the tokens of many sequ
     r = exp(lp − q); [lo, hi] = ["clip_low_threshold", "clip_high_threshold"]; β = "beta"
 
 A token with A = 0 (w = 0 for cross_entropy) adds exactly 0 to loss and gradient, even where r overflows: prompts carry
-q = 0 and A = 0, and 0·∞ would be NaN. ``dro`` is the exception, its quadratic term has no mask. Where A ≠ 0 an overflow
-stays visible as infinity or NaN.
+q = 0 and A = 0, and 0·∞ would be NaN. ``dro`` is the exception, its quadratic term has no mask. Where A ≠ 0, overflow
+of r shows as infinity or NaN in loss or gradient, except in ``cispo``, which clamps r and takes no gradient of it.
 """
 
 import math
@@ -171,7 +171,7 @@ def _no_diagnostics(lp: Tensor, inputs: Inputs) -> dict[str, float]:
 
 
 def _ratio_diagnostics(name: str, lp: Tensor, inputs: Inputs) -> dict[str, float]:
-    """Return, over the tokens with A ≠ 0, the k1 estimate of KL(sampling policy ‖ current policy), and r."""
+    """Return, over tokens with A ≠ 0, the k1 estimate of KL(sampling ‖ current policy), and mean and maximum of r."""
     log_ratio = _log_ratio(lp.detach(), inputs)[_active(lp, inputs)]
     ratio = _capped_exp(log_ratio)
     return {

@@ -12,7 +12,8 @@ __all__ = ["CompletionRewardMetric"]
 class CompletionRewardMetric(Metric):
     """Mean and standard deviation of each reward, mean length of completions, mean times of a round.
 
-    ``calculate`` does not reset, so that a round can be reported while it grows. A value that was never given is −1.
+    ``calculate`` does not reset, so that a round can be reported while it grows. A length or time that was never
+    given is −1; a reward that was never given is left out.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("completion_lengths", "generate_time", "rewards", "weight_sync_time")

@@ -1,4 +1,4 @@
-"""The similarity of anchors to their positives and to all other documents.
+"""The similarity of anchors to their positives and to the other documents of their batch.
 
 Groups are those of :mod:`twinkle.loss.contrastive`.
 """
@@ -32,7 +32,7 @@ class EmbeddingMetric(Metric):
 
     "pos_sim", "pos_sim_min" and "pos_sim_max" are the mean, lowest and highest similarity of an anchor to its positive;
     "neg_sim" is the mean similarity of an anchor to the other documents of its batch; "loss" is the mean over calls;
-    "grad_norm" is the last one.
+    "grad_norm" is the last one given (with several processes, the largest of these), left out if it is 0.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("grad_norm",)

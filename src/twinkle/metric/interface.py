@@ -39,14 +39,17 @@ class Metric(ABC):
 
     @abstractmethod
     def calculate(self) -> dict[str, Any]:
-        """Return the results since the last reset, then reset."""
+        """Return the results since the last reset, then reset (``CompletionRewardMetric`` does not)."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget all accumulated values."""
 
     def gather_results(self, local: Sequence[Part]) -> list[Part]:
-        """Return the ``local`` items of all processes, by rank. Every process must call it."""
+        """Return the ``local`` items of all processes, by rank. Every process must call it.
+
+        Without a device mesh or without a process group, only this process's items are returned.
+        """
         if self.device_mesh is None or self.process_group is None:
             return list(local)
         size = torch.distributed.get_world_size(self.process_group)

@@ -50,7 +50,7 @@ class PolicySums:
     max_ratio: float = 0.0
     n_entropy: int = 0
     sum_entropy: float = 0.0
-    n_clip: int = 0  # tokens (for GSPO: sequences) with an advantage
+    n_clip: int = 0  # tokens (for GSPO: sequences) of batches with old_logps and advantages
     n_clip_low: int = 0
     n_clip_high: int = 0
 
@@ -79,13 +79,14 @@ class PolicyBatch:
 class GRPOMetric(Metric):
     """Metrics of GRPO. All names begin with "train/".
 
-    - Always: policy_confidence (exp of the mean lp), mean_new_logp.
+    - With "logps" in the outputs: policy_confidence (exp of the mean lp), mean_new_logp.
     - With ``old_logps``: mean_old_logp, logp_diff_mean, approx_kl, token_kl_max, token_ratio_max.
     - If the outputs have "entropies", or "logits" (which are divided by ``temperature``): entropy.
     - With ``old_logps`` and ``advantages``: clip_ratio_low and clip_ratio_high, the shares of tokens without a gradient
       because r < 1 − ε and A < 0, or because r > 1 + ε_high and A > 0; clip_ratio is the sum of the two.
 
-    With ``top_k_kl`` above 0, ``high_kl_records`` holds that many tokens with the largest k, largest first.
+    With ``top_k_kl`` above 0, ``high_kl_records`` holds at most that many tokens of this process, those with the
+    largest k, largest first.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("advantages", "old_logps")
@@ -215,7 +216,10 @@ class GRPOMetric(Metric):
 
 
 class GSPOMetric(GRPOMetric):
-    """GRPO's metrics, but clipping counts sequences. A sequence's ratio is exp of the mean of d over its tokens."""
+    """GRPO's metrics, but clipping counts sequences: r is exp of the mean of lp − old_logps over a sequence's tokens.
+
+    The mean is clamped to ±20. The sign of A matters as in GRPO; one token of the sequence with that sign is enough.
+    """
 
     def clipped(self, batch: PolicyBatch, advantages_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens_B = batch.mask.sum(-1)

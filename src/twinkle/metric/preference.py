@@ -15,7 +15,11 @@ __all__ = ["DPOMetric"]
 
 
 class DPOMetric(Metric):
-    """Means over pairs. With a reference, in any form that :class:`~twinkle.loss.DPOLoss` accepts, also rewards β·Δ."""
+    """Means over pairs of the log-probabilities of chosen and rejected answers.
+
+    With a reference, given by the keywords of :class:`~twinkle.loss.DPOLoss`, also of the rewards β·(log-probability
+    minus the reference's).
+    """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_logps", "ref_outputs", "ref_rejected_logps")
 

@@ -28,7 +28,8 @@ class LossMetric(Metric):
     """Reports "loss", and "grad_norm" if it is above 0.
 
     With ``loss_reduction`` "sum", the loss is Σ losses / Σ tokens, where tokens are counted by outputs["num_tokens"]
-    or, without that, by the labels. Otherwise it is the mean over calls. The norm is the last one given.
+    or, where that is missing or 0, by labels of 0 or more. Otherwise it is the mean over calls. The norm is the last
+    one given; with several processes, the largest of these.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("grad_norm", "loss_reduction")

@@ -1,4 +1,4 @@
-"""The fields of an input: their padding, how they are joined, and which of them a model gets."""
+"""The fields of an input: their padding, how they are joined, and which of them a batch keeps."""
 
 __all__ = ["MODEL_FIELDS", "MULTIMODAL_FIELDS", "PADDING", "SEQUENCE_FIELDS"]
 
@@ -27,7 +27,7 @@ MULTIMODAL_FIELDS = (
     "grid_thws",
 )
 
-# Fields that are passed to a model's forward. All others (messages, user_data, length …) are not.
+# Fields that the input processor keeps in a batch. It drops all others (messages, user_data, length …).
 MODEL_FIELDS = frozenset(
     {
         "input_ids",

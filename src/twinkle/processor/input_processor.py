@@ -50,14 +50,14 @@ class InputProcessor:
         self.padding_side = padding_side
 
     def __call__(self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Batch:
-        """Return the batch of one or several rows."""
+        """Return the batch of one or several rows, without the fields that are not in MODEL_FIELDS."""
         rows = [inputs] if isinstance(inputs, Mapping) else inputs
         (batch,) = self.collate_fn([self.align_routed_experts(row) for row in self.prepare_inputs(rows)])
         batch = {name: value for name, value in batch.items() if name in MODEL_FIELDS}
         return self._add_sequence_bounds(batch)
 
     def prepare_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        """Convert lists and arrays to tensors, and sequences [T] to [1, T]. Check their lengths."""
+        """Convert token and media fields to tensors, and sequences [T] to [1, T]. Check lengths, and drop None."""
         if not inputs or not all(isinstance(row, Mapping) for row in inputs):
             raise InvalidInputError("inputs", inputs, "a list of at least one encoded row")
         rows = [{name: _tensor(name, value) for name, value in row.items() if value is not None} for row in inputs]
@@ -152,7 +152,7 @@ def _check_lengths(row: Batch) -> None:
     """
     sequence = row.get("input_ids", row.get("inputs_embeds"))
     if not isinstance(sequence, Tensor):
-        raise InvalidInputError("inputs", sorted(row), "encoded rows: each has 'input_ids'")
+        raise InvalidInputError("inputs", sorted(row), "encoded rows: each has 'input_ids' or 'inputs_embeds'")
     length = sequence.shape[1]
     for name in _TOKEN_FIELDS & row.keys():
         found = row[name].shape[-1]

@@ -46,7 +46,7 @@ def unpack_inputs(inputs: Sequence[Mapping[str, Any]], task: str = "causal_lm") 
 
 
 def last_token_embeddings(inputs: Mapping[str, Any], features_BTH: Tensor) -> Tensor:
-    """Return the hidden state of each sequence's last token, normalised to length 1: [sequences, H]."""
+    """Return the hidden state of each sequence's last token (not padding), normalised to length 1: [sequences, H]."""
     lengths = _packed_lengths(inputs)
     if lengths is not None:
         last = torch.tensor(lengths, device=features_BTH.device).cumsum(0) - 1

@@ -1,6 +1,6 @@
 """Upper bounds on the numbers that an operation makes and on its work, computed before the operation runs.
 
-A bound may be too high but never too low, because an operation that would exceed a limit must not begin. Arguments that
+A bound may be too high but must not be too low: an operation that would exceed a limit must not begin. Arguments that
 decide the cost must be plain numbers, which are checked here: torch would also accept a tensor in their place, whose
 value we do not know. The backward pass counts, too: the gradient of a single picked element is as large as the tensor
 it was picked from.
@@ -32,7 +32,7 @@ _EINSUM_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV
 
 
 class CannotComputeError(UserError):
-    """The operation does not accept these values. The message says why; the interpreter adds where."""
+    """An operation refuses its arguments, or a limit is exceeded. The interpreter adds which operation and sequence."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ BoundOf = Callable[[Operation, Arguments, Keywords], Bound]
 
 
 def shapes_of(values: Value) -> list[torch.Size]:
-    """Return the shapes of all tensors in a value."""
+    """Return the shapes of a tensor, or of all tensors in nested tuples and lists."""
     if isinstance(values, Tensor):
         return [values.shape]
     if isinstance(values, tuple | list):
@@ -131,7 +131,7 @@ def _in_passes(passes: Value, name: str, operation: Operation, arguments: Argume
 
 
 def _norm(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Bound a norm over all elements. The nuclear norm needs singular values and is not offered."""
+    """Bound a norm. The nuclear norm needs singular values and is not offered."""
     _check_order("p", _named("input p", arguments, keywords).get("p"))
     return _same(operation, arguments, keywords)
 
@@ -268,7 +268,7 @@ def _unbind(operation: Operation, arguments: Arguments, keywords: Keywords) -> B
     (shape,) = _all_shapes(arguments, keywords) or ((),)
     dim = arguments[1] if len(arguments) > 1 else keywords.get("dim", 0)
     if not _is_integer(dim) or not -len(shape) <= dim < len(shape):
-        raise CannotComputeError(f"dim {dim!r} of shape {tuple(shape)}")
+        raise CannotComputeError(f"dim is {dim!r}, allowed: a dimension of shape {tuple(shape)}")
     return _in_pieces(shape[dim], operation, arguments, keywords)
 
 
@@ -295,7 +295,7 @@ def _in_pieces(count: Value, operation: Operation, arguments: Arguments, keyword
 
 
 def _matmul(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Bound (…, m, k) by (…, k, n). If both are stacks of matrices, torch may copy either for every pair."""
+    """Bound the product of (…, m, k) and (…, k, n). If both are stacks, torch may copy a matrix for every pair."""
     given = _named("input", arguments, keywords)
     shapes = shapes_of([given.pop("input", None), *arguments[1:], *given.values()])
     if len(shapes) != 2 or not all(shapes):
@@ -309,7 +309,7 @@ def _matmul(_operation: Operation, arguments: Arguments, keywords: Keywords) -> 
 
 
 def _einsum(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Bound by the product of all sizes: no intermediate step can be larger, and there is one step for each tensor."""
+    """Bound by the product of all letters' sizes: no step makes more numbers, and there is one step for each tensor."""
     equation, operands = arguments[0] if arguments else None, shapes_of(arguments[1:])
     if not isinstance(equation, str) or not set(equation) <= _EINSUM_CHARACTERS:
         raise CannotComputeError(f"equation {equation!r}, allowed: letters, commas and -> (no dots)")

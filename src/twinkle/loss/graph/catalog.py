@@ -2,7 +2,7 @@
 
 No operation here draws random numbers, exposes uninitialised memory, changes a value in place, reads or writes anything
 outside the graph, or turns a tensor's value into Python's control flow. An unknown name is an error that lists similar
-names. The functions behind the names are in :mod:`twinkle.loss.graph.operations`.
+names, if there are any. The functions behind the names are in :mod:`twinkle.loss.graph.operations`.
 """
 
 import difflib
@@ -19,7 +19,7 @@ class Rule:
     """What one operation accepts, and how its result is bounded.
 
     ``bound``: a key of ``bounds.BOUNDS``, the function that bounds the result beforehand. ``arguments``: how many
-    arguments may be given by position.
+    arguments may be given by position. ``keywords``: the names of arguments that may be given by keyword.
     """
 
     bound: str

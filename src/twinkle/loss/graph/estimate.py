@@ -47,7 +47,7 @@ class _Unknown:
 
 
 def estimated_work(graph: LossGraph, sequences: Sequence[Sizes], known: dict[Sizes, int], limits: Limits) -> int:
-    """Return the estimated work of all ``sequences``, capped at twice a request's limit, at which it is stopped anyway.
+    """Return the estimated work of all ``sequences``, at most twice ``limits.work``, at which a request is stopped.
 
     known: a cache of the work of one sequence by its sizes; new entries are added to it.
     """
@@ -58,7 +58,7 @@ def estimated_work(graph: LossGraph, sequences: Sequence[Sizes], known: dict[Siz
 
 
 def _representatives(sequences: Iterable[Sizes]) -> dict[Sizes, Sizes]:
-    """Map each size to the largest one of similar size, so that only a few have to be estimated."""
+    """Map each sequence's sizes to the largest of similar total size, so that only a few have to be estimated."""
     ordered = sorted(set(sequences), key=_numbers)
     step = -(-len(ordered) // _MOST_REHEARSALS)
     return {sizes: ordered[min((place // step + 1) * step, len(ordered)) - 1] for place, sizes in enumerate(ordered)}
@@ -110,7 +110,7 @@ def _measured_on_meta(call: GraphCall, values: Mapping[str, Any], largest: int, 
 
 
 def _picked(target: str, arguments: Sequence[Any]) -> Any:
-    """Return the largest possible result of picking with a mask, or None if the call uses no mask."""
+    """Return the largest possible result of ``masked_select`` or of indexing with one mask; None for other calls."""
     name = target.rpartition(".")[2]
     if name == "masked_select" and shapes_of(arguments):
         return torch.empty(torch.broadcast_shapes(*shapes_of(arguments))).flatten()
@@ -122,7 +122,7 @@ def _picked(target: str, arguments: Sequence[Any]) -> Any:
 
 
 def _placed(value: Any) -> Any:
-    """Replace every device in a value by the meta device."""
+    """Replace devices, and the text "cpu", in a value or in tuples and lists by the meta device."""
     if isinstance(value, torch.device) or value == "cpu":
         return _META
     if isinstance(value, tuple | list):

@@ -36,8 +36,8 @@ class Limits:
     """The limits of one request.
 
     ``tensor``: numbers in one tensor. ``datum``: numbers made for one sequence. ``work``: numbers computed for all
-    sequences of a request; numbers of slow operations count several times (see weights), so that the whole of ``work``
-    takes a few seconds.
+    sequences of a request, and CALL_WORK for each call; numbers of slow operations count several times (see weights),
+    so that the whole of ``work`` takes a few seconds. ``seconds``: time of the request since its Meter was made.
     """
 
     tensor: int = 2**22
@@ -60,7 +60,7 @@ class Meter:
         self._datum = 0
 
     def charge(self, made: int, work: int) -> None:
-        """Count an operation before it runs. Raise CannotComputeError if it would exceed a limit."""
+        """Count an operation before it runs. Raise CannotComputeError if it would exceed a limit, or if time is up."""
         limits = self.limits
         self._datum += made
         self._work += work + CALL_WORK
@@ -90,7 +90,8 @@ class DatumLoss:
 def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, meter: Meter) -> DatumLoss:
     """Evaluate a graph for one sequence.
 
-    inputs: one array of the right rank for every input of the graph. where: names the sequence in error messages.
+    inputs: one array of the right rank for every input of the graph, by name. where: names the sequence in error
+    messages.
     """
     meter.next_datum()
     with torch.enable_grad():
@@ -138,7 +139,7 @@ def _checked(result: Any, meter: Meter) -> Any:
         return result
     if isinstance(result, int | float):  # and bool
         if abs(result) > _MAX_INTEGER and isinstance(result, int):
-            raise CannotComputeError("an integer beyond 64 bits")
+            raise CannotComputeError("its result is an integer beyond 64 bits")
         return result
     if isinstance(result, tuple):
         return tuple(_checked(each, meter) for each in result)

@@ -54,7 +54,7 @@ class DType:
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a tensor. A loss is always computed on the CPU, whichever device the graph names."""
+    """The device ``cpu``, on which a loss is computed. A graph may name no other device."""
 
 
 Argument = None | bool | int | float | str | Ref | Items | Slice | Dots | DType | Device
@@ -80,7 +80,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossGraph:
-    """A custom loss of one sequence. ``loss`` is a scalar; ``metrics`` appear as ``custom/<name>:sum`` or ``:mean``."""
+    """A custom loss of one sequence. Keys of ``metrics``: ``custom/<name>:sum`` or ``custom/<name>:mean``."""
 
     name: str
     inputs: tuple[LossInput, ...]
