@@ -1,9 +1,9 @@
-"""All communication between the processes that train one model together.
+"""Groups of processes that train one model together, and their communication.
 
 A process is a rank. Every rank has its own data, and holds either the whole base model or one shard of it. All ranks
 must call the same verbs in the same order, also a rank that has no data: most methods here are collective operations,
 which block until every rank of the group has called them. Groups of ranks are :class:`Ranks`; a process that trains by
-itself uses :data:`ALONE`, whose operations do nothing.
+itself uses :data:`ALONE`, whose operations communicate nothing.
 """
 
 import atexit
@@ -126,7 +126,7 @@ class ProcessRanks:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How training is distributed. Each rank belongs to one replica of the model, and holds one shard of it."""
+    """How training is distributed. Each rank belongs to one replica of the model, and holds one shard or all of it."""
 
     ranks: Ranks = ALONE  # all ranks
     replicas: Ranks = ALONE  # the ranks that hold the same shard as this one
@@ -166,7 +166,7 @@ def read_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> Paralleli
 def own_device(device: str | torch.device | None, device_mesh: DeviceMesh | None) -> torch.device:
     """Return the device of this process: ``device``, or by default CUDA where there is one, else the CPU.
 
-    With a mesh, "cuda" without a number means the GPU with the process's local rank.
+    With a mesh of several processes, "cuda" without a number means the GPU with the process's local rank.
     """
     chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if str(chosen) == "cuda" and device_mesh is not None and device_mesh.world_size > 1:
@@ -176,7 +176,7 @@ def own_device(device: str | torch.device | None, device_mesh: DeviceMesh | None
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Run ``action`` on all ranks and return its result. A TwinkleError on one rank is raised on all ranks.
+    """Run ``action``, as all ranks do; return this rank's result. A TwinkleError on one rank is raised on all ranks.
 
     No rank continues alone: it would wait forever in its next collective operation.
     """
@@ -194,7 +194,7 @@ def together(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def first_does(ranks: Ranks, action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the other ranks wait until it is done."""
+    """Run ``action`` on rank 0 while the other ranks wait. A TwinkleError that it raises is raised on all ranks."""
     together(ranks, action if ranks.number == 0 else lambda: None)
 
 

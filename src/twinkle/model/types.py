@@ -26,8 +26,8 @@ class LoraSpec:
     """The shape of one adapter. Its scaling is ``alpha / rank``, as in PEFT.
 
     ``target_modules`` overrides the ``train_*`` switches: names matched as PEFT matches them (a module's last path
-    components), or ``"all-linear"`` for every linear layer but the head. With ``seed=None`` a seed is drawn at random,
-    and recorded in the adapter's spec.
+    components), a regular expression for full names, or ``"all-linear"`` for the linear layers of attention and
+    feed-forward blocks. With ``seed=None`` a seed is drawn at random, and recorded in the adapter's spec.
     """
 
     rank: int
@@ -103,7 +103,7 @@ class Preference:
 class TokenValues:
     """The model's output for one sequence: logprobs have the shape of the targets, the other arrays are (T,).
 
-    entropies and predictions (the most likely token) are empty unless the request asked for statistics.
+    entropies and predictions (the most likely token) may be empty if the request did not ask for statistics.
     """
 
     logprobs: FloatArray

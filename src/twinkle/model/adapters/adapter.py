@@ -28,7 +28,7 @@ FROZEN_BYTES_PER_PARAMETER = 4
 
 @dataclass
 class Adapter:
-    """The state of one adapter. All tensors are flat rows (P,) in the order of ``stack.layout``.
+    """The state of one adapter. Tensors are flat rows (P,) in the order of ``stack.layout`` (or empty, if frozen).
 
     ``slot`` is the adapter's place in its stack, None while it is paged out to the host.
     """

@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT's files for the weights, safetensors and JSON for the rest, never pickle.
+"""Adapters on disk: PEFT's files for the weights, safetensors and JSON for the rest. This module uses no pickle.
 
     adapter_config.json         PEFT's LoraConfig
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32

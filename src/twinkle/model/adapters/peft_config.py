@@ -72,8 +72,9 @@ _NAMED, _SHOWN = 16, 120
 def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
     """Return the spec of the adapter that PEFT would make from ``config``; missing fields have PEFT's defaults.
 
-    Raises :class:`UnsupportedError` that lists every field with a value we do not implement. An unknown field (of
-    another PEFT version) is accepted if it is null, false or empty.
+    Raises :class:`UnsupportedError` that lists fields with values we do not implement (at most 16), or
+    :class:`InvalidInputError`, also if ``target_modules`` is missing. An unknown field (of another PEFT version) is
+    accepted if it is null, false or empty.
     """
     refused = [f"{name}={value!r}" for name, value in sorted(config.items()) if not _is_implemented(name, value)]
     if refused:

@@ -24,7 +24,8 @@ TESTED_FAMILIES = frozenset(
     {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"}
 )
 
-# Module names of attention (or other token mixing) and of feed-forward blocks. Linear layers outside both get no LoRA.
+# Module names of attention (or other token mixing) and of feed-forward blocks. Of linear layers outside both, only
+# the head may get LoRA.
 _ATTENTION_PARTS = frozenset({"attention", "attn", "conv", "linear_attn", "self_attn", "self_attention"})
 _MLP_PARTS = frozenset({"fc1", "fc2", "feed_forward", "ffn", "mlp", "mlp_block"})
 _PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -32,7 +33,7 @@ _PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True)
 class Architecture:
-    """The parts of one loaded model."""
+    """What training needs to know about a loaded model: its linear layers and head for adapters, and its limits."""
 
     family: str
     layers_path: str  # name of the list of decoder layers, e.g. "model.layers"

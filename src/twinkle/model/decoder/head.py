@@ -28,7 +28,7 @@ STATISTICS = 2  # columns after the log-probabilities: entropy, most likely toke
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """How a model turns hidden states into logits: cap · tanh(scale · (h W.T + bias) / cap)."""
+    """How a model makes logits of hidden states h: x = scale · (h W.T + bias); with a soft cap, cap · tanh(x / cap)."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -170,7 +170,10 @@ class _Softmax(Protocol):
     values_CM: Tensor
 
     def gradient(self, coefficients_CM: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return Σ_k c_k (onehot(target_k) − p), the gradient with respect to h W.T, (C, V). Overwrites the logits."""
+        """Return the gradient with respect to h W.T, (C, V). May overwrite the logits.
+
+        It is Σ_k c_k (onehot(target_k) − p), plus that of the entropy, times the slopes of temperature, cap and scale.
+        """
 
 
 class _PlainSoftmax:
@@ -250,7 +253,7 @@ class _Chunk:
 
 
 def _lora_logits(lora: Sequence[BoundLora], hidden_CH: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """Return hidden A.T, and the contribution of LoRA to the logits (C, V), which is zero in rows without LoRA."""
+    """Return hidden A.T, and LoRA's part of the logits (C, V), zero in rows without LoRA; None if ``lora`` is empty."""
     h_CR = hidden_CH.new_empty(len(hidden_CH), max((part.a_GRI.shape[1] for part in lora), default=0))
     if not lora:
         return h_CR, None

@@ -1,7 +1,7 @@
 """The head's two passes over its logits as one CUDA kernel each (Triton).
 
 In plain torch operations a chunk of logits would be read and written a dozen times; with a vocabulary of 128k that is a
-tenth of a training step. Logits are fp32; if the head has LoRA, its contribution is a separate tensor in bf16.
+tenth of a training step. Logits are fp32; if the head has LoRA, its part is a separate tensor in the compute dtype.
 
 Shapes: C rows of a chunk, V vocabulary, K targets per row.
 """

@@ -1,8 +1,8 @@
 """Modifies the decoder of a Hugging Face model so that one batch can use many adapters.
 
-Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that it gets
-its batch as an argument of its forward call. When the backward pass recomputes a layer it therefore uses the right
-batch, even if other batches ran in between.
+Each linear layer that adapters may target, except the head, becomes a :class:`LoraLinear`; each decoder layer is
+wrapped so that it gets its batch as an argument of its forward call. When the backward pass recomputes a layer it
+therefore uses the right batch, even if other batches ran in between.
 """
 
 from collections.abc import Callable, Sequence

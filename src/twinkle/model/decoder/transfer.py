@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device without waiting for it. Later work on the device sees the complete copy."""
+    """Return the tensor on the device, without waiting for a copy. Later work on the device sees the complete copy."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

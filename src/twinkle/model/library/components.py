@@ -65,7 +65,7 @@ def guarded_loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Map
 
 
 def _nothing(outputs: Outputs) -> Tensor:
-    """Return a loss of 0 that depends on all outputs, so that every process runs the same backward pass."""
+    """Return a loss of 0 that depends on all floating-point outputs: every process runs the same backward pass."""
     floats = [value for value in outputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
     return torch.stack([value.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0 for value in floats]).sum()
 
@@ -115,7 +115,10 @@ def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mappin
 
 
 def check_forward_arguments(given: Iterable[str], loss: Loss, metrics: Iterable[Metric]) -> None:
-    """Raise for keywords of forward that neither loss nor metrics accept, or that the model passes to metrics."""
+    """Raise for keywords that neither loss nor metrics accept, or that the model itself passes to metrics.
+
+    The keywords of a :class:`FunctionLoss` are unknown: for it, only the second kind is refused.
+    """
     if isinstance(loss, FunctionLoss):
         given = [name for name in given if name in MODEL_ARGUMENTS]
     check_call_arguments(given, [loss, *metrics], reserved=MODEL_ARGUMENTS)

@@ -41,7 +41,7 @@ from twinkle.model.parallel import ALONE, Ranks, together
 
 
 class TwinkleModel(ABC):
-    """A model that can be trained. ``optimizer_group`` has one entry per adapter."""
+    """A model that can be trained. ``optimizer_group`` has one entry per adapter, or one named "" for a full model."""
 
     def __init__(
         self, model_id: str, tokenizer_id: str | None, device_mesh: DeviceMesh | None = None, ranks: Ranks = ALONE
@@ -190,7 +190,7 @@ class TwinkleModel(ABC):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Set the optimizer: a name in ``torch.optim`` or a class, with further ``options`` of its constructor."""
+        """Set the optimizer, a name in ``torch.optim`` or a class with its ``options``, and remove the scheduler."""
 
     @at_once
     def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
@@ -237,7 +237,10 @@ class TwinkleModel(ABC):
 
     @at_once
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, Any]:
-        """Return the results of all metrics since the last call, including the last forward pass."""
+        """Return the results of the training (or evaluation) metrics since the last call.
+
+        They include the last forward pass if its loss is known.
+        """
         group = self._group(adapter_name)
         status = group.train_status if is_training else group.eval_status
         accumulate_metrics(group, status)
@@ -291,14 +294,14 @@ class TwinkleModel(ABC):
         load_optimizer: bool = False,
         token: str | None = None,
     ) -> None:
-        """Read an adapter's weights from a directory or a hub repository."""
+        """Read an adapter's weights, with ``load_optimizer`` all its state, from a directory or a hub repository."""
 
     @at_once
     @abstractmethod
     def resume_from_checkpoint(
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Restore the state of ``save(save_optimizer=True)``.
+        """Restore the state of ``save(save_optimizer=True)``; with ``resume_only_model``, the weights alone.
 
         Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
         """
@@ -317,7 +320,7 @@ class TwinkleModel(ABC):
     def upload_to_hub(
         self, checkpoint_dir: str, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
     ) -> None:
-        """Push a checkpoint to a private repository."""
+        """Push a checkpoint to a private repository, by default in the background."""
         if not Path(checkpoint_dir).is_dir():
             raise InvalidInputError("checkpoint_dir", checkpoint_dir, "an existing directory")
         push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub

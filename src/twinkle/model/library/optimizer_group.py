@@ -25,8 +25,8 @@ Guard = Callable[[str], AbstractContextManager[object]]
 class TrainStatus:
     """The training half or the evaluation half of a group: its metrics, and its last forward pass.
 
-    ``num_tokens`` is the number of tokens of all backward passes since the last update; ``last_count`` is that of the
-    last loss, which is added to it by the backward pass. A mean loss counts as 1.
+    ``num_tokens`` is the number of tokens of all backward passes since the gradient was last divided by it or dropped;
+    ``last_count`` is that of the last loss, which the backward pass adds to ``num_tokens``. A mean loss counts as 1.
     """
 
     metrics: list[Metric] = field(default_factory=list)
@@ -69,7 +69,7 @@ class TrainStatus:
 
 @dataclass
 class OptimizerGroup:
-    """Everything about one adapter except its weights. ``cur_step`` counts backward passes."""
+    """The settings and the progress of training of one adapter or full model. ``cur_step`` counts backward passes."""
 
     adapter_name: str
     adapter_config: Mapping[str, object] | None = None
@@ -119,7 +119,7 @@ class OptimizerGroup:
 
     @property
     def at_boundary(self) -> bool:
-        """Return whether a window of backward passes is complete: after g, 2g, … of them."""
+        """Return whether a window of g backward passes is complete: after g, 2g, … passes; always if g is 1."""
         window = self.gradient_accumulation_steps
         return window == 1 or (self.cur_step > 0 and self.cur_step % window == 0)
 

@@ -40,7 +40,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer for ``parameters``, in one group with weight decay and one without.
 
-    ``params``, where given, is used instead of these two groups.
+    ``params``, where given, is used instead of these two groups. An optimizer that is built already is returned as is.
     """
     if isinstance(optimizer_cls, Optimizer):
         if options or params is not None:
@@ -76,7 +76,10 @@ def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
 
 
 def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) -> None:
-    """Set an optimizer's options for this and later steps, as ``step(optim_params=…)`` does."""
+    """Set the options of an Adam or AdamW optimizer for this and later steps, as ``step(optim_params=…)`` does.
+
+    Parameter groups without weight decay stay without it.
+    """
     allowed = ("lr", "weight_decay", "eps", "betas")
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         raise InvalidInputError("optim_params", type(optimizer).__name__, "an Adam or AdamW optimizer")

@@ -1,7 +1,8 @@
 """How the verbs of a model run on a worker group: which rows each worker gets, and how their results become one.
 
-The workers train together, so every verb runs on all of them. The rows of a batch are distributed over the ranks of the
-mesh in order. If there are fewer rows than ranks, some ranks have none, but they call the verb all the same.
+The workers train together, so verbs run on all of them (``upload_to_hub`` on the first only). The rows of a batch are
+distributed over the ranks of the mesh in order. If there are fewer rows than ranks, some ranks have none, but they call
+the verb all the same.
 """
 
 from collections.abc import Mapping, Sequence

@@ -69,7 +69,7 @@ class SequenceBatch:
 
     @property
     def has_targets(self) -> bool:
-        """Return False if there are labels and all of them are −100."""
+        """Return whether a sequence has no labels, or a label other than −100."""
         return any("labels" not in row or bool((row["labels"] != IGNORE_INDEX).any()) for row in self.rows)
 
     @cached_property
@@ -80,7 +80,7 @@ class SequenceBatch:
 
     @cached_property
     def loss_inputs(self) -> dict[str, Tensor]:
-        """Return the inputs of a loss: tensors (B, L), padded on the right."""
+        """Return the inputs of a loss: tensors (B, L), padded on the right; labels of whole texts are (B,)."""
         names = [name for name in _PADDING if all(name in row for row in self.rows)]
         padded = {name: _padded([row[name] for row in self.rows], _PADDING[name]) for name in names}
         padded["attention_mask"] = self.mask.long()
@@ -111,7 +111,7 @@ def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
 
 
 def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -> list[Mapping[str, Any]]:
-    """Return features: encode trajectories with the template, and leave features as they are (with positions)."""
+    """Return features: encode trajectories with the template, or add positions to features that have none."""
     encoded = ["input_ids" in feature for feature in features]
     if all(encoded):
         return [_with_positions(feature) for feature in features]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint beside the weights, with which training continues as if it had never stopped.
+"""The files of a checkpoint beside the weights, with which training continues where it stopped.
 
     optimizer.pt         the optimizer's state_dict (multi-LoRA: its settings; moments are in optimizer.safetensors)
     scheduler.pt         the learning-rate scheduler's state_dict, if there is one
@@ -41,7 +41,7 @@ def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | N
 
 
 def is_due(group: OptimizerGroup, interval: int) -> bool:
-    """Return whether ``save`` writes now: it does after every ``interval`` backward passes."""
+    """Return whether ``save`` writes now: the number of backward passes is 0 or a multiple of ``interval``."""
     if not isinstance(interval, int) or interval < 1:
         raise InvalidInputError("interval", interval, "an integer ≥ 1")
     return group.cur_step % interval == 0
@@ -200,8 +200,8 @@ _TOKENIZER_FILES = (
 def find_checkpoint(name: str, output_dir: str | None, token: str | None) -> Path:
     """Return the directory of a checkpoint: ``name`` in ``output_dir``.
 
-    Without ``output_dir`` it is ``name`` itself or in ``output/``; if neither exists, ``name`` is downloaded as a hub
-    repository.
+    Without ``output_dir`` it is ``name`` itself or in ``output/``; if neither exists, a ``name`` that contains "/" and
+    starts with neither "/" nor "." is downloaded as a hub repository.
     """
     places = [Path(output_dir) / name] if output_dir is not None else [Path(name), Path("output") / name]
     for place in places:

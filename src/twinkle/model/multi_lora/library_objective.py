@@ -29,7 +29,7 @@ def refuse_unless_logps(loss: Loss) -> None:
 
 
 def cross_entropy_weights(loss: Loss, batch: SequenceBatch) -> list[FloatArray] | None:
-    """Return weights with which the Trainer's own cross entropy equals ``loss``; None if ``loss`` is another loss.
+    """Return weights with which the Trainer's own cross entropy equals ``loss``; None for other losses.
 
     The Trainer's own loss is faster than an objective: the head runs only once.
     """

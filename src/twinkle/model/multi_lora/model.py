@@ -28,12 +28,12 @@ class BaseModel:
 
 @remote_class()
 class MultiLoraTransformersModel(LoraVerbs):
-    """Many LoRA adapters on one frozen model. Every verb needs ``adapter_name``; adapters do not affect each other.
+    """Many LoRA adapters on one frozen model. Verbs of an adapter need ``adapter_name``; no adapter affects another.
 
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
     An adapter whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets
     ``max_r`` and ``target_modules``. ``memory_budget_bytes``, ``max_tokens_per_batch`` and ``compiled`` are options of
-    the :class:`Trainer`, which divides the memory.
+    the :class:`Trainer`.
     """
 
     def __init__(

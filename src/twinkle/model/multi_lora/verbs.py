@@ -1,7 +1,8 @@
 """The library's verbs for the adapters of an existing trainer: a thin layer over it.
 
 ``forward`` keeps its inputs, not an autograd graph; ``backward`` runs the forward pass again, with the gradient.
-So any number of adapters may be between the two at the same time. ``forward_backward`` runs the forward pass once.
+So any number of adapters may be between the two at the same time. ``forward_backward`` saves the first of these
+forward passes.
 
 Each pass is prepared, computed and absorbed. A server prepares the passes of many adapters one by one, and computes
 them together in one call of the trainer.
@@ -65,9 +66,9 @@ class PreparedPass:
 
 
 class LoraVerbs(TwinkleModel):
-    """The verbs for the adapters of a trainer. Every verb needs ``adapter_name``; adapters do not affect each other.
+    """The verbs for the adapters of a trainer. They need ``adapter_name``; adapters do not affect each other.
 
-    The creator of an adapter also adds its optimizer group, with :meth:`add_adapter_to_model`.
+    Whoever creates an adapter in the trainer also adds its optimizer group, with :meth:`add_adapter_to_model`.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class LoraVerbs(TwinkleModel):
         return PreparedPass(request.item, True, absorb)
 
     def _compute(self, prepared: PreparedPass) -> dict[str, Any]:
-        """Compute one pass by itself, and absorb its result. If it fails, raise its error; nothing has changed then."""
+        """Compute one pass by itself, and absorb its result. If it fails, raise its error; its gradient is not kept."""
         run = self._lora_trainer.forward_backward if prepared.train else self._lora_trainer.forward
         outcome = run([prepared.item])[0]
         if isinstance(outcome, TrainFailure):
@@ -418,6 +419,6 @@ class LoraVerbs(TwinkleModel):
 
 def _check_asked(return_logits: bool, task: str) -> None:
     if return_logits:
-        raise UnsupportedError("return_logits: a multi-LoRA model never holds all logits; use TransformersModel")
+        raise UnsupportedError("return_logits: a multi-LoRA model does not hold all logits; use TransformersModel")
     if task != "causal_lm":
         raise UnsupportedError(f"task: got {task!r}, a multi-LoRA model does 'causal_lm'; use TransformersModel")

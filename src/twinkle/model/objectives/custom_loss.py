@@ -1,8 +1,8 @@
 """A request with an objective instead of a named loss: one loss of all its sequences together, evaluated once.
 
-The objective needs every log-probability of the request. If all its sequences are in one batch, the objective is called
-between the forward and the backward pass. Otherwise an extra forward pass computes the log-probabilities beforehand,
-and the batches use the derivatives found then.
+The objective needs every log-probability of the request. In training, if all its sequences are in one batch, it is
+called between the forward and the backward pass. Otherwise an extra forward pass computes the log-probabilities
+beforehand, and the batches use the derivatives found then. Without training it is called after the forward pass.
 
 Slope means the derivative of the loss with respect to a value, dL/dvalue.
 

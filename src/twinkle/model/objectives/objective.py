@@ -1,10 +1,10 @@
 """From log-probabilities to losses: the losses of all requests of one batch, token by token.
 
-Consecutive requests with the same loss are evaluated together, each token with its own tenant's configuration.
+Consecutive requests with the same named loss are evaluated together, each token with its own tenant's configuration.
 
 A loss is pointwise if dL/dlp of a token depends on that token alone. Coefficients are dL/dvalue.
 
-Shapes: n tokens of a run or request, K targets per token, C rows of a head chunk, M values of a row (log-probabilities
+Shapes: n tokens of a span or request, K targets per token, C rows of a head chunk, M values of a row (log-probabilities
 of K targets and, if any request of the batch asked for them, statistics).
 """
 
@@ -52,7 +52,7 @@ class LossSpan:
         return self.loss.pointwise
 
     def record_values(self, values_nM: Tensor, width: int) -> None:
-        """Do nothing: a named loss computes its coefficients from the rows it is given then."""
+        """Do nothing: a named loss gets the values it needs as an argument of :meth:`coefficients`."""
 
     def to(self, device: torch.device) -> "LossSpan":
         return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
@@ -170,7 +170,7 @@ def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, flo
     """Return the metrics of a whole request from the log-probabilities of all its sequences, each (T, K).
 
     A loss that allows several targets per token is a sum, so it is computed in pieces of equal width: the sparse inputs
-    of a request are never all written out at once. Such losses have no diagnostics.
+    of a large request are not all written out at once. Such losses have no diagnostics.
     """
     pieces = list(_pieces(item.data)) if item.loss.allows_topk else [range(len(item.data))]
     losses, metrics = [], {}

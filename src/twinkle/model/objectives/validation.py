@@ -1,6 +1,6 @@
-"""Checks a tenant's request before it joins a batch. Every error names the field and the values that are allowed.
+"""Checks a tenant's request before it joins a batch. Errors name the field and, where possible, what is allowed.
 
-A request that passes cannot make another tenant's request fail: shapes agree, token ids exist, numbers are finite.
+They keep a request from making other tenants' requests fail: shapes agree, token ids exist, numbers are finite.
 """
 
 from collections.abc import Mapping, Sequence

@@ -47,7 +47,7 @@ class Part:
         return tuple(len(datum.tokens) for datum in self.data)
 
     def by_width(self) -> Iterator[tuple[int, LossPart]]:
-        """Yield runs of neighbouring sequences that have the same number of targets per token, with that number."""
+        """Yield (K, LossPart) for each stretch of neighbouring sequences that have K targets per token."""
         for width, run in groupby(range(len(self.data)), key=lambda place: self.data[place].width):
             places = list(run)
             data = [self.data[place] for place in places]
@@ -143,7 +143,7 @@ def build_batch(
 
 @dataclass(frozen=True)
 class GradientRow:
-    """The gradient of one request, (P,) fp32, and whether all its numbers are finite."""
+    """The gradient of one request, (P,) fp32; ``finite`` is False if it holds NaN or infinity, or its sum overflows."""
 
     index: int
     row_P: Tensor

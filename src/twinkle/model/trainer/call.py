@@ -239,7 +239,7 @@ class TrainerCall:
         return list({id(adapter): adapter for adapter in used if adapter is not None}.values())
 
     def _compute(self, batch: MicroBatch) -> Computed | None:
-        """Compute one micro-batch. Return None if the device ran out of memory; nothing has changed then."""
+        """Compute one micro-batch. Return None if the device ran out of memory; no gradient is kept then."""
         self._pool.make_resident(self._adapters(batch.items))
         parts = [self._part(batch, index) for index in batch.items]
         give_way, recompute = self._interruption(batch)

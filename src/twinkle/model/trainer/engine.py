@@ -52,7 +52,7 @@ class Computed:
 
     @property
     def gradients(self) -> list[GradientRow]:
-        """Return the gradient of each request."""
+        """Return the gradient of each request; empty after a forward pass alone."""
         return [] if self._gradients is None else self._gradients.rows()
 
 
@@ -77,7 +77,7 @@ class Engine:
         self._stance = "eager_on_recompile"
 
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
-        """Compute log-probabilities only. ``give_way`` is called between layers, and may run other passes."""
+        """Compute the head's values, no gradients. ``give_way`` is called between layers, and may run other passes."""
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)

@@ -33,7 +33,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def host_memory_limit(root: Path = Path("/")) -> int:
-    """Return the most bytes that this process could ever have: the lowest of all limits."""
+    """Return the most bytes that this process may have under the present limits: the lowest of them."""
     return min(memory.limit for memory in (_machine(root), *_groups(root)))
 
 

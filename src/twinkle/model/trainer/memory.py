@@ -54,9 +54,10 @@ class MemoryPlan:
 
 
 def available_bytes(device: torch.device, processes: int = 1) -> int:
-    """Return the bytes that are free on the device now; memory cached by torch's allocator counts as free.
+    """Return the bytes of the device that this process may plan with.
 
-    ``processes``: how many processes are assumed to share this host's memory. GPUs are not shared.
+    On a GPU they are the free ones; memory cached by torch's allocator is freed first. On the CPU they are half of the
+    free host memory, divided by ``processes``, the number of processes that are assumed to share it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -97,7 +98,7 @@ def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
 def divide(
     *, weights: int, free: int, per_token: int, per_token_recomputed: int, max_tokens: int | None, device: torch.device
 ) -> MemoryPlan:
-    """Divide ``free``, the bytes beside the weights, between adapters and activations."""
+    """Divide ``free``, the bytes beside the weights, less a reserve of 8 %, between adapters and activations."""
     usable = int(free * (1 - _RESERVE_SHARE))
     wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]
     activations = min(int(usable * _ACTIVATION_SHARE), max(wanted * per_token, usable // 4))

@@ -94,7 +94,7 @@ def plan(
     length_class: Callable[[int], int] = lambda length: 0,
     fits: Callable[[frozenset[int]], bool] = lambda items: True,
 ) -> list[MicroBatch]:
-    """Fill micro-batches in the given order.
+    """Fill micro-batches in the given order; sequences above ``budget.tokens`` get batches with recomputed activations.
 
     padded: every sequence takes as many rows as the longest of its batch.
     length_class: sequences of different classes never share a batch, because some RoPE variants depend on the longest
@@ -114,9 +114,9 @@ def plan(
 def _fill(
     sequences: Sequence[SequenceRef], limit: int, cells: int, padded: bool, fits: Callable[[frozenset[int]], bool]
 ) -> Iterator[list[SequenceRef]]:
-    """Yield batches of about equal size, none above the limit of tokens.
+    """Yield batches of about equal size.
 
-    Only a batch of a single sequence may exceed the limit of cells.
+    Only a batch of a single sequence may exceed the limits of tokens and cells.
     """
     most_cells = max(cells, limit)  # with one target per token, only the limit of tokens matters
     count = -(-sum(sequence.length for sequence in sequences) // limit)

@@ -50,7 +50,7 @@ class Reference:
 
 
 def plain_logprobs(model: PreTrainedModel, architecture: Architecture) -> Reference | None:
-    """Return the plain model's log-probabilities; None for families that need no check.
+    """Return the plain model's log-probabilities; None for TESTED_FAMILIES, which need no check.
 
     This must be called before an engine replaces the model's layers.
     """

@@ -43,7 +43,7 @@ class ShardedHead(nn.Module):
 def shard_engine(engine: Engine, model: PreTrainedModel, mesh: TorchMesh, reshard_after_forward: bool) -> int:
     """Cut the frozen model of an engine into shards, and move the shards to the device of the mesh.
 
-    Returns the most bytes of gathered weights that exist at the same time.
+    Returns the most bytes of gathered layers and head that are expected at the same time.
     """
     spec = engine.head.spec
     layers = [parameter_bytes(layer) for layer in engine.layers]

@@ -80,8 +80,10 @@ class Trainer:
     ) -> None:
         """Take over a loaded model: it is frozen and its linear layers are replaced.
 
-        memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free.
-        max_tokens_per_batch: upper bound of a batch; None: 16384 on CUDA, 4096 on CPU, less where memory is short.
+        memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free, on
+        a CPU half of that.
+        max_tokens_per_batch: most tokens of a batch that keeps its activations (longer sequences are recomputed);
+        None: 16384 on CUDA, 4096 on CPU, less where memory is short.
         compiled: compile the decoder layers now; this takes a minute or so, and makes training steps on CUDA faster.
         device_mesh: the processes that train together; each constructs its own trainer with the same weights. Along the
         mesh's dimension fsdp the base model is cut into shards.
@@ -357,7 +359,7 @@ class Trainer:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write a directory that PEFT can load; with ``optimizer`` also the state needed to continue training.
+        """Write a directory that PEFT can load; with ``optimizer`` also Adam's moments. The gradient is not written.
 
         state: further entries of trainer_state.json. companions: a function that writes further files into the
         directory it is given. The checkpoint appears with all its files or not at all.
@@ -400,7 +402,10 @@ class Trainer:
         )
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
-        """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape."""
+        """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape.
+
+        With ``optimizer`` the directory must hold Adam's moments; without, the Adam state starts from zero.
+        """
         adapter = self._pool.get(adapter_id)
         read = functools.partial(checkpoint.load_adapter, adapter, Path(directory), optimizer=optimizer)
         together(self._parallel.ranks, read)
@@ -456,7 +461,8 @@ class Trainer:
         """Return the bytes that adapters may take on the device.
 
         On a CPU paging out frees nothing, since device memory is host memory. Unless a memory budget was given,
-        adapters are then not limited here; the user of the trainer limits their host memory (:meth:`host_bytes`).
+        adapters are then limited by the host's memory only; the user of the trainer limits what they take of it
+        (:meth:`host_bytes`).
         """
         return self.memory.adapters if self._has_budget else max(self.memory.adapters, host_memory_limit())
 

@@ -2,7 +2,8 @@
 
 For families that the tests cover, sequences run packed if their layers allow it, and the head computes
 log-probabilities chunk by chunk and recomputes them in the backward pass, so that all logits exist only if they are
-asked for. Any other family runs padded through its own forward, with all its logits.
+asked for. Log-probabilities of any other family, and of a model that outputs router logits, come from its own forward,
+padded, with all logits.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all, C rows of a chunk, H hidden features, V vocabulary.
 """
@@ -53,9 +54,10 @@ class CausalForward(nn.Module):
             model.set_attn_implementation(PACKED)
 
     def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
-        """Return (B, L) "logps" and, as asked, "entropies", "predictions", (B, L, V) "logits" or (B, H) "embeddings".
+        """Return (B, L) "logps" and, as asked, "entropies", "predictions" and (B, L, V) "logits".
 
-        If the model has an auxiliary loss it is returned as "aux_loss".
+        With ``asked.embeddings``, only (B, H) "embeddings" is returned. An auxiliary loss of the model's own forward
+        is returned as "aux_loss".
         """
         if asked.embeddings:
             return {"embeddings": self._embeddings(batch)}

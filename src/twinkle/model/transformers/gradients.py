@@ -21,7 +21,7 @@ def unite(parameters: Sequence[nn.Parameter], parallel: Parallelism) -> None:
 
 
 def leave_to_first(parameters: Sequence[nn.Parameter], parallel: Parallelism) -> None:
-    """Drop gradients that have been added up on all ranks but the first.
+    """Drop, on all ranks but the first, gradients that have been added up over ranks.
 
     Otherwise they would count once per rank when they are added up again.
     """

@@ -22,7 +22,8 @@ def load_for_training(
 ) -> PreTrainedModel:
     """Load a model, with weights in fp32 unless ``options`` name another dtype.
 
-    Without a model id the weights are random. ``options`` are further arguments of ``from_pretrained``.
+    Without a model id, or if the id's folder has a random seed instead of weights, the weights are random. ``options``
+    are further arguments of ``from_pretrained``.
     """
     given = {"dtype": torch.float32, **options}
     if model_id is None:

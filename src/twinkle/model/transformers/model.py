@@ -278,7 +278,7 @@ class TransformersModel(TwinkleModel):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Set the optimizer: a name, a class or an instance.
+        """Set the optimizer: a name in ``torch.optim``, a plugin id, a class or an instance. The scheduler is removed.
 
         ``params``: parameters, or groups of them, that are used instead of all trained ones.
         """
@@ -462,7 +462,7 @@ def _check_task(task: str) -> None:
     if task not in _TASKS:
         raise UnknownNameError("task", task, _TASKS)
     if task == "fused_lm_ce":
-        raise UnsupportedError("task: 'fused_lm_ce' is not supported; 'causal_lm' never holds all logits either")
+        raise UnsupportedError("task: 'fused_lm_ce' is not supported; use 'causal_lm'")
 
 
 def _detached(outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class PeftAdapters:
         self._trainable: dict[str, bool] = {}
 
     def add(self, name: str, config_or_dir: Any, is_trainable: bool) -> None:
-        """Add an adapter. After an error the model is unchanged."""
+        """Add an adapter and activate it. Raise InvalidInputError if PEFT refuses the config."""
         if "." in name:  # PEFT uses adapter names as names of modules, which cannot have dots
             raise InvalidInputError("adapter_name", name, "a name without dots")
         if self.wrapper is not None and name in self.wrapper.peft_config:
@@ -80,7 +80,7 @@ class PeftAdapters:
                 yield
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return the contents of the adapter's adapter_config.json."""
+        """Return the adapter's PEFT config as a dict."""
         config: dict[str, Any] = self.wrapper.peft_config[name].to_dict()
         return config
 

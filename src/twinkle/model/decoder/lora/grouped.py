@@ -1,7 +1,7 @@
 """Matrix products over consecutive groups of rows, with one weight matrix per group.
 
 The rows of a (T, K) matrix are ordered by group, and groups are never empty. Groups of equal size (also a single group)
-are computed as one batched product, others in a loop. Both write directly to the given output, without a temporary.
+are computed as one batched product, others in a loop. Both write to the given output.
 
 Shapes: T rows of all groups, G groups, K inner and N outer features.
 """

@@ -1,7 +1,7 @@
 """LoRA of all stacks of a batch with one CUDA kernel per product (Triton), in bf16 with fp32 accumulators.
 
 A kernel finds the matrices of a group by their addresses, so groups of different ranks and sizes need only one launch.
-One dimension of every product is a rank, so the products are bound by memory bandwidth; each row is read once.
+One dimension of every product is a rank, so the products are bound by memory bandwidth.
 
 A group's A is (rank, wide) and its B is (wide, rank), both row-major. ``wide`` is the number of features of the layer's
 input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer.

@@ -5,7 +5,7 @@ that scaling, copying and optimising an adapter are operations on one or two con
 next bucket (a power of two), not to the largest rank, so one tenant with rank 128 does not make all others use as much.
 The padding is zero and stays zero, because its gradient is exactly zero.
 
-A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks whose addresses never change.
+A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks that are never moved.
 
 Shapes: P parameters of a row, S slots of a block, G groups, R bucket rank, I input and O output features.
 """
@@ -133,7 +133,7 @@ class Stack:
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
-        """Free a slot."""
+        """Free a slot and clear its row."""
         self.row(slot).zero_()  # so that the next tenant in this slot finds no data of the last one
         heapq.heappush(self._free, slot)
 
