@@ -94,35 +94,35 @@ def _finite_number(field: str, value: object) -> float:
 
 
 def _cross_entropy(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−w·lp, where w is 1 if not given."""
+    """Return −w·lp, where w is 1 if no weights are given."""
     weights = inputs.get("weights", torch.ones_like(lp))
     return torch.where(weights != 0, -weights * lp, 0.0)
 
 
 def _importance_sampling(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−r·A."""
+    """Return −r·A, with r = exp(lp − q)."""
     return -torch.exp(_log_ratio(lp, inputs)) * inputs["advantages"]
 
 
 def _ppo(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−min(r·A, clamp(r, lo, hi)·A)."""
+    """Return −min(r·A, clamp(r, lo, hi)·A), with r = exp(lp − q)."""
     return _clipped_objective(torch.exp(_log_ratio(lp, inputs)), inputs)
 
 
 def _cispo(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−c·lp·A with c = stopgrad(clamp(r, lo, hi))."""
+    """Return −c·lp·A with c = stopgrad(clamp(r, lo, hi)) and r = exp(lp − q)."""
     clipped_ratio = _clamp(torch.exp(_log_ratio(lp.detach(), inputs)), inputs)
     advantages = inputs["advantages"]
     return torch.where(advantages != 0, -clipped_ratio * lp * advantages, 0.0)
 
 
 def _dro(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−(lp·A − ½·β·(lp − q)²)."""
+    """Return −(lp·A − ½·β·(lp − q)²)."""
     return -(lp * inputs["advantages"] - 0.5 * inputs["beta"] * (lp - inputs["logprobs"]) ** 2)
 
 
 def _gspo(lp: Tensor, inputs: Inputs) -> Tensor:
-    """−min(s·A, clamp(s, lo, hi)·A) with s = exp(ℓ + lp − stopgrad(lp)) and ℓ of the token's sequence."""
+    """Return −min(s·A, clamp(s, lo, hi)·A) with s = exp(ℓ + lp − stopgrad(lp)); ℓ is its sequence's mean of lp − q."""
     # lp − lp.detach() in its own brackets is exactly 0; ℓ + lp would round ℓ to the precision of lp
     log_ratio = _sequence_log_ratio(lp.detach(), inputs) + (lp - lp.detach())
     return _clipped_objective(torch.exp(torch.where(inputs["advantages"] != 0, log_ratio, 0.0)), inputs)

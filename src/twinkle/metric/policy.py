@@ -26,7 +26,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, order=True)
 class HighKLRecord:
-    """One token on which the two policies differ strongly."""
+    """One token with a large k (``kl``), and its log-probabilities under the new and the old policy."""
 
     kl: float
     token_id: int

@@ -79,7 +79,7 @@ def _collate(rows: Sequence[Batch], join: Any) -> Batch:
 
 
 def _sequence_axis(name: str, tensor: Tensor) -> int:
-    """Return the axis of tokens: the last one, except for [1, T, L, K]."""
+    """Return the axis of tokens: 1 for routed experts [1, T, L, K], else the last one."""
     return 1 if name == "routed_experts" else tensor.ndim - 1
 
 

@@ -173,7 +173,7 @@ def _scalar(value: Any, where: str) -> Tensor:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise UserError(f"{where} is {shown}, allowed: one number")
     if not bool(torch.isfinite(value.detach())):
-        raise NonFiniteError(f"{where} is {float(value.detach())}: nothing was kept")
+        raise NonFiniteError(f"{where} is {float(value.detach())}: no gradient was kept")
     return value
 
 
@@ -186,7 +186,7 @@ def _slope(loss: Tensor, logprobs: Tensor, where: str) -> FloatArray:
         raise UserError(f"{where} has no gradient: {_first_line(error)}") from error
     slope = gradient.float().numpy()
     if not np.isfinite(slope).all():
-        raise NonFiniteError(f"{where} has a gradient with NaN or infinity: nothing was kept")
+        raise NonFiniteError(f"{where} has a gradient with NaN or infinity: it was not kept")
     return slope
 
 

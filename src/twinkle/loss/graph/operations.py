@@ -92,7 +92,7 @@ def _transposed(values: Tensor) -> Tensor:
 
 
 def _to(values: Tensor, *targets: Value, **keywords: Value) -> Tensor:
-    """Change the dtype. The device is always the CPU."""
+    """Change the dtype. The device stays the CPU; any other is refused."""
     for target in (*targets, *keywords.values()):
         if isinstance(target, Tensor):
             values = values.to(target.dtype)

@@ -143,7 +143,7 @@ class Adapter:
         return Adapter(self.adapter_id, self.spec, self.stack, _on_host(self.weights_P), *moments, step=self.step)
 
     def enter(self, slot: int) -> None:
-        """Move to the device, into this slot of the stack."""
+        """Move the adapter to the device, into this slot of its stack."""
         self.slot = slot
         if self.frozen:
             self.compute_copy.copy_(self.weights_P, non_blocking=True)
@@ -153,7 +153,7 @@ class Adapter:
             self.refresh_compute_copy()
 
     def leave(self) -> None:
-        """Move everything to host memory and free the slot."""
+        """Move the adapter's tensors to host memory and free its slot."""
         assert self.slot is not None, "the adapter is not on the device"
         host = torch.device("cpu")
         if self.frozen:

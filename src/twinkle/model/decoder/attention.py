@@ -3,7 +3,7 @@
 A packed batch is one row of tokens; no token may see another sequence. transformers passes every keyword argument of
 the model's forward on to the attention function, so the bounds of the sequences are passed as a :class:`Packing`. On
 CUDA this uses our own kernels where they are faster, or torch's variable-length flash attention. On other devices, and
-for cases that these kernels do not support, there is one SDPA call for neighbours of equal length. Our own
+for cases that these kernels do not support, there is one SDPA call for neighbouring sequences of equal length. Our own
 kernels do not support sliding windows; logit soft-capping (Gemma 2) is computed by the plain formula only.
 
 Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.

@@ -17,7 +17,7 @@ _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.
 
 
 def read_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype by its name; None means the device's default."""
+    """Return bf16 or fp32 as a torch dtype, given by name or as a dtype; None means the device's default."""
     if dtype is None:
         return default_dtype(device)
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

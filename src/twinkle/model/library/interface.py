@@ -95,7 +95,7 @@ class TwinkleModel(ABC):
     @promised
     @abstractmethod
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Compute the gradient of the last loss, and add it to that of the window."""
+        """Compute the gradient of the last loss, and add it to that of the window (the passes since the last step)."""
 
     @on_rows
     @abstractmethod
@@ -133,16 +133,19 @@ class TwinkleModel(ABC):
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Update the weights. ``optim_params`` first sets lr (and weight_decay, eps, betas) of Adam or AdamW."""
+        """Update the weights; do nothing inside a window.
+
+        ``optim_params`` first sets lr (and weight_decay, eps, betas) of Adam or AdamW.
+        """
 
     @promised
     @abstractmethod
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Drop the gradient."""
+        """Drop the gradient; do nothing inside a window."""
 
     @promised
     def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        """Advance the learning-rate scheduler, if there is one."""
+        """Advance the learning-rate scheduler, if there is one; do nothing inside a window."""
         group = self._group(adapter_name)
         group.set_accumulation(gradient_accumulation_steps)
         if group.at_boundary and group.lr_scheduler is not None:

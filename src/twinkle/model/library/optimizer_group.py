@@ -50,7 +50,7 @@ class TrainStatus:
         """Store the loss of the last forward pass. ``tokens`` is 0 for a mean, which counts as 1."""
         if not math.isfinite(value):
             self.clear()
-            raise NonFiniteError(f"the loss is {value}: nothing was kept")
+            raise NonFiniteError(f"the loss is {value}: the pass was dropped")
         assert self.outputs is not None and self.sequences is not None
         self.reduction = "sum" if tokens > 0 else "mean"
         self.loss_value, self.last_count = graph, tokens if tokens > 0 else 1.0

@@ -51,7 +51,7 @@ class PreferenceObjective:
         with np.errstate(over="ignore"):
             rewards = (self._asked.beta * np.array(sums)).astype(np.float32)
         if not np.isfinite(rewards).all():
-            raise NonFiniteError("the rewards β·(log p − log p_ref) hold NaN or infinity: nothing was kept")
+            raise NonFiniteError("the rewards β·(log p − log p_ref) hold NaN or infinity: no gradient was kept")
         return rewards
 
 

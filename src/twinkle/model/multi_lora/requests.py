@@ -30,7 +30,7 @@ class TrainRequest:
 
 
 class LoraRequests:
-    """Makes requests from batches, and outputs from results."""
+    """Makes requests of the Trainer from batches, and outputs of verbs from its results."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length

@@ -1,8 +1,8 @@
 """The library's verbs for the adapters of an existing trainer: a thin layer over it.
 
 ``forward`` keeps its inputs, not an autograd graph; ``backward`` runs the forward pass again, with the gradient.
-So any number of adapters may be between the two at the same time. ``forward_backward`` saves the first of these
-forward passes.
+So any number of adapters may be between the two at the same time. ``forward_backward`` does without the first of
+these forward passes.
 
 Each pass is prepared, computed and absorbed. A server prepares the passes of many adapters one by one, and computes
 them together in one call of the trainer.

@@ -54,7 +54,7 @@ class Evaluation:
     def run(self, values: Sequence[TokenValues]) -> None:
         """Call the objective with ``values``, one entry per datum in the order of the data, and store the result."""
         if not all(np.isfinite(value.logprobs).all() for value in values):
-            self.error = NonFiniteError("log-probabilities are NaN or infinite: nothing was kept")
+            self.error = NonFiniteError("log-probabilities are NaN or infinite: no gradient was kept")
             return
         try:
             value = self._objective(values)
@@ -62,7 +62,7 @@ class Evaluation:
             self.error = error
             return
         if not math.isfinite(value.loss):
-            self.error = NonFiniteError(f"the loss is {value.loss}: nothing was kept")
+            self.error = NonFiniteError(f"the loss is {value.loss}: no gradient was kept")
             return
         assert [slope.shape for slope in value.logprobs] == [each.logprobs.shape for each in values]
         assert not value.entropies or [len(slope) for slope in value.entropies] == [

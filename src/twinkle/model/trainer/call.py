@@ -350,10 +350,10 @@ class TrainerCall:
             self._fail(index, request.evaluation.error)
         elif not all(np.isfinite(lp).all() for lp in logprobs) or not math.isfinite(metrics["loss:sum"]):
             self._fail(
-                index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: nothing was kept")
+                index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: no gradient was kept")
             )
         elif not request.finite:
-            self._fail(index, NonFiniteError("the gradient holds NaN or infinity: nothing was kept"))
+            self._fail(index, NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
         else:
             if self._ranks.size == 1:
                 request.keep_gradient()

@@ -57,7 +57,7 @@ class Computed:
 
 
 class Engine:
-    """A frozen decoder whose linear layers have been replaced by LoRA layers."""
+    """Runs micro-batches through a frozen decoder, whose linear layers it replaces by LoRA layers."""
 
     def __init__(
         self, model: PreTrainedModel, architecture: Architecture, device: torch.device, chunk_rows: int

@@ -23,7 +23,7 @@ _CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products compute this many rows
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes for each purpose, and the token budgets that follow."""
+    """Bytes for weights, adapters and activations, and how many tokens a batch may have."""
 
     weights: int
     adapters: int

@@ -129,7 +129,7 @@ class Stack:
             heapq.heappush(self._free, slot)
 
     def take(self) -> int:
-        """Return a free slot, which is used from now on."""
+        """Return a free slot, and mark it as used. There must be one."""
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
