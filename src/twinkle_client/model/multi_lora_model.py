@@ -194,7 +194,7 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> Number | None:
-        """Return the gradient's norm before clipping, or None within a window of accumulated gradients."""
+        """Return the gradient's norm before clipping, or None if more passes are to come before the next step."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
         answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
@@ -334,7 +334,7 @@ class MultiLoraTransformersModel:
     def resume_from_checkpoint(
         self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Continue from a checkpoint of ``save(save_optimizer=True)``.
+        """Continue from a checkpoint of ``save(save_optimizer=True)``. resume_only_model: load only the weights.
 
         Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
         """

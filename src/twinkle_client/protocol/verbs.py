@@ -171,7 +171,7 @@ class CalculateLossResponse(Wire):
 
 
 class ClipGradNormResponse(Wire):
-    """The norm as text; empty within a window of accumulated gradients, where nothing is clipped yet."""
+    """The norm as text; empty if more passes are to come before the next step, so that nothing was clipped."""
 
     result: str
 
@@ -235,7 +235,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """The options of verbs that depend on the window. None: the value with which the adapter was added."""
+    """How many passes are accumulated for one step. None: the value with which the adapter was added."""
 
     gradient_accumulation_steps: Steps | None = None
 

@@ -85,7 +85,9 @@ class Sampler:
         adapter_uri: str | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
-        """Return one response with ``num_samples`` sequences for each input, in order.
+        """Return one response for each input, in order, with the number of samples that ``sampling_params`` says.
+
+        ``num_samples`` counts only if ``sampling_params`` is None or a mapping without that key.
 
         sampling_params: a SamplingParams (ours or the library's), or a mapping of its fields. adapter_uri: sample with
         the checkpoint that ``save`` returned; adapter_name: sample with the current weights of an adapter of this
