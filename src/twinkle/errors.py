@@ -1,4 +1,4 @@
-"""The base class of Twinkle's errors, and most of the errors. The server defines further ones beside their users.
+"""The base class of Twinkle's errors, and most of these errors. Packages of the server define further ones.
 
 A user's mistake is usually a :class:`UserError`; the most common one, :class:`InvalidInputError`, says which field was
 wrong, what was given and what is allowed. Failures with other causes outside the code have types of their own. Each
@@ -114,11 +114,11 @@ class StreamError(UnsupportedError, TypeError):
 
 
 class CapacityError(TwinkleError, MemoryError):
-    """The request does not fit into the memory budget of this process."""
+    """A request, adapter or version does not fit into the memory, or the number of adapters, of this process."""
 
 
 class CheckpointError(UserError, OSError):
-    """A checkpoint directory is missing, incomplete or does not match."""
+    """A checkpoint directory is missing, incomplete, damaged or does not match, exists already or cannot be written."""
 
 
 class DataError(TwinkleError, RuntimeError):
@@ -203,14 +203,14 @@ class ConfigError(TwinkleServerError, ValueError):
 
 
 class UnauthorizedError(TwinkleServerError, PermissionError):
-    """The API key is missing or unknown."""
+    """The API key or token of a request is missing, unknown, expired, or not accepted here."""
 
     def __init__(self, wanted: str) -> None:
         super().__init__(f"API key: missing or unknown, allowed: {wanted}")
 
 
 class ForbiddenError(TwinkleServerError, PermissionError):
-    """The signature of a signed URL is wrong, or the URL has expired."""
+    """The signature of a signed URL is wrong, the URL has expired, or the key that it was made with was revoked."""
 
 
 class NotFoundError(TwinkleServerError, LookupError):

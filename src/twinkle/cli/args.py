@@ -1,9 +1,8 @@
 """The options of training scripts, in groups, with their defaults.
 
 Scripts use the groups they need; ``get_…_args`` returns a group as a dict without the options that are None (for the
-model, the template, LoRA and the optimizer with the changes that those methods describe). If two
-groups have a field of the same name, the plain name means the field that is marked as primary; the other one is called
-``<group>_<name>``.
+model, the template, LoRA and the optimizer with the changes that those methods describe). If two groups have a field of
+the same name, the plain name means the field that is marked as primary; the other one is called ``<group>_<name>``.
 """
 
 from dataclasses import asdict, dataclass, field, fields

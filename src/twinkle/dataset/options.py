@@ -13,7 +13,7 @@ __all__ += ["check_map_options"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of ``datasets.load_dataset``, ``from_list``, ``from_dict`` and ``from_generator``. Not each takes all."""
+    """Options for loading rows. A hub takes all of them, files and data in memory some."""
 
     cache_dir: str
     data_dir: str

@@ -19,7 +19,7 @@ class Boxed:
 
 
 def boxed_answers(text: str) -> list[Boxed]:
-    r"""Return the complete boxes in order. A box at the start of another box replaces its content."""
+    r"""Return the complete boxes in order. If a box begins with a box, its content is the inner one's."""
     found: list[Boxed] = []
     position = 0
     while match := _BOXED.search(text, position):

@@ -408,7 +408,7 @@ class Template:
         return {"role": "assistant", "content": text}
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the trajectory if it can be encoded to at least one token, else None. A UserError is logged."""
+        """Return the trajectory if it can be encoded to at least one token, else None; a UserError is logged."""
         try:
             features = self._encode_rows([trajectory], False, True, {})[0]
         except UserError as error:

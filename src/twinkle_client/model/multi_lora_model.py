@@ -194,7 +194,7 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> Number | None:
-        """Return the gradient's norm before clipping, or None if more passes are to come before the next step."""
+        """Return the gradient's norm before clipping, or None if more backward passes must come before a step."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
         answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
@@ -309,9 +309,10 @@ class MultiLoraTransformersModel:
     ) -> SaveResult | None:
         """Save a checkpoint on the server and return its address.
 
-        Return None without saving if the number of steps so far is not a multiple of ``interval``. is_sampler: save
-        weights for a sampler, of which the server keeps only the newest. Nothing is written to ``output_dir``, a
-        directory of this machine, because the server keeps the checkpoints; a warning is logged.
+        Return None without saving if the number of backward passes so far is not a multiple of ``interval``.
+        is_sampler: save weights for a sampler; of those with one name the server keeps only the last two. Nothing is
+        written to ``output_dir``, a directory of this machine, because the server keeps the checkpoints; a warning is
+        logged.
         """
         if output_dir is not None:
             logger.warning("output_dir %s is not written to: the server keeps checkpoints itself", output_dir)
@@ -328,7 +329,7 @@ class MultiLoraTransformersModel:
         return SaveResult(parsed(SaveResponse, answer, self.server_url).twinkle_path)
 
     def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
-        """Load weights; ``name`` is a checkpoint's address or the id of a repository on a hub."""
+        """Load weights; ``name`` is a checkpoint's address, or a path in a directory that the server allows."""
         self._done("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
 
     def resume_from_checkpoint(

@@ -171,7 +171,7 @@ class CalculateLossResponse(Wire):
 
 
 class ClipGradNormResponse(Wire):
-    """The norm as text; empty if more passes are to come before the next step, so that nothing was clipped."""
+    """The norm as text; empty if more backward passes must come before a step: nothing was clipped."""
 
     result: str
 
@@ -235,7 +235,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """How many passes are accumulated for one step. None: the value with which the adapter was added."""
+    """How many backward passes are accumulated for one step, from now on. None: as it was set before."""
 
     gradient_accumulation_steps: Steps | None = None
 
