@@ -167,7 +167,7 @@ class DeviceMesh:
 
         None if the mesh has no dp, or this process is not in the mesh or was not started by a launcher.
 
-        The other ranks below follow the same rule.
+        The ranks along fsdp, tp, pp, cp and ep follow the same rule.
         """
         return self._own_coordinate("dp")
 

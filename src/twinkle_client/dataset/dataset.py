@@ -45,7 +45,7 @@ class FilterOptions(TypedDict, total=False):
 
 
 class Dataset(RemoteObject):
-    """A table of rows. ``map`` and ``filter`` take a class's name or an object of :mod:`twinkle_client`, no code."""
+    """A table of rows. ``map`` takes a class's name or an object of :mod:`twinkle_client.preprocessor`, no code."""
 
     processor_type: ClassVar[str] = "dataset"
 
@@ -95,7 +95,7 @@ class Dataset(RemoteObject):
         init_args: Mapping[str, Any] | None = None,
         **filter_options: Unpack[FilterOptions],
     ) -> None:
-        """Keep the rows for which a filter returns True."""
+        """Keep the rows for which a filter class of the server returns True; Twinkle's server has none and refuses."""
         function = function_argument("filter_func", filter_func)
         which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("filter", filter_func=function, **which, **filter_options)

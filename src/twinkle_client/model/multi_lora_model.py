@@ -353,8 +353,9 @@ class MultiLoraTransformersModel:
     ) -> None:
         """Upload a checkpoint to a hub repository and wait for it, asking the server every ``poll_interval`` seconds.
 
-        checkpoint_dir: an address, or what :meth:`save` returned. async_upload: whether the server uploads in the
-        background of its other work; this call returns after the upload in either case.
+        checkpoint_dir: an address, or what :meth:`save` returned. hub_token: Twinkle's server refuses None.
+        async_upload: Twinkle's server ignores it; this call returns after the upload in either case, or raises
+        ServerError.
         """
         body = {
             "checkpoint_dir": str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir),

@@ -130,7 +130,10 @@ class ResumeFromCheckpointRequest(AdapterRequest):
 
 
 class UploadToHubRequest(Wire):
-    """A request to upload a checkpoint. ``checkpoint_dir``: an address twinkle://…, or what ``save`` returned."""
+    """A request to upload a checkpoint. ``checkpoint_dir``: an address twinkle://…, or the answer to ``save``.
+
+    Twinkle's server refuses a ``hub_token`` of None and ignores ``async_upload``.
+    """
 
     checkpoint_dir: str | dict[str, Any]
     hub_model_id: str

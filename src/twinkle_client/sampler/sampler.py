@@ -119,7 +119,7 @@ class Sampler:
         return await asyncio.get_running_loop().run_in_executor(self.client.thread_pool, call)
 
     def add_adapter_to_sampler(self, adapter_name: str, config: object) -> SamplerAddAdapterResponse:
-        """Add an adapter, on servers whose samplers have their own. Twinkle's samplers use the model's adapters."""
+        """Add an adapter, on servers whose samplers have their own. Twinkle's refuses: use the model's adapters."""
         body = {"adapter_name": adapter_name, "config": config_text(config, "all-linear")}
         answer = self.client.post(f"{self._path}/add_adapter_to_sampler", encode(body))
         added = parsed(SamplerAddAdapterResponse, answer, self.server_url)
