@@ -1,6 +1,6 @@
 """Twinkle: many tenants fine-tune and sample their own LoRA adapters on one base model.
 
-``import twinkle`` is cheap. The names in ``_LAZY`` load their module, and torch with it, on first use.
+``import twinkle`` is cheap. The names in ``_LAZY`` load their module on first use, many of them also torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""The one place that reads environment variables.
+"""The one module of the package ``twinkle`` that reads environment variables. Those that users set:
 
 TWINKLE_CACHE_DIR          the cache of downloaded and converted models (default ``~/.cache/twinkle``)
-TWINKLE_OFFLINE            1/true/yes/on: never use the network; a model that is not in the cache is an error
+TWINKLE_OFFLINE            1/true/yes/on: models are not downloaded; one that is not in a cache is an error
 TWINKLE_FORBID_HF          a switch like TWINKLE_OFFLINE: nothing is downloaded from or uploaded to Hugging Face
 TWINKLE_TRUST_REMOTE_CODE  a switch: plugins and functions from outside may run in this process (default: off)
 TWINKLE_MODEL_ID_ALIASES   a JSON object that maps other names of models to their ids
@@ -26,7 +26,7 @@ TWINKLE_CHECK_THREADS      a switch, for tests: methods of the server assert tha
 RAY_ADDRESS                the Ray cluster to use, as Ray reads it (local: start a new one)
 RAY_AUTH_MODE              token or disabled, as Ray reads it; Twinkle sets it if it is not set (see docs/ray.md)
 RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH  the token of a Ray cluster or the file that holds it, as Ray reads them
-RAY_TMPDIR                 the directory in which Ray keeps its sessions (default /tmp)
+RAY_TMPDIR                 the directory in whose subdirectory ``ray`` Ray keeps its sessions (default /tmp)
 LOCAL_RANK                 this process's number on its machine, as torchrun sets it
 RANK, WORLD_SIZE           its number among all processes, and the number of processes; torchrun also sets
                            LOCAL_WORLD_SIZE, NNODES and NODE_RANK; some launchers set −1 for "not distributed"
@@ -102,7 +102,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class RayVariables:
-    """The variables that Ray reads about its cluster and its token; None: not set."""
+    """The variables that Ray reads about its cluster and its token.
+
+    None: not set. ``token_path`` and ``directory`` have Ray's defaults if their variables are not set.
+    """
 
     address: str | None
     auth_mode: str | None
@@ -113,7 +116,11 @@ class RayVariables:
 
 @dataclass(frozen=True)
 class ServerVariables:
-    """The variables that ``twinkle-server`` reads; None: not set. Command line options override them."""
+    """The variables that ``twinkle-server`` reads; None: not set.
+
+    Command line options override ``config``, ``ray_namespace`` and ``print_format``; keys of the configuration override
+    the others.
+    """
 
     config: Path | None
     ray_namespace: str | None

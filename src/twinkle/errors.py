@@ -1,8 +1,9 @@
-"""All errors that Twinkle raises on purpose, in one tree.
+"""The base class of Twinkle's errors, and most of these errors. Packages of the server define further ones.
 
-A user's mistake is a :class:`UserError`: it says which field was wrong, what was given and what is allowed. Every other
-failure with a cause outside the code has a type of its own; bugs of Twinkle raise plain Python errors. Each type is
-also a standard-library type, so that code which does not know Twinkle can catch it.
+A user's mistake is usually a :class:`UserError`; the most common one, :class:`InvalidInputError`, says which field was
+wrong, what was given and what is allowed. Failures with other causes outside the code have types of their own. Each
+type is also a standard-library type, so that code which does not know Twinkle can catch it. The client's errors are in
+``twinkle_client.errors`` and have a base class of their own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ __all__ = [
 
 
 class TwinkleError(Exception):
-    """The base of all errors below. They can be pickled, because worker processes of datasets and loaders return them.
+    """The base of Twinkle's errors. They can be pickled, because worker processes of datasets and loaders return them.
 
     ``code``: a stable identifier for errors that programs react to. A server sends it beside the error's text.
     """
@@ -55,7 +56,7 @@ class UserError(TwinkleError, ValueError):
 
 
 class InvalidInputError(UserError):
-    """A field of a request holds a value that is not allowed there."""
+    """An argument, a field of a request or a variable holds a value that is not allowed there."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field}: got {_short(value)}, allowed: {allowed}")
@@ -113,23 +114,23 @@ class StreamError(UnsupportedError, TypeError):
 
 
 class CapacityError(TwinkleError, MemoryError):
-    """The request does not fit into the memory budget of this process."""
+    """A request, adapter or version does not fit into the memory, or the number of adapters, of this process."""
 
 
 class CheckpointError(UserError, OSError):
-    """A checkpoint directory is missing, incomplete or does not match."""
+    """A checkpoint directory is missing, incomplete, damaged or does not match, exists already or cannot be written."""
 
 
 class DataError(TwinkleError, RuntimeError):
-    """A dataset could not deliver a row."""
+    """A dataset could not deliver a row or a pack of rows."""
 
 
 class DownloadError(TwinkleError, OSError):
-    """Files could not be fetched or converted."""
+    """A model or dataset could not be looked up, downloaded or kept in the cache."""
 
 
 class UploadError(TwinkleError, OSError):
-    """A hub refused an upload."""
+    """Logging in to a hub, creating a repository there or uploading to it failed."""
 
 
 class MissingDependencyError(TwinkleError, ImportError):
@@ -166,7 +167,7 @@ class WorkerTimeoutError(TwinkleError, TimeoutError):
 
 
 class TwinkleServerError(TwinkleError, RuntimeError):
-    """The base of the server's errors; raised directly if the server, or a command of it, cannot do what was asked."""
+    """The base of most errors of the server; raised itself if the server or a command cannot do what was asked."""
 
 
 class ConfigParseError(TwinkleServerError, ValueError):
@@ -202,14 +203,14 @@ class ConfigError(TwinkleServerError, ValueError):
 
 
 class UnauthorizedError(TwinkleServerError, PermissionError):
-    """The API key is missing or unknown."""
+    """The API key or token of a request is missing, unknown, expired, or not accepted here."""
 
     def __init__(self, wanted: str) -> None:
         super().__init__(f"API key: missing or unknown, allowed: {wanted}")
 
 
 class ForbiddenError(TwinkleServerError, PermissionError):
-    """The signature of a signed URL is wrong, or the URL has expired."""
+    """The signature of a signed URL is wrong, the URL has expired, or the key that it was made with was revoked."""
 
 
 class NotFoundError(TwinkleServerError, LookupError):

@@ -1,7 +1,7 @@
-"""Seed all libraries at once, and use torch's devices of any kind.
+"""Seed Python, numpy and torch at once, and use torch's devices of any kind.
 
-Scripts use it as ``twinkle.framework_util.seed_everything()``. Torch is imported when a function needs it; the
-``is_…_available`` functions return False if it is not installed.
+Scripts use it as ``twinkle.framework_util.seed_everything()``. Torch is imported when a function needs it;
+``is_torch_available``, ``is_gpu_available`` and ``is_npu_available`` return False if it is not installed.
 """
 
 import random
@@ -128,7 +128,7 @@ def get_current_device() -> str:
 
 
 def set_device(local_rank: int | None = None) -> None:
-    """Set torch's current device, by default to the one with this process's local rank. Does nothing without one."""
+    """Set torch's current device, by default that of this process's local rank. No effect without an accelerator."""
     import torch
 
     if _accelerator() is not None:
@@ -195,7 +195,7 @@ def contains_nan(*values: Any, **named: Any) -> bool:
 
 
 def gather_object(obj: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
-    """Return the objects of all processes of the group in one list, with lists and tuples flattened and None left out.
+    """Return the objects of all processes of the group in one list, without None; lists and tuples are joined.
 
     device_mesh: if it has one rank, nothing is gathered from other processes. process_group: None means all processes.
     """

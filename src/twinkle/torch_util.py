@@ -1,4 +1,4 @@
-"""Compatibility path: ``twinkle.torch_util`` is :mod:`twinkle.framework_util` under its other name."""
+"""Compatibility path: scripts import functions of :mod:`twinkle.framework_util` from ``twinkle.torch_util``."""
 
 from twinkle.framework_util import (
     contains_nan,

@@ -15,8 +15,8 @@ class SamplingParams:
 
     ``max_tokens=None``: up to the end of the context; 0: score the prompt and generate nothing. ``temperature=0``:
     greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=1``: the log-probability of each
-    sampled token; ``logprobs=k``: those of the k likeliest tokens. ``prompt_logprobs=k``: the same for the prompt's
-    tokens.
+    sampled token; ``logprobs=k``: those of the k likeliest tokens. ``prompt_logprobs=k``: those of the prompt's tokens
+    and of the k likeliest at each place.
     """
 
     max_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""All errors of the client. Each is a :class:`TwinkleClientError`; most are also a standard type.
+"""The errors of the client. Each is a :class:`TwinkleClientError`; most are also a standard type.
 
 An error that the server answered has ``status``, ``detail`` (the server's text) and ``url``.
 """
@@ -45,7 +45,7 @@ class InvalidRequestError(TwinkleClientError, ValueError):
 
 
 class ConnectionLostError(TwinkleClientError, ConnectionError):
-    """The server could not be reached, or did not answer in time, until the deadline for retries had passed."""
+    """The server could not be reached or did not answer in time, also not in the retries, if the request has any."""
 
     def __init__(self, message: str, url: str = "") -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class GoneError(ResponseError, LookupError):
 
 
 class LimitError(ResponseError, RuntimeError):
-    """429: a limit of this token was reached, and still so when the deadline for retries had passed."""
+    """429: a limit of this token was reached, and still so after the retries, if the request has any."""
 
 
 class ServerError(ResponseError, RuntimeError):

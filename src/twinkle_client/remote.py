@@ -3,8 +3,8 @@
 An object is created on the server when it is first needed. As an argument of a request it is sent as its id. Code is
 never sent.
 
-The functions below are shared by all client classes that mirror a class of the library: they check names of classes
-and models, and log which constructor options the server ignores.
+The functions of this module are shared by all client classes that mirror a class of the library: they check names of
+classes and models, and log which constructor options the server ignores.
 """
 
 import logging

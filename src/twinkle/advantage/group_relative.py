@@ -30,7 +30,9 @@ class Advantage(ABC):
 
 
 class GRPOAdvantage(Advantage):
-    """Reward minus the mean of its group, divided by the standard deviation of the group or of the whole batch.
+    """Reward minus the mean of its group, divided by a standard deviation.
+
+    The deviation is that of the group or of the whole batch (``scale`` "group" or "batch"); "none" does not divide.
 
     With ``num_generations`` 1 a completion has no group to compare it with. Then "group" returns the rewards unchanged,
     and "batch" and "none" subtract the mean of the batch.
@@ -52,7 +54,7 @@ class GRPOAdvantage(Advantage):
 
 
 class RLOOAdvantage(Advantage):
-    """Reward minus the mean of the other rewards of its group, divided as in GRPO."""
+    """Reward minus the mean of the other rewards of its group, divided as in :class:`GRPOAdvantage`."""
 
     def __call__(
         self,

@@ -1,8 +1,8 @@
 """The options of training scripts, in groups, with their defaults.
 
-Scripts use the groups they need; ``get_…_args`` returns a group as a dict without the options that are None. If two
-groups have a field of the same name, the plain name means the field that is marked as primary; the other one is called
-``<group>_<name>``.
+Scripts use the groups they need; ``get_…_args`` returns a group as a dict without the options that are None (for the
+model, the template, LoRA and the optimizer with the changes that those methods describe). If two groups have a field of
+the same name, the plain name means the field that is marked as primary; the other one is called ``<group>_<name>``.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -269,11 +269,11 @@ class Args:
         return {**self.extra, **flat}
 
     def get_model_args(self) -> dict[str, Any]:
-        """Return the group; without a ``model_id`` of its own it gets the template's."""
+        """Return the options of the model's group that are not None; ``model_id`` defaults to that of the template."""
         return _said({**asdict(self.model), "model_id": self.model.model_id or self.template.model_id})
 
     def get_lora_args(self) -> dict[str, Any]:
-        """Return the arguments of PEFT's ``LoraConfig``."""
+        """Return four arguments of PEFT's ``LoraConfig``; by default, ``target_modules`` is "all-linear"."""
         lora = self.lora
         return {
             "target_modules": lora.lora_target_modules or "all-linear",
@@ -286,14 +286,14 @@ class Args:
         return _said(asdict(self.dataset))
 
     def get_template_args(self) -> dict[str, Any]:
-        """Return the group; without a ``model_id`` of its own it gets the model's."""
+        """Return the options of the template's group that are not None; ``model_id`` defaults to that of the model."""
         return _said({**asdict(self.template), "model_id": self.template.model_id or self.model.model_id})
 
     def get_training_args(self) -> dict[str, Any]:
         return _said(asdict(self.training))
 
     def get_optimizer_args(self) -> dict[str, Any]:
-        """Return the group with ``learning_rate`` renamed to ``lr``, as optimizers call it."""
+        """Return the options of the optimizer's group that are not None, with ``learning_rate`` renamed to ``lr``."""
         said = _said(asdict(self.optimizer))
         return {"lr" if name == "learning_rate" else name: value for name, value in said.items()}
 

@@ -88,7 +88,8 @@ class ValueCaster:
     def coerce_to_field(key: str, value: Any, hint: Any) -> Any:
         """Return ``value`` as a value of the type ``hint``; raise if it does not fit.
 
-        A text is first read with :meth:`auto_cast`, unless the field takes a text.
+        A text is first read with :meth:`auto_cast`. If the field also takes a text, only these are read: "none", "null"
+        and "~" if it takes None, and a text with a comma if it takes a list.
         """
         kinds = _kinds(hint)
         if isinstance(value, str) and str not in kinds:

@@ -14,7 +14,7 @@ __all__ = ["CLI", "ConfigResolver"]
 
 
 class ConfigResolver:
-    """Sets the fields of ``args``; settings that match no field go to ``args.extra``."""
+    """Sets the fields of ``args``. Settings that match no field go to ``args.extra``; ``use_megatron`` sets a field."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -40,7 +40,7 @@ class ConfigResolver:
                 self.args.extra[normalized(key)] = cast
 
     def _choose_backend(self, value: Any) -> None:
-        """Apply ``use_megatron``: scripts for both backends use Megatron unless ``strategy`` is native_fsdp."""
+        """Apply ``use_megatron``: if false, set ``strategy`` to native_fsdp, with which scripts do not use Megatron."""
         if not ValueCaster.coerce_to_field("use_megatron", value, bool):
             self.args.model.strategy = "native_fsdp"
 

@@ -21,7 +21,10 @@ class ConfigSource(ABC):
 
 
 class DotEnvSource(ConfigSource):
-    """``KEY=value`` lines of ``path``; without a path of ``.env``, or if there is none of ``.env.local``, here."""
+    """``KEY=value`` lines of ``path``; without a path, of ``.env`` or else ``.env.local`` in the working directory.
+
+    The prefix ``TWINKLE_`` of a key is removed.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = None if path is None else Path(path)
@@ -80,6 +83,8 @@ class YamlSource(ConfigSource):
 
 class CLISource(ConfigSource):
     """The command line: ``--key value``, ``--key=value``, ``--flag`` (true), ``--no-flag`` (false).
+
+    ``--flag`` is true only if the next word begins with ``--`` or there is none; else that word is its value.
 
     Words that do not begin with ``--`` and are not the value of a key are ignored.
     """

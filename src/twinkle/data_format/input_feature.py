@@ -18,8 +18,8 @@ class InputFeature(TypedDict, total=False):
     """One sequence of T tokens.
 
     ``labels[t]`` is the target of position t, that is token t + 1, or −100 where nothing is learnt; the last label is
-    always −100. A template makes arrays; rows from disk or from the network hold lists instead. A processor adds more
-    keys for images and other media (``pixel_values``, ``image_grid_thw`` …).
+    −100. A template makes arrays; rows from disk or from the network hold lists instead. A processor adds more keys
+    for images and other media (``pixel_values``, ``image_grid_thw`` …).
     """
 
     input_ids: "NDArray[np.int64] | Sequence[int]"

@@ -34,9 +34,9 @@ class Tool(TypedDict, total=False):
 class Message(TypedDict, total=False):
     """One message.
 
-    ``content`` is text, or a list of blocks ``{"type": "text", "text": …}`` and
-    ``{"type": "image" | "video" | "audio", …}``. A media block holds its data under the name of its type, ``url`` or
-    ``path``. ``images``, ``videos`` and ``audios`` fill placeholders in the text. ``reasoning_content`` is the
+    ``content`` is text, or a list of blocks ``{"type": "text", "text": …}`` and ``{"type": "image" | "video" | "audio",
+    …}``. A media block holds its data under the name of its type, ``url`` or ``path``. ``images``, ``videos`` and
+    ``audios`` belong to placeholders in the text. (Our templates refuse media so far.) ``reasoning_content`` is the
     assistant's thinking before its answer, without the tags around it.
     """
 

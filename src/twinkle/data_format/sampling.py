@@ -23,10 +23,10 @@ _DEFAULT_NEW_TOKENS = 2048
 class SamplingParams:
     """How tokens are drawn.
 
-    ``max_tokens=None``: as many as the context has left; 0: generate nothing and only score the prompt.
-    ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, several texts, or token ids. ``logprobs=k``: report
-    the log-probability of each sampled token (k = 1) or of the k likeliest tokens. ``prompt_logprobs=k``: the same for
-    the prompt's tokens.
+    ``max_tokens=None``: as many as the context has left (with :meth:`to_transformers` 2048); 0: generate nothing and
+    only score the prompt. ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, several texts, or token ids.
+    ``logprobs=k``: report the log-probability of each sampled token (k = 0 or 1) or of the k likeliest tokens.
+    ``prompt_logprobs=k``: report those of the prompt's tokens and of the k likeliest at each place (k = 0: none).
     """
 
     max_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""Data loaders. torch is imported when the first batch is made."""
+"""Data loaders. Importing this package does not import torch."""
 
 from twinkle.dataloader.batches import DeviceMeshSampler
 from twinkle.dataloader.dataloader import DataLoader

@@ -28,12 +28,12 @@ class DataLoader:
     """Iterates over a dataset in batches: lists of rows, or the results of a processor.
 
     ``batch_size`` counts the rows of all processes; with a ``device_mesh``, each process gets its slice of every batch.
-    A batch with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. Every ``for`` loop
-    over the loader is one epoch; with ``shuffle=True``, each epoch has its own order, which depends on ``seed`` and the
-    number of the epoch.
+    A batch with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. A ``for`` loop
+    over the loader is one epoch, or after :meth:`skip_consumed_samples` the rest of one; with ``shuffle=True``, each
+    epoch has its own order, which depends on ``seed`` and the number of the epoch.
 
     The state is the number of rows consumed over all epochs. A loop that was left early and is started again continues
-    with the next epoch; the rest of the previous epoch counts as consumed.
+    with the next epoch; the rest of the previous epoch counts as consumed, except that of a stream.
 
     On a worker group the loader lives on the first worker, and so does a dataset that is given as a function. Batches
     are remote promises, which the workers of a model fetch from there.

@@ -52,8 +52,9 @@ class EpochOrder:
 def fetch(table: Table, draw: RowDraw, max_retries: int) -> Any:
     """Return the row of a draw.
 
-    A read that fails with OSError is retried. An empty row (None or an empty dict, when preprocessing left nothing of
-    it) is replaced by another row, which is chosen at random but is always the same for this draw.
+    A read that fails with OSError is retried ``max_retries`` times. An empty row (None or an empty dict, when
+    preprocessing left nothing of it) is replaced by another row, which is chosen at random but is always the same for
+    this draw. After ``max_retries`` substitutes that are empty too, DataError is raised.
     """
     row = _read(table, draw.index, max_retries)
     if not _is_empty(row):

@@ -12,10 +12,10 @@ __all__ = ["DeviceMeshIterableFetcher"]
 class DeviceMeshIterableFetcher:
     """Fetches batches of a stream for torch's loader. ``fetch`` raises StopIteration at the end of the stream.
 
-    A row that is empty or cannot be read (OSError) is skipped, at most ``max_retries`` rows in succession. A batch
-    shorter than ``min_batch_size`` (by default one row for each process) ends the stream. Without ``auto_collation``,
-    each call returns one row. This class is for your own loaders: :class:`DataLoader` does not use it, because it makes
-    its batches in its workers.
+    A row that is empty or cannot be read (OSError) is skipped, at most ``max_retries`` rows in succession; then
+    ``fetch`` raises DataError. A batch shorter than ``min_batch_size`` (by default one row for each process) ends the
+    stream. Without ``auto_collation``, each call returns one row. This class is for your own loaders:
+    :class:`DataLoader` does not use it, because it makes its batches in its workers.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ on_worker = remote_function(dispatch="all", lazy_collect=False)
 
 @remote_class(execute="first")
 class Dataset:
-    """A table of rows. Methods change it in place and return nothing."""
+    """A table of rows. The methods that load, change or save it work in place and return nothing."""
 
     streaming: ClassVar[bool] = False
 
@@ -59,7 +59,7 @@ class Dataset:
 
     @property
     def dataset(self) -> "Rows | None":
-        """Return the mixture or, before mixing, the first loaded dataset."""
+        """Return the mixture or, before mixing, the first loaded dataset; None if nothing was loaded."""
         return self._sources.current
 
     @property
@@ -96,6 +96,10 @@ class Dataset:
     ) -> None:
         """Apply a function that takes a dict of columns and returns a dict of new or changed columns.
 
+        It is applied to the mixture or, before mixing, to the dataset that ``dataset_meta`` describes; if only one is
+        loaded, ``dataset_meta`` may be None. A class or a name in ``twinkle.preprocessor`` is called with
+        ``init_args``.
+
         Columns that it does not return stay, unless they are in ``remove_columns``.
         """
         function = self._preprocessor(preprocess_func, init_args)
@@ -110,7 +114,10 @@ class Dataset:
         init_args: Mapping[str, Any] | None = None,
         **filter_options: Unpack[FilterOptions],
     ) -> None:
-        """Keep the rows for which a function of one row is true."""
+        """Keep the rows for which a function of one row is true.
+
+        ``dataset_meta`` and ``init_args`` are used as by :meth:`map`.
+        """
         function = self._filter(filter_func, init_args)
         options = {**self._progress("Filter"), **check_filter_options(filter_options, streaming=self.streaming)}
         self._sources.change(dataset_meta, lambda rows: rows.filter(function, **options))

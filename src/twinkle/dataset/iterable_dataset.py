@@ -1,4 +1,4 @@
-"""A streamed dataset: rows are read one after another and are never all in memory."""
+"""A streamed dataset: rows are read one after another, while a program iterates over it."""
 
 from typing import ClassVar
 

@@ -20,7 +20,7 @@ __all__ = ["IterablePackingDataset"]
 
 @remote_class(execute="first")
 class IterablePackingDataset(Dataset):
-    """A stream of packs. Set a template, call :meth:`pack_dataset`, iterate; :meth:`encode` is not called.
+    """A stream of packs. Set a template, call :meth:`pack_dataset`, iterate; :meth:`encode` is refused.
 
     ``packing_interval`` rows are packed together, while ``packing_num_proc`` threads encode the next rows. Threads are
     enough, because the tokenizer releases the interpreter's lock. The emptiest pack is held back and packed again with

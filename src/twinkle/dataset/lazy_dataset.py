@@ -23,11 +23,11 @@ __all__ = ["LazyDataset", "RowMap", "RowPreprocessor"]
 
 @remote_class(execute="first")
 class LazyDataset(Dataset):
-    """A dataset that records maps, mixing and encoding, and applies them to one row when it is read.
+    """A dataset that records maps, mixing, checks and encoding, and applies them to one row when it is read.
 
     A filter is applied immediately, to the raw rows. If a preprocessor or the template leaves nothing of a row, the row
-    is an empty dict. Methods accept the same options as those of :class:`Dataset`; options about processing a table
-    (processes, batches, files) have no effect.
+    is an empty dict. ``map``, ``encode`` and ``check`` accept the options of :class:`Dataset` except ``features``;
+    there, options about processing a table (processes, batches, files) have no effect.
     """
 
     streaming: ClassVar[bool] = False

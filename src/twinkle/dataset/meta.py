@@ -16,7 +16,7 @@ __all__ = ["DatasetMeta"]
 
 @dataclass(frozen=True)
 class DatasetMeta:
-    """A dataset of a hub (``hf://…``, ``ms://…``), a local file or directory, or data in memory.
+    """A dataset of a hub (``hf://…``; ``ms://…`` or just ``…``: ModelScope), a local path, or data in memory.
 
     ``data`` is a list of rows, a dict of columns, a generator function, or a dataset of the ``datasets`` library.
     ``data_slice`` selects rows by number; a number beyond the end wraps around (of a stream it selects nothing).
@@ -53,7 +53,10 @@ class DatasetMeta:
         return hashlib.sha256(_fingerprint(self.data).encode()).hexdigest()[:8]
 
     def local_path(self) -> Path | None:
-        """Return the local file or directory that the id names, or None if there is none."""
+        """Return the local file or directory that the id names, or None if there is none.
+
+        An id that can only be a path (it begins with ``/``, ``./``, ``../`` or ``~``) must exist; else it raises.
+        """
         if not self.dataset_id or "://" in self.dataset_id:
             return None
         path = Path(self.dataset_id).expanduser()

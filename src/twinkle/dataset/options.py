@@ -1,6 +1,6 @@
 """The options that are passed on to the ``datasets`` library. They are checked before anything runs.
 
-Each type lists the options of tables; ``_STREAMED`` names those that streams accept as well.
+Each type lists the options of tables; ``_STREAMED`` names those of ``map`` and ``filter`` that streams accept as well.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ __all__ += ["check_map_options"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of ``datasets.load_dataset`` and of ``from_list``, ``from_dict``, ``from_generator``."""
+    """Options for loading rows. A hub takes all of them, files and data in memory some."""
 
     cache_dir: str
     data_dir: str

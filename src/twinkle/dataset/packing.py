@@ -37,7 +37,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def join_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join encoded rows into one. Sequences are concatenated, lengths are summed, other fields become lists.
 
-    Positions start at 0 again for each sequence.
+    Positions are concatenated unchanged, so they start again with each row.
     """
     names = rows[0].keys()
     for row in rows:

@@ -20,7 +20,10 @@ _WINDOW = 1000
 
 @remote_class(execute="first")
 class PackingDataset(Dataset):
-    """A table of packs, each up to the template's ``max_length`` long. Encode first, then call :meth:`pack_dataset`."""
+    """A table of packs. Encode first, then call :meth:`pack_dataset`.
+
+    A pack has at most ``max_length`` tokens of the template (2048 if that is None); a longer row is a pack of its own.
+    """
 
     streaming: ClassVar[bool] = False
 

@@ -26,7 +26,7 @@ def file_format(path: Path, name: str | None) -> str:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path, kind: str, batch_size: int) -> None:
-    """Write all rows to one file, a batch at a time."""
+    """Write all rows to one file: a table and Parquet ``batch_size`` rows at a time, everything else row by row."""
     from datasets import Dataset
 
     if isinstance(rows, Dataset):  # written from columns, without making Python objects

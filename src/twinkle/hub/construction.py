@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def construct(what: object, base: type[T], package: str, init_args: Mapping[str, Any]) -> T | Callable[..., Any]:
-    """Return an instance of ``base``, or ``what`` itself if it is a plain function.
+    """Return an instance of ``base``, or ``what`` itself if it is a function or another callable object.
 
-    A name is looked up in the public names of ``package``, a class is called with ``init_args``; with an instance or
-    a function, ``init_args`` must be empty.
+    A name is looked up in the public names of ``package``; an id ``hf://…`` or ``ms://…`` names a plugin. A class is
+    called with ``init_args``; with an instance or a function, ``init_args`` must be empty.
     """
     if isinstance(what, str):
         what = Plugin.load_plugin(what, base) if Plugin.is_plugin_id(what) else _built_in(what, base, package)

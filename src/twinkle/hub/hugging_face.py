@@ -83,7 +83,7 @@ class HFHub:
 
     @classmethod
     def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
-        """Return how many bytes :meth:`download_model` would fetch, according to the hub."""
+        """Return how many bytes :meth:`download_model` would fetch into an empty cache, according to the hub."""
         _require(f"hf://{model_id}")
         from huggingface_hub import HfApi
 

@@ -20,7 +20,7 @@ __all__ = ["SpecialTokens", "TokenIds", "require_model_folder", "write_config", 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens as text; ``unk`` is None for vocabularies that can encode any text."""
+    """The special tokens as text; ``unk`` is None for a vocabulary without an unknown token."""
 
     bos: str
     eos: str

@@ -84,7 +84,7 @@ class MSHub:
 
     @classmethod
     def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
-        """Return how many bytes :meth:`download_model` would fetch, according to the hub."""
+        """Return how many bytes :meth:`download_model` would fetch into an empty cache, according to the hub."""
         api = _api(f"ms://{model_id}")
         with _errors(DownloadError, f"cannot look up ms://{model_id}"):
             files = api.get_model_files(model_id, revision=revision, recursive=True)

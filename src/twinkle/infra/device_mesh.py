@@ -132,7 +132,7 @@ class DeviceMesh:
 
     @property
     def dp_world_size(self) -> int:
-        """Return the size of dp, or 0 if the mesh has no such dimension. The other sizes below follow the same rule."""
+        """Return the size of dp, or 0 if the mesh has no such dimension. The same goes for fsdp, tp, pp, cp and ep."""
         return self._size_or_zero("dp")
 
     @property
@@ -163,9 +163,11 @@ class DeviceMesh:
 
     @property
     def dp_rank(self) -> int | None:
-        """Return this process's index along dp; None if the mesh has no dp, or this process is not in the mesh.
+        """Return this process's index along dp.
 
-        The other ranks below follow the same rule.
+        None if the mesh has no dp, or this process is not in the mesh or was not started by a launcher.
+
+        The ranks along fsdp, tp, pp, cp and ep follow the same rule.
         """
         return self._own_coordinate("dp")
 
@@ -198,7 +200,7 @@ class DeviceMesh:
 
     @property
     def data_rank(self) -> int:
-        """Return which part of a batch this process gets; 0 for a process that was not started by a launcher."""
+        """Return which part of a batch this process gets; 0 if it is not in the mesh or has no launcher."""
         rank = self._own_rank()
         return 0 if rank is None else self.get_data_rank_from_global_rank(rank)
 

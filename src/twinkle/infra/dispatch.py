@@ -1,7 +1,7 @@
 """Divide the arguments of a call among workers. The value of ``dispatch`` says how:
 
 all       every worker gets all arguments unchanged
-slice     every list is divided into as many contiguous parts as there are workers
+slice     every argument that is a list is divided into as many contiguous parts as there are workers
 slice_dp  every list and tensor, also inside dicts, is divided into as many parts as the mesh divides a batch into;
           workers that differ only in their tensor, pipeline or context parallel rank get the same part
 function  ``fn(n_workers, i, args, kwargs, device_mesh=mesh)`` returns the i-th worker's args and kwargs

@@ -48,20 +48,21 @@ def initialize(
     name: str | None = None,
     notifier: Notifier | None = None,
 ) -> None:
-    """Seed all random generators, set up logging, and choose where components run.
+    """Seed Python, numpy and torch (unless ``seed`` is None), set up logging, and choose where components run.
 
-    Arguments that are not given are taken from the environment (TWINKLE_MODE, TWINKLE_NAME, TWINKLE_NOTIFIER,
-    TWINKLE_FULL_DETERMINISM); the default ``mode`` is local.
+    ``mode``, ``name``, ``notifier`` and ``full_determinism``, if they are not given, are taken from the environment
+    (TWINKLE_MODE, TWINKLE_NAME, TWINKLE_NOTIFIER, TWINKLE_FULL_DETERMINISM); the default ``mode`` is local.
 
     ``mode`` local: components run in this process, or in each process that torchrun started. ``ray``: components that
     are constructed with ``remote_group=`` run on the workers of that group of ``groups``. The Ray cluster is the one
-    that this process is connected to already, else the one that RAY_ADDRESS names, else one that is started here.
+    that this process is connected to already, else the one that RAY_ADDRESS names, else one that runs on this machine,
+    else one that is started here.
 
     ``nproc_per_node`` is the number of devices, ``ncpu_proc_per_node`` the number of processes of a CPU group, on one
     machine. ``global_device_mesh`` is the mesh of components that are given none; by default the processes divide the
-    rows of a batch. ``lazy_collect``: calls through proxies return promises (:class:`LazyResult`), which can be passed
-    to other components without copying the data to this process. ``name`` is the program's name in log lines;
-    ``notifier`` is notified of an uncaught exception.
+    rows of a batch. ``lazy_collect``: calls through proxies return promises (:class:`LazyResult`) unless the method
+    says otherwise; promises can be passed to other components without copying the data to this process. ``name`` is the
+    program's name in the first log line and in notifications; ``notifier`` is notified of an uncaught exception.
     """
     global _settings
     told = read_environment()
@@ -141,7 +142,7 @@ def _prepare_ray(plans: tuple[GroupPlan, ...]) -> None:
 
 @contextmanager
 def process_lock(name: str) -> Iterator[None]:
-    """Run the body in one process at a time. The lock is a file lock, released by the kernel if its process dies."""
+    """Run the body in one process at a time, for each ``name``. The kernel frees the file lock if its process dies."""
     from filelock import FileLock
 
     folder = read_environment().cache_dir / "locks"

@@ -13,7 +13,7 @@ __all__ = ["LazyResult", "Origin", "has_lazy", "resolved"]
 class LazyResult:
     """A promise of a call's result: call it to get the result, or pass it to another remote function.
 
-    A promise that is passed on is resolved by the receiving workers; the data never comes to this process. Indexing,
+    A promise that is passed on is resolved by the receiving workers; the data does not come to this process. Indexing,
     ``len`` and iteration wait for the result and apply to it. ``when_seen`` is called when the result is first fetched.
     """
 
@@ -68,7 +68,7 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments with each promise replaced by its result."""
+    """Return the arguments with each promise that :func:`has_lazy` finds replaced by its result."""
     return tuple(_resolved(value) for value in args), {name: _resolved(value) for name, value in kwargs.items()}
 
 

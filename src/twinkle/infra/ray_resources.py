@@ -55,7 +55,7 @@ _cluster: Cluster | None = None
 
 
 def acquire(plans: tuple[GroupPlan, ...]) -> None:
-    """Connect to Ray and reserve what ``plans`` need. A second call with the same plans changes nothing."""
+    """Connect to Ray and reserve what ``plans`` need. A second call changes nothing; it raises for other plans."""
     global _cluster
     if _cluster is not None and ray.is_initialized():
         if plans != _cluster.plans:
@@ -76,7 +76,7 @@ def acquire(plans: tuple[GroupPlan, ...]) -> None:
 
 
 def release() -> None:
-    """Release all reservations; this ends the workers that run in them."""
+    """Release all reservations, which ends the workers in them; disconnect from Ray if :func:`acquire` connected."""
     global _cluster
     if _cluster is None:
         return
@@ -110,7 +110,7 @@ def worker_places(plan: GroupPlan) -> list[WorkerPlace]:
 
 
 def _reserve_accelerators(plans: Sequence[GroupPlan]) -> Reservation | None:
-    """Reserve on every machine all devices up to the last one that is used.
+    """Reserve, on every machine that ``plans`` use, all devices up to the last one that is used.
 
     Ray reserves a number of devices, not particular ones: to use device 3 of a machine, devices 0 to 3 are reserved.
     """

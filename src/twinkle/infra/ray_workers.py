@@ -152,7 +152,7 @@ class WorkerGroup:
         return LazyResult([item for item, _ in refs], origin, spec.collect, self.mesh, spec.timeout)
 
     def raise_unseen(self) -> None:
-        """Raise the failure of an earlier call whose promise was never fetched; otherwise it might go unnoticed."""
+        """Raise the failure of an earlier call whose promise was not fetched yet; otherwise it might go unnoticed."""
         for number, (origin, flags) in list(self._unseen.items()):
             done = set(ray.wait(flags, num_returns=len(flags), timeout=0)[0])
             finished = [(flag, worker) for flag, worker in zip(flags, origin.workers, strict=True) if flag in done]
@@ -172,7 +172,7 @@ class WorkerGroup:
         return tuple(workers[:1] if execute == "first" else workers)
 
     def _remote(self, worker: int, method: str, lazy: bool) -> Any:
-        """Return a method of an actor. A lazy call makes two objects of result and flag; the result can stay there."""
+        """Return a method of an actor. A lazy call makes two Ray objects, the result and the flag."""
         return getattr(self.actors[worker], method).options(num_returns=2 if lazy else 1)
 
     def _collected(self, refs: list[Any], origin: Origin, spec: RemoteSpec) -> Any:

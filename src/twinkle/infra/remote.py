@@ -44,7 +44,8 @@ _MESH = "device_mesh"
 def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
     """Decorate a class that can be constructed on a worker group: on its first worker, or on all of them.
 
-    A constructor that takes ``device_mesh`` and is given none gets the mesh of ``initialize``.
+    A constructor that takes ``device_mesh`` and is given none gets the mesh of ``initialize``; on a worker group
+    without one, a mesh in which the workers divide the rows. On the first worker alone the mesh always has one rank.
     """
     check_execute(execute)
 

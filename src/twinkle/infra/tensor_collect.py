@@ -19,7 +19,7 @@ def collect_tensor_dict(outputs: Sequence[Mapping[str, Any]], device_mesh: "Devi
 
     Lists are concatenated. Tensors and arrays of different lengths are padded at their ends with −200 and concatenated
     along the first dimension; so are lists of tensors, where a tensor of one dimension is one row. Dicts are merged key
-    by key. Other values become lists, except that ``loss`` is averaged.
+    by key. Other values become lists, except that ``loss`` is averaged. A single output is returned unchanged.
     """
     if not outputs:
         return {}
@@ -40,7 +40,7 @@ def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """Return ``value`` with its tensors moved to host memory: a process without the device could not load them."""
+    """Return ``value`` with its tensors, also in dicts and lists, in host memory: others may not have the device."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

@@ -20,7 +20,10 @@ __all__ = ["CosineWarmupScheduler", "LinearWarmupScheduler", "scheduler_by_name"
 
 
 class CosineWarmupScheduler(LambdaLR):
-    """A rate that falls from lr to 0 along half a cosine. With more ``num_cycles`` it rises again in between."""
+    """A rate that, after the warm-up, falls from lr to 0 along half a cosine.
+
+    With ``num_cycles`` above 0.5 it rises again in between.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class CosineWarmupScheduler(LambdaLR):
 
 
 class LinearWarmupScheduler(LambdaLR):
-    """A rate that falls from lr to 0 in a straight line."""
+    """A rate that, after the warm-up, falls from lr to 0 in a straight line."""
 
     def __init__(
         self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
@@ -46,7 +49,7 @@ class LinearWarmupScheduler(LambdaLR):
 
 
 def scheduler_by_name(name: str) -> type[LRScheduler]:
-    """Return the class of a scheduler: one of the two above, or one of ``torch.optim.lr_scheduler``."""
+    """Return the class of a scheduler: one of the two of this module, or one of ``torch.optim.lr_scheduler``."""
     known: dict[str, type[LRScheduler]] = {
         key: value
         for key, value in vars(torch.optim.lr_scheduler).items()

@@ -13,8 +13,8 @@ from twinkle.utils.logger import get_logger
 
 __all__ = ["notify_exception", "report_uncaught"]
 
-# How long a marker file is kept, which records that a failure was reported. Its key includes the run's session_id, so
-# that another run reports the same failure again.
+# How long a marker file is kept, which records that a failure was reported. Its key includes the session_id of the
+# launch, so that another launch reports the same failure again.
 _SECONDS_KEPT = 86400.0
 
 _previous_hook = sys.excepthook
@@ -25,8 +25,9 @@ _program: str | None = None
 def notify_exception(notifier: Notifier | None, context: str, exc: BaseException, name: str | None = None) -> None:
     """Send a message with the exception, its context and its traceback. With ``notifier=None`` nothing is sent.
 
-    If several processes of a run fail in the same place in the same way, only one message is sent. A message that
-    cannot be sent is logged instead of raised, so that it does not hide the exception.
+    The same failure (type of exception, line of code, context, name) of one launch is sent once, also if several
+    processes with the same TWINKLE_CACHE_DIR have it. A message that cannot be sent is logged instead of raised, so
+    that it does not hide the exception.
     """
     if notifier is None or not _is_first(exc, context, name):
         return
@@ -37,7 +38,7 @@ def notify_exception(notifier: Notifier | None, context: str, exc: BaseException
 
 
 def report_uncaught(notifier: Notifier | None, name: str | None) -> None:
-    """Notify ``notifier`` of an exception that ends this program, from now on. None switches this off."""
+    """From now on, notify ``notifier`` of an Exception that ends this program. None switches this off."""
     global _notifier, _previous_hook, _program
     _notifier, _program = notifier, name
     if sys.excepthook is not _hook:

@@ -39,7 +39,7 @@ def by_row(preprocess: Callable[[Row], Mapping[str, Any]], columns: Mapping[str,
 
 
 def column(row: Mapping[str, Any], *names: str) -> Any:
-    """Return the value of the first of these columns that the row has."""
+    """Return the value of the first of these columns that is not None in the row; raise if there is none."""
     for name in names:
         if row.get(name) is not None:
             return row[name]

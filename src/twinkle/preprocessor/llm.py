@@ -112,7 +112,8 @@ class CountdownProcessor(Preprocessor):
 class GSM8KProcessor(Preprocessor):
     """Reads the columns ``question`` and ``answer``.
 
-    The number after ``####`` in the answer goes to ``user_data`` as ``ground_truth``.
+    The number after ``####`` in the answer goes to ``user_data`` as ``ground_truth``. The answer is a message only with
+    ``add_assistant``.
     """
 
     def __init__(self, system: str | None = None, add_assistant: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Preprocessors of datasets with images. Images are passed on unchanged; a template loads them."""
+"""Preprocessors of datasets with images. Images are passed on unchanged."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,8 @@ _OLYMPIAD_SYSTEM = {
 class CLEVRProcessor(Preprocessor):
     """Reads the columns ``image``, ``problem`` and ``solution``.
 
-    The answer goes to ``user_data`` as ``ground_truth``.
+    What the solution has between <answer> tags, else the whole solution, goes to ``user_data`` as ``ground_truth``; the
+    whole solution also as ``solution``.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -48,7 +49,7 @@ class CLEVRProcessor(Preprocessor):
 
 
 class OlympiadBenchProcessor(Preprocessor):
-    """Reads the columns ``question``, ``context``, ``final_answer`` and ``image_1`` to ``image_9``.
+    """Reads the column ``question`` and, if present, ``context``, ``final_answer`` and ``image_1`` to ``image_9``.
 
     The final answers are joined by commas and go to ``user_data`` as ``ground_truth``.
     """

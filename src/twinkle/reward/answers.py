@@ -19,7 +19,7 @@ class Boxed:
 
 
 def boxed_answers(text: str) -> list[Boxed]:
-    r"""Return the complete boxes in order. Nested boxes count as one, with the content of the innermost."""
+    r"""Return the complete boxes in order. If a box begins with a box, its content is the inner one's."""
     found: list[Boxed] = []
     position = 0
     while match := _BOXED.search(text, position):
@@ -49,7 +49,10 @@ def number_of(text: str) -> float | None:
 
 
 def cleaned_latex(text: str) -> str:
-    r"""Remove parts that do not change the meaning: spaces, \left and \right, $, degrees, units, a final period."""
+    r"""Remove parts that do not change the meaning: spaces, \left and \right, $, degrees, units, a final period.
+
+    Also write \dfrac and \tfrac as \frac, and \frac12 and \sqrt2 with braces.
+    """
     plain = text.strip().replace("−", "-").replace("{,}", ",").replace("\\$", "").replace("$", "").replace("\\%", "%")
     plain = _SPACING.sub("", _UNIT.sub("", plain))
     plain = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", plain)
@@ -73,7 +76,10 @@ def answers_equal(answer: str, truth: str) -> bool:
 
 
 def verified(text: str, truth: str) -> bool:
-    """Return whether math_verify finds the answers in two texts equal; False if it is not installed."""
+    """Return whether math_verify finds the answers in two texts equal.
+
+    False if it is not installed, or if a text holds what might take sympy for ever (see :func:`_expensive`).
+    """
     if not has_math_verify() or _expensive(text) or _expensive(truth):
         return False
     from math_verify import parse, verify

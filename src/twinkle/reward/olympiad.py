@@ -20,7 +20,8 @@ class OlympiadBenchAccuracyReward(Reward):
     """Compares the last boxed answer with the ``ground_truth``.
 
     The reward is 1 for the same text or a number within 1 % or 1e-4, 0.99 · e^(−5 · relative error) for any other
-    number, and 0 otherwise. If there are several correct answers, it is the share of them that was found.
+    number unless the correct one is 0, and 0 otherwise. If there are several correct answers, it is the share of them
+    that was found.
 
     Several correct answers are a list, or a text with commas outside brackets. ``is_multiple_answer`` in ``user_data``,
     if present, says whether there can be several.

@@ -25,8 +25,8 @@ class FormatReward(Reward):
 class MultiModalAccuracyReward(Reward):
     """Gives 1 if the answer is correct, else 0. The answer is the last <answer>…</answer>, or else the whole text.
 
-    It is correct if it equals the ``ground_truth`` as text (ignoring case) or as a number, or if math_verify finds it
-    equal to the answer in the ``solution``.
+    It is correct if it equals the ``ground_truth`` (without one, the ``solution``) as text (ignoring case) or as a
+    number, or if math_verify finds it equal to the answer in the ``solution``.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Templates: convert conversations to tokens and labels, and tokens to text and tool calls.
 
-The module behind a name, and with it numpy, Jinja and Transformers, is imported when the name is first used.
+The module behind a name, and with it what it needs of numpy, Jinja and Transformers, is imported when the name is
+first used.
 """
 
 from importlib import import_module

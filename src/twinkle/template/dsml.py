@@ -3,8 +3,8 @@
 A conversation is BOS, system texts, then turns of the user and the assistant. A user's turn begins with ``<｜User｜>``;
 tool results are part of it, between ``<tool_result>`` tags. An assistant's turn begins with ``<｜Assistant｜>`` and
 either ``<think>`` (the assistant thinks, and ends its thought with ``</think>``) or ``</think>`` (it does not think).
-Thoughts before the last user turn are dropped, unless there are tools. The wording of the tools' introduction is ours;
-tags and layout are the model's.
+Thoughts before the last user turn are dropped, unless there are tools or ``drop_thinking`` is false. The wording of the
+tools' introduction is ours; tags and layout are the model's.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Conversion of messages from the forms that users write to the form that chat templates read, always as copies."""
+"""Conversion of messages from the forms that users write to the form that chat templates read.
+
+The originals are not changed.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -43,7 +46,8 @@ def with_system(trajectory: Dict, system: str) -> Dict:
 def split_reasoning(message: Dict, split: bool) -> Dict:
     """Return an assistant's message with a ``reasoning_content``, taken from ``<think>`` tags in its text if needed.
 
-    ``split=False`` does not change the text, for templates that print only the text.
+    ``split=False`` does not change the text, for templates that print only the text. Messages of other roles are
+    returned unchanged.
     """
     if message["role"] != "assistant" or isinstance(message.get("reasoning_content"), str):
         return message
@@ -77,7 +81,10 @@ def refuse_media(trajectory: Mapping[str, Any]) -> None:
 
 
 def renderable(message: Dict, reasoning_fields: Collection[str]) -> Dict:
-    """Return the message for a chat template: tool calls as objects, thinking under the key that the template reads."""
+    """Return the message for a chat template: tool calls as objects, thinking under the keys that the template reads.
+
+    Without such keys (``reasoning_fields`` empty), thinking is put before the content, in ``<think>`` tags.
+    """
     shown = dict(message)
     if "tool_calls" in shown:
         shown["tool_calls"] = [_tool_call(call) for call in _list_of("tool_calls", shown["tool_calls"])]

@@ -1,7 +1,7 @@
 """Templates of the Qwen family.
 
 Their chat templates are changed in two places, so that the text of a conversation does not change when more messages
-are appended, as rollouts with tools require. All other chat templates are used unchanged.
+are appended, as rollouts with tools require. The chat templates of other models are used unchanged.
 """
 
 from collections.abc import Mapping, Sequence

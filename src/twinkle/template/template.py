@@ -53,9 +53,10 @@ _MOST_CHARACTERS = 2**20  # longer generated texts are not searched for tool cal
 class Template:
     """A template that uses the chat template of a model's tokenizer.
 
-    ``max_length=None`` never truncates. ``default_system`` is put before conversations that start with the user.
-    ``enable_thinking`` is passed to the chat template. With ``use_chat_template=False``, a trajectory is one user
-    message, whose whole text is learnt.
+    ``max_length=None`` (or 0) never truncates; ``truncation_strategy`` says what happens to longer rows: "raise", keep
+    the last tokens ("left") or the first ("right"), "split" or "delete". ``default_system`` is put before conversations
+    that start with the user. ``enable_thinking`` is passed to the chat template. With ``use_chat_template=False``, a
+    trajectory is one user message, whose whole text is learnt.
     """
 
     image_placeholder = "<image>"
@@ -368,7 +369,8 @@ class Template:
     def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
         """Return the feature with newly generated tokens appended. All of these tokens are learnt.
 
-        The assistant's message is appended to ``messages``, with tool calls extracted from its text.
+        If the feature has ``messages``, the assistant's message is appended to them, with tool calls extracted from its
+        text.
         """
         self._require_one_for_one("concat_input_feature")
         if "input_ids" not in feature:
@@ -406,7 +408,7 @@ class Template:
         return {"role": "assistant", "content": text}
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the trajectory if it can be encoded to at least one token, else None. The log says why not."""
+        """Return the trajectory if it can be encoded to at least one token, else None; a UserError is logged."""
         try:
             features = self._encode_rows([trajectory], False, True, {})[0]
         except UserError as error:
@@ -438,7 +440,7 @@ class Template:
         return input_ids
 
     def pre_forward_hook(self, model: object, args: tuple[Any, ...], kwargs: Row) -> tuple[tuple[Any, ...], Row]:
-        """Change the arguments of a model's forward before it runs. Nothing is to do for text."""
+        """Return the arguments of a model's forward before it runs; subclasses may change them."""
         return args, kwargs
 
     map_col_to_row = staticmethod(columns_to_rows)

@@ -1,4 +1,4 @@
-"""The library's logger: one handler, one format, quiet on all but the first process of a machine."""
+"""The library's logger: one console handler, one format; processes of a machine but the first log only errors."""
 
 import logging
 from pathlib import Path
@@ -66,7 +66,7 @@ def get_logger(
     file_mode: Literal["a", "w"] = "w",
     only_local_master: bool = True,
 ) -> TwinkleLogger:
-    """Return the logger ``twinkle``; a second call can change its level or add a file.
+    """Return the logger ``twinkle``. Each call sets its level (default: LOG_LEVEL) and may add a file.
 
     All processes of a machine but the first log errors only, unless ``only_local_master`` is False.
     """

@@ -27,7 +27,7 @@ def requires(package: str) -> None:
 
 
 def exists(package: str) -> bool:
-    """Return whether :func:`requires` would not raise."""
+    """Return False if :func:`requires` raises ImportError for ``package``, else True."""
     try:
         requires(package)
     except ImportError:

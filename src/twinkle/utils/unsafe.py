@@ -17,7 +17,7 @@ def trust_remote_code() -> bool:
 
 
 def check_unsafe(*args: object, **kwargs: object) -> None:
-    """Raise if a function or class is among the arguments, also inside containers, unless remote code is trusted."""
+    """Raise if a callable (function, class, …) is among the arguments, also in containers, unless code is trusted."""
     if trust_remote_code():
         return
     for name, value in [*enumerate(args), *kwargs.items()]:

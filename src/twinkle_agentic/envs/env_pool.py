@@ -28,7 +28,7 @@ _by_owners = remote_function(dispatch="all", collect=_all_in_order, lazy_collect
 
 @remote_class()
 class EnvPool:
-    """A pool of ``pool_size`` places. The environment of a place is made when the place is first reset.
+    """A pool of ``pool_size`` numbered places, each for one environment, which is made when the place is first reset.
 
     The places are divided among n workers: worker r owns the places r, r + n, r + 2n, … Every call goes to all workers,
     and the owner of the place answers. env_kwargs: the arguments of :class:`OpenEnv`.
@@ -117,5 +117,5 @@ class EnvPoolAdapter(Env):
 
 def _answer(result: StepResult | None, idx: int) -> StepResult:
     if result is None:  # under torchrun every process has a pool and owns some of its places
-        raise InvalidInputError("idx", idx, "a place of this process: its rank, and every n-th place from there on")
+        raise InvalidInputError("idx", idx, "a place that this process owns: its rank r, r + n, … with n processes")
     return result

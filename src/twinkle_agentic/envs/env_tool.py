@@ -15,7 +15,7 @@ _ANYTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass
 class _Episode:
-    """The last result and the total reward of an episode; all tools of one environment share it."""
+    """The last result and the total reward of an episode; the tools that one ``from_env`` made share it."""
 
     last_result: StepResult | None = None
     reward: float = 0.0
@@ -59,7 +59,7 @@ class EnvTool(Tool):
 
     @property
     def episode_reward(self) -> float:
-        """Return the sum of all rewards of the episode so far."""
+        """Return the sum of the rewards of all calls so far, also of other tools that the same ``from_env`` made."""
         return self._episode.reward
 
     def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:

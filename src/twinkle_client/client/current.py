@@ -50,8 +50,8 @@ def initialize(
 ) -> TwinkleClient:
     """Create the default client; the counterpart of ``twinkle.initialize`` for scripts that moved to a server.
 
-    The server is that of TWINKLE_SERVER_URL. The seeds of adapters and of shuffling dataloaders are derived from
-    ``seed``; ``name`` is stored with the session.
+    The server is that of TWINKLE_SERVER_URL. Adapters get seeds derived from ``seed``, shuffling dataloaders
+    ``seed`` itself, unless they are given one; ``name`` is stored with the session.
     """
     if mode != "local":
         raise invalid("mode", mode, "'local': the server decides where it computes")

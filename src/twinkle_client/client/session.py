@@ -68,8 +68,8 @@ class TwinkleClient:
 
     base_url: the server's address with or without /api/v1, by default TWINKLE_SERVER_URL; api_key: by default
     TWINKLE_SERVER_TOKEN. ``timeout``: how long the server may be silent during a request; ``retry_deadline``: how
-    long a request is retried after its first failure; both in seconds. ``seed``: the seed of adapters and dataloaders
-    that are given none.
+    long a request is retried after its first failure; both in seconds. ``seed``: for shuffling dataloaders that are
+    given no seed; those of adapters are derived from it.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class TwinkleClient:
             return self._sequences.setdefault((model, adapter_name), AdapterSequence())
 
     def adapter_seed(self, model: str, adapter_name: str) -> int | None:
-        """Return a seed derived from the client's seed, the same for an adapter's name each time a script runs."""
+        """Return a seed derived from the client's seed, model and adapter name; None if the client has no seed."""
         if self.seed is None:
             return None
         digest = hashlib.sha256(f"{self.seed}\n{model}\n{adapter_name}".encode()).digest()

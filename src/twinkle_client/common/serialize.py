@@ -38,7 +38,7 @@ def serialize_object(value: object) -> Any:
 
 
 def deserialize_object(value: Any) -> Any:
-    """Return the object that :func:`serialize_object` was given.
+    """Return a DatasetMeta or LoraConfig that :func:`serialize_object` was given, or the object or list of a JSON text.
 
     Text that is not a JSON object or list, and values that are not text, are returned unchanged. A LoraConfig is
     returned as :class:`twinkle_client.LoraConfig`, with the fields that this class has.

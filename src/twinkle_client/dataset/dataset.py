@@ -21,7 +21,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class MapOptions(TypedDict, total=False):
-    """The options of map. ``batched`` is accepted and always treated as True."""
+    """The options of map. ``batched`` must be True, which is the default."""
 
     batch_size: int
     batched: bool
@@ -34,7 +34,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class FilterOptions(TypedDict, total=False):
-    """The options of filter. ``batched`` is accepted and always treated as False."""
+    """The options of filter. ``batched`` must be False, which is the default."""
 
     batched: bool
     desc: str
@@ -45,7 +45,7 @@ class FilterOptions(TypedDict, total=False):
 
 
 class Dataset(RemoteObject):
-    """A table of rows. ``map`` and ``filter`` take a class's name or an object of :mod:`twinkle_client`, no code."""
+    """A table of rows. ``map`` takes a class's name or an object of :mod:`twinkle_client.preprocessor`, no code."""
 
     processor_type: ClassVar[str] = "dataset"
 
@@ -68,7 +68,7 @@ class Dataset(RemoteObject):
         self.call("add_dataset", dataset_meta=own_meta(dataset_meta), **load_options)
 
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Merge all datasets: interleaved until the first one is exhausted, or one after another."""
+        """Mix all loaded datasets into one: interleaved until the shortest is used up, or one after another."""
         self.call("mix_dataset", interleave=interleave)
 
     def set_template(self, template_func: object, **init_args: Any) -> None:
@@ -83,7 +83,7 @@ class Dataset(RemoteObject):
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
-        """Replace the columns by those that a preprocessor makes of them."""
+        """Add or change columns with a preprocessor. Other columns stay, unless they are in ``remove_columns``."""
         function = function_argument("preprocess_func", preprocess_func)
         which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("map", preprocess_func=function, **which, **map_options)
@@ -95,7 +95,7 @@ class Dataset(RemoteObject):
         init_args: Mapping[str, Any] | None = None,
         **filter_options: Unpack[FilterOptions],
     ) -> None:
-        """Keep the rows for which a filter returns True."""
+        """Keep the rows for which a filter class of the server returns True; Twinkle's server has none and refuses."""
         function = function_argument("filter_func", filter_func)
         which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("filter", filter_func=function, **which, **filter_options)

@@ -29,7 +29,7 @@ class _PeftConfig(Protocol):
 
 
 def is_lora_config(value: object) -> bool:
-    """Return whether a value is a LoraConfig, ours or PEFT's."""
+    """Return whether a value is our LoraConfig or, like PEFT's, an object with ``to_dict``."""
     return isinstance(value, LoraConfig | _PeftConfig) and not isinstance(value, Mapping | type)
 
 

@@ -194,7 +194,7 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> Number | None:
-        """Return the gradient's norm before clipping, or None within a window of accumulated gradients."""
+        """Return the gradient's norm before clipping, or None if more backward passes must come before a step."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
         answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
@@ -309,9 +309,10 @@ class MultiLoraTransformersModel:
     ) -> SaveResult | None:
         """Save a checkpoint on the server and return its address.
 
-        Return None without saving if the number of steps so far is not a multiple of ``interval``. is_sampler: save
-        weights for a sampler, of which the server keeps only the newest. Nothing is written to ``output_dir``, a
-        directory of this machine, because the server keeps the checkpoints; a warning is logged.
+        Return None without saving if the number of backward passes so far is not a multiple of ``interval``.
+        is_sampler: save weights for a sampler; of those with one name the server keeps only the last two. Nothing is
+        written to ``output_dir``, a directory of this machine, because the server keeps the checkpoints; a warning is
+        logged.
         """
         if output_dir is not None:
             logger.warning("output_dir %s is not written to: the server keeps checkpoints itself", output_dir)
@@ -328,13 +329,13 @@ class MultiLoraTransformersModel:
         return SaveResult(parsed(SaveResponse, answer, self.server_url).twinkle_path)
 
     def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
-        """Load weights; ``name`` is a checkpoint's address or the id of a repository on a hub."""
+        """Load weights; ``name`` is a checkpoint's address, or a path in a directory that the server allows."""
         self._done("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
 
     def resume_from_checkpoint(
         self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Continue from a checkpoint of ``save(save_optimizer=True)``.
+        """Continue from a checkpoint of ``save(save_optimizer=True)``. resume_only_model: load only the weights.
 
         Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
         """
@@ -352,8 +353,9 @@ class MultiLoraTransformersModel:
     ) -> None:
         """Upload a checkpoint to a hub repository and wait for it, asking the server every ``poll_interval`` seconds.
 
-        checkpoint_dir: an address, or what :meth:`save` returned. async_upload: whether the server uploads in the
-        background of its other work; this call returns after the upload in either case.
+        checkpoint_dir: an address, or what :meth:`save` returned. hub_token: Twinkle's server refuses None.
+        async_upload: Twinkle's server ignores it; this call returns after the upload in either case, or raises
+        ServerError.
         """
         body = {
             "checkpoint_dir": str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir),

@@ -30,10 +30,10 @@ class OpenWire(Wire):
 
 
 class ErrorResponse(Wire):
-    """The body of every answer with a status from 400 on.
+    """The body of the native protocol's answers with a status from 400 on.
 
-    ``detail`` is a text for people. ``code`` is one of the codes above, if programs have to tell this error from others
-    with the same status; older servers send none.
+    ``detail`` is a text for people. ``code`` is one of the codes of this module, if programs have to tell this error
+    from others with the same status; older servers send none.
     """
 
     detail: str

@@ -24,7 +24,7 @@ class SampleRequest(Wire):
 
 
 class SampledSequenceModel(Wire):
-    """One sample. ``logprobs``: for each token, (token, log-probability) of the sampled one or of the k likeliest."""
+    """One sample. ``logprobs``: for each place, (token, log-probability) of the sampled token or of the k likeliest."""
 
     stop_reason: StopReason
     tokens: list[int]

@@ -130,7 +130,10 @@ class ResumeFromCheckpointRequest(AdapterRequest):
 
 
 class UploadToHubRequest(Wire):
-    """A request to upload a checkpoint. ``checkpoint_dir``: an address twinkle://…, or what ``save`` returned."""
+    """A request to upload a checkpoint. ``checkpoint_dir``: an address twinkle://…, or the answer to ``save``.
+
+    Twinkle's server refuses a ``hub_token`` of None and ignores ``async_upload``.
+    """
 
     checkpoint_dir: str | dict[str, Any]
     hub_model_id: str
@@ -171,7 +174,7 @@ class CalculateLossResponse(Wire):
 
 
 class ClipGradNormResponse(Wire):
-    """The norm as text; empty within a window of accumulated gradients, where nothing is clipped yet."""
+    """The norm as text; empty if more backward passes must come before a step: nothing was clipped."""
 
     result: str
 
@@ -235,7 +238,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """The options of verbs that depend on the window. None: the value with which the adapter was added."""
+    """How many backward passes are accumulated for one step, from now on. None: as it was set before."""
 
     gradient_accumulation_steps: Steps | None = None
 

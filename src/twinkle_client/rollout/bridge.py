@@ -1,8 +1,8 @@
 """Append tool answers to the tokens of a running conversation.
 
 Rendering and tokenising the whole conversation anew could change tokens that were sampled. Instead it is rendered as
-text without and with the new messages; only the additional text is tokenised and appended. Its labels are ignored in
-training.
+text without and with the new messages; only the additional text is tokenised and appended. Its labels are −100, so
+that training ignores it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -85,7 +85,9 @@ class Sampler:
         adapter_uri: str | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
-        """Return one response with ``num_samples`` sequences for each input, in order.
+        """Return one response for each input, in order, with the number of samples that ``sampling_params`` says.
+
+        ``num_samples`` counts only if ``sampling_params`` is None or a mapping without that key.
 
         sampling_params: a SamplingParams (ours or the library's), or a mapping of its fields. adapter_uri: sample with
         the checkpoint that ``save`` returned; adapter_name: sample with the current weights of an adapter of this
@@ -117,7 +119,7 @@ class Sampler:
         return await asyncio.get_running_loop().run_in_executor(self.client.thread_pool, call)
 
     def add_adapter_to_sampler(self, adapter_name: str, config: object) -> SamplerAddAdapterResponse:
-        """Add an adapter, on servers whose samplers have their own. Twinkle's samplers use the model's adapters."""
+        """Add an adapter, on servers whose samplers have their own. Twinkle's refuses: use the model's adapters."""
         body = {"adapter_name": adapter_name, "config": config_text(config, "all-linear")}
         answer = self.client.post(f"{self._path}/add_adapter_to_sampler", encode(body))
         added = parsed(SamplerAddAdapterResponse, answer, self.server_url)
