@@ -161,6 +161,9 @@ def test_data_on_the_server(tiny, tmp_path):
     assert [len(batch) for batch in seen] == [2, 2, 1] * 2
     assert sorted(text for batch in seen[:3] for text in batch) == [str(n) for n in range(5)]
     assert seen[:3] != seen[3:]
+    loader.set_processor("InputProcessor", padding_side="left")
+    shapes = [(len(batch["input_ids"]), len(batch["labels"])) for batch in loader]
+    assert shapes == [(2, 2), (2, 2), (1, 1)]  # collated: one column of all rows, no reference to them
     reward = GSM8KAccuracyReward(client=tiny)
     row = {"messages": [{"role": "assistant", "content": r"\boxed{18}"}], "user_data": [["ground_truth", "18"]]}
     assert reward([row]) == [1.0]

@@ -119,19 +119,20 @@ def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
 
 
 def next_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonText:
-    """Return the next rows, or with ``by_reference`` a reference to them. Either way the batch is numbered and kept."""
-    rows = live.course.next(live.thing)
-    text = to_json(rows)
+    """Return the next batch, or with ``by_reference`` a reference to its rows. Either way it is numbered and kept.
+
+    A batch that a processor has collated is not a list of rows: it has no reference and is returned itself.
+    """
+    batch = live.course.next(live.thing)
+    text = to_json(batch)
     try:
         number = context.objects.batches.add(live.processor_id, text)
     except NoRoomError:
-        live.course.put_back(rows)  # the client asks again when there is room, and gets these rows
+        live.course.put_back(batch)  # the client asks again when there is room, and gets this batch
         raise
-    if not arguments.get("by_reference", False):
+    if not arguments.get("by_reference", False) or not isinstance(batch, list):
         return JsonText(text)
-    if not isinstance(rows, list):
-        raise UnsupportedError("by_reference: only rows have references; with set_processor batches must be fetched")
-    reference = {"_TWINKLE_TYPE_": "Batch", "processor_id": live.processor_id, "number": number, "length": len(rows)}
+    reference = {"_TWINKLE_TYPE_": "Batch", "processor_id": live.processor_id, "number": number, "length": len(batch)}
     return JsonText(json.dumps(reference))
 
 
