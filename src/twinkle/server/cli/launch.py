@@ -107,7 +107,11 @@ def run_server(
 
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
-    """Start ``twinkle-server launch`` with these arguments, wait until it serves, and return process id and URL."""
+    """Start ``twinkle-server launch`` with these arguments, wait until it serves, and return process id and URL.
+
+    Raises TwinkleServerError if the process ends before, or does not serve within ten minutes. Its output goes to
+    ``log_file``.
+    """
     from twinkle.server.runtime.process import LISTENING
 
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +141,7 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
 
 
 def fetch_status(url: str) -> dict[str, object]:
-    """Return the status that the server at ``url`` reports."""
+    """Return the status that the server at ``url`` reports; TwinkleServerError if none answers."""
     try:
         with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
             status: dict[str, object] = json.load(answer)

@@ -1,4 +1,4 @@
-"""What each tenant may use and has used: limits, share, tokens per minute, usage. All services share one object."""
+"""What each tenant may use and has used: limits, share, tokens per minute, usage. One object for each process."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping

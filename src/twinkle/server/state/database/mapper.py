@@ -1,4 +1,4 @@
-"""Conversion between records (dataclasses) and rows of a table: one mapper class for all records of the state."""
+"""Conversion between records (dataclasses) and rows of a table: one mapper class for most records of the state."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -107,7 +107,7 @@ def _to_json(value: Any) -> str:
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Convert a decoded JSON value to a field's type: a list to a tuple, an object to the dataclass ``kind``."""
+    """Convert a decoded JSON value to a field's type: a list to a tuple, an object to ``kind`` if it is a dataclass."""
     if isinstance(value, list):
         return tuple(value)
     if is_dataclass(kind) and isinstance(kind, type):

@@ -1,4 +1,4 @@
-"""The base class of all areas of the state, and decorators for methods that run as one transaction."""
+"""The base class of all areas of the state, and decorators for methods that run as one write or one read."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class Area:
-    """A group of tables with the methods that use them. Each query method of this class is its own transaction."""
+    """A group of tables with the methods that use them.
+
+    Each method here that writes is a transaction of its own; each that reads runs in a reader thread, without one.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -1,6 +1,7 @@
-"""The audit log: which tenant changed which keys, sessions and checkpoints. Entries never change; old ones are deleted.
+"""The audit log: changes of each tenant's keys, sessions and checkpoints. Entries never change; old ones are deleted.
 
-An entry is written in the same transaction as the change that it describes: both are stored or neither is.
+An entry about a change is written in the same transaction as the change: both are stored or neither is. Reading a
+checkpoint changes nothing; it has an entry of its own.
 """
 
 import secrets
@@ -47,11 +48,11 @@ class Audit(Area):
     """The audit log of all tenants."""
 
     async def add(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
-        """Add an entry about an action that does not change the state."""
+        """Add an entry, with the present time, about an action that does not change the state."""
         await self._database.write(lambda cursor: add_entry(cursor, tenant_id, event, time.time(), details))
 
     async def list(self, tenant_id: str, since: float, until: float, limit: int) -> Sequence[AuditEntry]:
-        """Return the newest ``limit`` entries of a tenant between ``since`` and ``until``, oldest first."""
+        """Return a tenant's newest ``limit`` entries, from ``since`` on and before ``until``, oldest first."""
         entries = await self._all(_ENTRY, _LIST, tenant=tenant_id, since=since, until=until, limit=limit)
         return list(reversed(entries))
 
