@@ -1,4 +1,6 @@
-"""What each tenant has used: tokens, optimizer steps, requests. A request is counted when it has succeeded.
+"""What each tenant has used: tokens, optimizer steps, requests.
+
+An op, a sample or a pass of the base model is counted when it has succeeded.
 
 Counts are kept twice. The totals since the process started are for monitoring. The counts of each tenant and day that
 are not in the database yet are written there by maintenance, about every 15 seconds (see ``state.records.usage``), and
@@ -37,7 +39,7 @@ _NOTHING = UsageCounts()
 
 
 class Usage:
-    """The counters of one process. Belongs to one event loop."""
+    """The counters of one process: totals by tenant, and what is not in the database yet. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -48,7 +48,9 @@ def add_parsers(commands: Commands) -> None:
 
     usage = add_command(commands, "usage", _usage, "show tokens, steps and storage by tenant and day (UTC)")
     usage.add_argument("--tenant", default=None, help="show only this tenant")
-    usage.add_argument("--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days before last")
+    usage.add_argument(
+        "--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days before the last"
+    )
     usage.add_argument("--until", type=_day, default=None, metavar="DAY", help="last day, default today")
     usage.add_argument("--format", choices=("table", "json"), default="table", help="default table")
 

@@ -79,7 +79,7 @@ class _Named:
 
 @dataclass
 class _Staging:
-    """A directory with hard links to the files that are to be copied."""
+    """A directory with hard links to the files that are to be copied. ``linked``: the names that were linked."""
 
     data_dir: Path
     directory: Path

@@ -22,7 +22,9 @@ from twinkle.server.state.integrity.wal_check import check_wal
 from twinkle.server.state.records.ops import OPS_WITH_BODIES
 from twinkle.server.types import BlobRef
 
-_RUN_IS_FAILED = "the next start fails this run and goes on; its checkpoints can be loaded into a new one"
+_RUN_IS_FAILED = (
+    "the next start fails what depends on it, at most this run; its checkpoints can be loaded into a new one"
+)
 _FROM_COPY = "the next start puts it back from the copy, or logs what is lost"
 _REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twinkle-server restore a backup"
 

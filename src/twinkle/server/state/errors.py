@@ -40,7 +40,7 @@ class DatabaseConnectionError(TwinkleError, OSError):
 class DatabaseUnavailableError(TwinkleError, OSError):
     """The database has been unreachable for too long. Nothing of what the call wrote was stored.
 
-    Only for a call that waits while the store is being closed, that is unknown.
+    If the store is closed during the outage, it may be unknown whether the last writes were stored.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ _PAUSE = 0.1
 
 
 class Store:
-    """All areas of the state, each with its own methods. A store belongs to one event loop.
+    """The opened state of a server: an attribute for each area, such as ``sessions``. It belongs to one event loop.
 
     Records are looked up by id alone, for any tenant: the caller must check their ``tenant_id``.
     """

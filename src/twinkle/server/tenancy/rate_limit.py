@@ -1,11 +1,11 @@
 """Rates: the limit on a tenant's tokens per minute, and how fast a total has grown lately.
 
 :class:`TokenRate` is a token bucket for each tenant: it holds one minute's tokens and refills continuously. A request
-is charged before any work is done for it, so that many requests at once get no more than the same requests one after
-another. Where the cost is known only at the end, the highest possible cost (at most one minute's tokens) is charged
-first, and the difference is refunded or charged at the end. A request that costs more than a whole minute's tokens is
-accepted when the bucket is full; the level is then negative, and later requests wait until it has refilled. So the rate
-holds on average.
+is charged before it is computed, so that many requests at once get no more than the same requests one after another.
+Where the cost is known only at the end, the highest possible cost (at most one minute's tokens) is charged first, and
+the difference is refunded or charged at the end. A request that costs more than a whole minute's tokens is accepted
+when the bucket is full; the level is then negative, and later requests wait until it has refilled. So the rate holds on
+average.
 """
 
 import math

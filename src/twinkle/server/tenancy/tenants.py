@@ -19,7 +19,8 @@ from twinkle.server.usage import Usage
 class TenantTerms:
     """The limits and the share that the configuration gives a tenant.
 
-    The limits on queues and on unfetched results apply to each base model separately.
+    The limits on queues apply to each base model separately, that on unfetched results to its training and its sampling
+    separately.
     """
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)

@@ -223,7 +223,7 @@ class _Write:
 
 
 class _Line:
-    """A connection and its cursor. Both are replaced when the connection is lost."""
+    """A connection to the database and its cursor; :meth:`connect_again` replaces both when the connection is lost."""
 
     def __init__(self, connect: Callable[[], PoolProxiedConnection], cursor: Callable[[Any], Cursor]) -> None:
         self._connect = connect

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
 
 class Role(Enum):
-    """The role of a process that opens the state."""
+    """Why a process opens the state, which decides the locks it takes and whether it may migrate and write ops."""
 
     SERVER = "server"  # a server with one process
     MEMBER = "member"  # one of several processes of a server

@@ -69,7 +69,7 @@ class RecordMapper(Generic[R]):
         return self._record(**values)
 
     def find(self, cursor: Cursor, **key: object) -> R | None:
-        """Return the only record with these values in these columns, or None."""
+        """Return the record with these values in these columns, or None."""
         row = cursor.find(self._table, **key)
         return None if row is None else self.record(row)
 

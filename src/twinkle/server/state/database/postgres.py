@@ -89,7 +89,7 @@ SET idle_in_transaction_session_timeout = '60s'
 
 
 class PostgresDriver:
-    """The driver of one PostgreSQL database."""
+    """The driver of one PostgreSQL database. ``role`` decides whether and how its writer takes the server lock."""
 
     def __init__(self, url: URL, role: Role) -> None:
         self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password

@@ -36,8 +36,8 @@ _logger = logging.getLogger(__name__)
 def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
     """Return the secret of a data directory, 64 hexadecimal digits, and repair it or its copy if necessary.
 
-    A secret that differs from an undamaged copy is replaced by the copy. DamagedStateError if it is damaged and so is
-    the copy. ``may_make``: create a secret if there is none. Without it, DamagedStateError: keys or tenants depend
+    A secret that differs from an undamaged copy is replaced by the copy. DamagedStateError if it is damaged without
+    such a copy. ``may_make``: create a secret if there is none. Without it, DamagedStateError: keys or tenants depend
     on the old secret, and a new one would lock all of them out.
     """
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)

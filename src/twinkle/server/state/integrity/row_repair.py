@@ -1,4 +1,4 @@
-"""Repair of damaged rows when a server starts on SQLite. A row affects only the run, session or key it belongs to.
+"""Repair of damaged rows when a server starts on SQLite. Each affects only the run, session or key it belongs to.
 
 Rows of sessions, runs, sampling sessions, checkpoints, API keys and custom losses are put back from the server's copy
 of the database if it has them and they are still valid. Otherwise a run is failed, a session is ended (its adapters are
@@ -127,7 +127,7 @@ class _Repair:
         copied = self._copied(name, row)
         session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
-            self._report(f"session {row['session_id']}", "its record is damaged and it has no runs: it is removed")
+            self._report(f"session {row['session_id']}", "its record is damaged, nothing refers to it: it is removed")
             return
         copied = copied or self._copied(name, {"session_id": session_id})
         now = time.time()
@@ -179,7 +179,7 @@ class _Repair:
         live = {run["run_id"] for run in self._good("runs") if run["state"] == "live"} - with_one
         run_id = _nearest(row["adapter_id"], live)
         if run_id is None:
-            self._report(f"snapshot of {row['adapter_id']}", "its record is damaged; no live run lacks a snapshot")
+            self._report(f"snapshot of {row['adapter_id']}", "its record is damaged and fits no live run: removed")
             return
         if self._has_gap(run_id, -1) is False:
             what = "the record of its snapshot was damaged: all ops since its creation are replayed from the journal"
@@ -199,7 +199,7 @@ class _Repair:
         copied = self._copied(name, row)
         found = copied or self._from_directory(row)
         if found is None:
-            self._report(f"checkpoint {path}", "its record is damaged, and its files are not found: it is removed")
+            self._report(f"checkpoint {path}", "its record is damaged, its files were not identified: it is removed")
             return
         path = f"tinker://{found['run_id']}/{found['kind']}/{found['name']}"
         self._put(name, found)

@@ -29,8 +29,9 @@ _FRAMES_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class WalDamage:
-    """A WAL of which only ``found`` of ``committed`` frames can be read. Without an index, ``committed`` is estimated.
+    """A WAL of which only ``found`` of ``committed`` frames can be read.
 
+    If SQLite's index of the WAL is missing or damaged, ``committed`` counts the frames that have the salts of this WAL.
     ``is_needed``: some of the other frames are not in the database file either. ``is_consistent``: the first ``found``
     frames together with the database file give the database as it was after an earlier commit.
     """

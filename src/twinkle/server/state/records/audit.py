@@ -45,7 +45,7 @@ _ENTRY = RecordMapper(AuditEntry, AUDIT)
 
 
 class Audit(Area):
-    """The audit log of all tenants."""
+    """The audit log of all tenants: adding, listing and deleting entries."""
 
     async def add(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
         """Add an entry, with the present time, about an action that does not change the state."""

@@ -19,7 +19,7 @@ from twinkle.server.state.records.area import Area, in_write
 
 
 class Claim(Enum):
-    """The result of claiming a lease."""
+    """The result of :meth:`Leases.claim`."""
 
     REFUSED = "refused"  # another process holds the lease
     TAKEN = "taken"  # it was free, or the lease of another process had expired

@@ -36,7 +36,7 @@ class DamageRecords(Area):
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
         """Record that a run cannot continue because of damage; return the message for its client.
 
-        The state of the run does not change by this; the caller sets it.
+        This does not set the run's state to failed; the caller does.
         """
         message = lost_run(run_id, what)
         await self.record(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))

@@ -117,7 +117,7 @@ _ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(st
 
 
 class Retention(Area):
-    """Deletes sessions that have ended, with their runs, curves and sampling sessions; also clears the whole state.
+    """Deletes sessions that have ended, with their runs, curves and sampling sessions; clears all current work.
 
     An ended session never becomes active again, and nothing new is created in it, except in its first hour the copy of
     weights for which it may have been made. So a row that was found unused is still unused when it is deleted in a

@@ -53,7 +53,7 @@ _INSERT_NAME = insert(RUN_METRIC_NAMES)
 
 
 class RunMetrics(Area):
-    """The points of all runs' curves."""
+    """The points of all runs' curves: those measured at optimizer steps, and those that clients logged."""
 
     @in_write
     def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:

@@ -61,7 +61,7 @@ _TOUCH = (
 
 
 class Runs(Area):
-    """The runs of all tenants."""
+    """The runs of all tenants: storing and finding them, and changing their state, note and last request's time."""
 
     async def add(self, run: RunRecord) -> RunRecord:
         """Store a run and return it, or return the existing one of its session with this number."""
@@ -150,7 +150,7 @@ _MATTERING = (
 
 
 class SnapshotRecords(Area):
-    """The records of snapshots, one for each adapter that has one."""
+    """The records of snapshots: which directory holds an adapter's snapshot, and which ops that covers."""
 
     @in_write
     def set(self, cursor: Cursor, snapshot: SnapshotRecord) -> SnapshotRecord | None:

@@ -52,7 +52,7 @@ _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 
 
 class Sessions(Area):
-    """The sessions of all tenants."""
+    """The sessions of all tenants: creating, listing and ending them, and the times of their heartbeats."""
 
     @in_write
     def create(
