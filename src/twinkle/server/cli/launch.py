@@ -64,7 +64,10 @@ def launch_server(
     config_path: str | Path | None = None,
     ray_namespace: str | None = None,
 ) -> None:
-    """Serve ``config``, else the file ``config_path``, else the demo model, until SIGTERM or SIGINT."""
+    """Serve ``config``, else the file ``config_path``, else the demo model, until SIGTERM or SIGINT.
+
+    Return at once if the configuration has no applications.
+    """
     from twinkle.server.config import load_config
 
     if config is not None:

@@ -92,7 +92,7 @@ async def _revoke_key(args: argparse.Namespace, store: Store) -> None:
 
 @on_store
 async def _usage(args: argparse.Namespace, store: Store) -> None:
-    """Print the usage of each tenant on each day, both ends included."""
+    """Print the usage of each tenant, or of ``--tenant``, on the days ``--since`` to ``--until``, both included."""
     until: date = args.until or datetime.now(UTC).date()
     since: date = args.since or until - timedelta(days=30)
     found = await store.usage.list(since.isoformat(), (until + timedelta(days=1)).isoformat(), args.tenant)

@@ -109,7 +109,10 @@ class _Staging:
 
 
 def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
-    """Copy the state into the directory ``target``, which must be empty or not exist yet."""
+    """Copy the SQLite file ``database``, and the files in ``data_dir`` that it needs, into the directory ``target``.
+
+    ``target`` must be empty or not exist yet, otherwise TwinkleServerError.
+    """
     if not database.is_file():
         raise TwinkleServerError(f"no server has kept its state in {data_dir}")
     check_before_opening(database, data_dir, has_lock=False)

@@ -74,7 +74,7 @@ class Tenants:
         return bool(self._special)
 
     def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Replace the names of API keys with these pairs of a key's name and its tenant's id."""
+        """Set the names of all API keys, as pairs of a key's name and its tenant's id. Earlier pairs are forgotten."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
 
 

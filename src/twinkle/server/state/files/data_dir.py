@@ -80,7 +80,7 @@ class DataDir:
         return [self.relative(other) for other in found]
 
     def remove_empty(self, recorded: str) -> None:
-        """Remove the empty checkpoint directories of a run, after the checkpoint ``recorded`` was deleted.
+        """Remove a run's empty checkpoint directories, after its checkpoint in the directory ``recorded`` was deleted.
 
         No op may be saving a checkpoint of this run.
         """

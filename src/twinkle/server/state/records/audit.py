@@ -70,5 +70,5 @@ class Audit(Area):
 
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
-    """Add an entry as part of a write."""
+    """Add an entry in the transaction of ``cursor``, in which the caller makes the change that it describes."""
     _ENTRY.insert(cursor, AuditEntry(now, event, details), entry_id=secrets.token_hex(12), tenant_id=tenant_id)

@@ -94,11 +94,11 @@ class Sessions(Area):
         return await self._all(_SESSION, _AFTER, tenant_id=tenant_id, created_at=created_at, id=session_id, limit=limit)
 
     async def silent(self, before: float) -> tuple[SessionRecord, ...]:
-        """Return the active sessions whose last heartbeat is older than ``before``, the oldest first."""
+        """Return the active sessions whose last heartbeat was before this time, the longest silent first."""
         return await self._all(_SESSION, _SILENT, before=before)
 
     async def silent_of(self, tenant_id: str, before: float) -> tuple[SessionRecord, ...]:
-        """Return a tenant's active sessions whose last heartbeat is older than ``before``, the oldest first."""
+        """Return a tenant's active sessions whose last heartbeat was before this time, the longest silent first."""
         return await self._all(_SESSION, _SILENT_OF_TENANT, tenant_id=tenant_id, before=before)
 
     async def touch(self, last_seen: Mapping[str, float]) -> None:
