@@ -1,8 +1,10 @@
-"""What each tenant has used: tokens, optimizer steps, requests. An op or a sample is counted when it succeeds.
+"""What each tenant has used: tokens, optimizer steps, requests.
+
+An op, a sample or a pass of the base model is counted when it has succeeded.
 
 Counts are kept twice. The totals since the process started are for monitoring. The counts of each tenant and day that
-are not in the database yet are written there every few seconds (see ``state.records.usage``) and stay there. If the
-process is killed, the counts since the last write, a few seconds, are lost.
+are not in the database yet are written there by maintenance, about every 15 seconds (see ``state.records.usage``), and
+stay there. If the process is killed, the counts since the last write are lost.
 """
 
 import time
@@ -20,7 +22,7 @@ class UsageCounts:
     """What a tenant used. ``trained_tokens`` are those of forward and forward_backward.
 
     ``prompt_tokens`` counts the prompt of a sampling request once, however many samples are drawn from it. ``requests``
-    counts ops and sampling requests.
+    counts ops, sampling requests and passes of the base model.
     """
 
     trained_tokens: int = 0
@@ -37,7 +39,7 @@ _NOTHING = UsageCounts()
 
 
 class Usage:
-    """The counters of one process. Belongs to one event loop."""
+    """The counters of one process: totals by tenant, and what is not in the database yet. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

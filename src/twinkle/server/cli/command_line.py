@@ -26,6 +26,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 def main(arguments: Sequence[str] | None = None, timings: Timings = DEFAULT_TIMINGS) -> int:
     """Run one command and return its exit code: 0 for success, 1 for an error, 2 for wrong use, 130 for Ctrl-C.
 
+    ``check-data`` also ends with 1 if it finds damage, ``check-config`` with 2 for a bad configuration.
     ``timings`` are for the server that ``launch`` starts in this process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -136,7 +137,7 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
 @on_store
 async def _print_damage(_args: argparse.Namespace, store: Store) -> None:
-    """Print the damage that was found in the state of the server that runs here."""
+    """Print the damage on record in the state of the server that runs here, and its runs that failed by damage."""
     found = {each.subject: each.message for each in await store.damage.list()}
     for run in await store.runs.in_state("failed"):
         if run.note is not None and "damaged" in run.note:

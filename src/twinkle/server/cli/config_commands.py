@@ -1,4 +1,4 @@
-"""Parts that all commands share: which configuration a command uses, and how it opens the state of its server.
+"""Parts that commands share: which configuration a command uses, and how it opens the state of its server.
 
 The commands about configurations, ``check-config`` and ``print-config``, are here too.
 """
@@ -69,7 +69,10 @@ def config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def requested_config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
-    """Return the file's configuration, or the default one, changed by command line options, and notes on it."""
+    """Return the configuration, and notes on it: the file's or the default one, changed by command line options.
+
+    Without ``--namespace``, TWINKLE_RAY_NAMESPACE replaces the file's Ray namespace.
+    """
     return load_config(
         _config_file(args),
         model=args.model,

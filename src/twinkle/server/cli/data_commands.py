@@ -32,7 +32,7 @@ def add_parsers(commands: Commands) -> None:
     backup.add_argument("directory", type=Path, metavar="DIR", help="target directory; must be empty or not exist yet")
     back = add_command(commands, "restore", _restore, "create a data directory from a backup")
     back.add_argument("directory", type=Path, metavar="DIR", help="directory of the backup")
-    about = "check all files of a stopped server and list damage"
+    about = "check the state and the files of a stopped server and list damage"
     check = add_command(commands, "check-data", _check, about)
     check.add_argument(
         "--repair", action="store_true", help="repair an unusable database, or replace it with its last copy"
@@ -107,7 +107,7 @@ def _repair(data_dir: Path, database: Path) -> str:
     """Repair a damaged database, keep the damaged files beside it, and return a sentence on what was done.
 
     A write-ahead log whose beginning can still be read and applied is cut after it. Otherwise the last copy of the
-    database takes its place.
+    database takes the place of the database; TwinkleServerError if there is no copy.
     """
     stamp = f"damaged-{int(time.time())}"
     wal = check_wal(database) if database.exists() else None
@@ -160,7 +160,7 @@ def _finish(findings: list[Finding], form: str, what: str) -> None:
 
 
 def _clear(args: argparse.Namespace, _given: list[str]) -> None:
-    """Delete the state of unfinished work. Keys and checkpoints stay."""
+    """Delete the state of unfinished work if the operator agrees. Keys, checkpoints, usage and audit log stay."""
     config = config_of(args)
     if not args.yes and not _agreed(config):
         raise TwinkleServerError("nothing was cleared; --yes clears without asking")
@@ -175,7 +175,7 @@ def _agreed(config: ServerConfig) -> bool:
 
 
 async def _clear_state(config: ServerConfig) -> int:
-    """Delete the state and return the number of records deleted.
+    """Delete the state of unfinished work, with its files, and return the number of records deleted.
 
     The state is opened with the lock that a server takes, so this raises while a server runs.
     """

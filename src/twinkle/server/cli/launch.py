@@ -64,7 +64,10 @@ def launch_server(
     config_path: str | Path | None = None,
     ray_namespace: str | None = None,
 ) -> None:
-    """Serve ``config``, else the file ``config_path``, else the demo model, until SIGTERM or SIGINT."""
+    """Serve ``config``, else the file ``config_path``, else the demo model, until SIGTERM or SIGINT.
+
+    Return at once if the configuration has no applications.
+    """
     from twinkle.server.config import load_config
 
     if config is not None:
@@ -107,7 +110,11 @@ def run_server(
 
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
-    """Start ``twinkle-server launch`` with these arguments, wait until it serves, and return process id and URL."""
+    """Start ``twinkle-server launch`` with these arguments, wait until it serves, and return process id and URL.
+
+    Raises TwinkleServerError if the process ends before, or does not serve within ten minutes. Its output goes to
+    ``log_file``.
+    """
     from twinkle.server.runtime.process import LISTENING
 
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +144,7 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
 
 
 def fetch_status(url: str) -> dict[str, object]:
-    """Return the status that the server at ``url`` reports."""
+    """Return the status that the server at ``url`` reports; TwinkleServerError if none answers."""
     try:
         with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
             status: dict[str, object] = json.load(answer)

@@ -1,6 +1,7 @@
 """Commands about the tenants of a server: ``keys``, ``usage`` and ``evict``.
 
-They work on the server's database, which only operators can write to, while the server runs.
+They work on the server's database, which only operators can write to. The server may run meanwhile; for ``evict`` it
+must.
 """
 
 import argparse
@@ -42,12 +43,14 @@ def add_parsers(commands: Commands) -> None:
     create.add_argument("--name", default="", help="what the key is for")
     create.add_argument("--tenant", default=None, help="id of an existing tenant; default: a new tenant for this key")
     add_command(keys, "list", _list_keys, "list ids, tenants and names of keys, but not the keys themselves")
-    revoke = add_command(keys, "revoke", _revoke_key, "revoke a key; requests with it are refused from then on")
+    revoke = add_command(keys, "revoke", _revoke_key, "revoke a key; a running server refuses it within ten seconds")
     revoke.add_argument("key_id", help="id of the key, as shown by keys list")
 
     usage = add_command(commands, "usage", _usage, "show tokens, steps and storage by tenant and day (UTC)")
     usage.add_argument("--tenant", default=None, help="show only this tenant")
-    usage.add_argument("--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days ago")
+    usage.add_argument(
+        "--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days before the last"
+    )
     usage.add_argument("--until", type=_day, default=None, metavar="DAY", help="last day, default today")
     usage.add_argument("--format", choices=("table", "json"), default="table", help="default table")
 
@@ -89,7 +92,7 @@ async def _revoke_key(args: argparse.Namespace, store: Store) -> None:
 
 @on_store
 async def _usage(args: argparse.Namespace, store: Store) -> None:
-    """Print the usage of each tenant on each day, both ends included."""
+    """Print the usage of each tenant, or of ``--tenant``, on the days ``--since`` to ``--until``, both included."""
     until: date = args.until or datetime.now(UTC).date()
     since: date = args.since or until - timedelta(days=30)
     found = await store.usage.list(since.isoformat(), (until + timedelta(days=1)).isoformat(), args.tenant)
@@ -124,7 +127,10 @@ def _day(text: str) -> date:
 
 @on_store
 async def _evict(args: argparse.Namespace, store: Store) -> None:
-    """Ask the running server to evict runs. It answers at its next maintenance, within about fifteen seconds."""
+    """Ask the running server to evict runs, and wait for the answers.
+
+    The server looks for such requests in its maintenance, about every fifteen seconds.
+    """
     _check_running(store)
     run_ids = [args.run_id] if args.tenant is None else await _live_runs(store, args.tenant)
     asked = [await store.operator_requests.ask(EVICT, run_id, time.time()) for run_id in run_ids]
@@ -137,7 +143,7 @@ async def _evict(args: argparse.Namespace, store: Store) -> None:
 
 
 def _check_running(store: Store) -> None:
-    """Raise if no server runs. A running server holds the lock of its data directory."""
+    """Raise TwinkleServerError if no server runs. A running server holds the lock of its data directory."""
     with suppress(DataDirInUseError), DirectoryLock(store.data_dir):
         raise TwinkleServerError(f"no server runs on {store.data_dir}, so there is nothing to evict")
 

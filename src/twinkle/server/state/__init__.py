@@ -2,5 +2,5 @@
 
 ``records/`` has the areas of the state (sessions, runs, ops, …). ``database/`` has the tables, the drivers of the two
 databases that can hold them, and the journal. ``files/`` has the data directory, ``integrity/`` the code that finds and
-repairs damage. No module here depends on a protocol.
+repairs damage. No module here imports one of the protocols.
 """

@@ -1,19 +1,21 @@
 """Backup of a server's state while the server runs, and restore of a backup into a new data directory.
 
-A backup is consistent: its records are those of one moment, and it holds every file that they name, complete. This is
-how one is made:
+A backup is consistent: its records are those of one moment, and it holds the files that a server needs to go on from
+them, complete. Bodies of ops that are not replayed are left out, and sampler versions of sessions that have ended are
+copied only as far as their files still exist. This is how a backup is made:
 
 1. SQLite copies the database as it is at one moment, also while other connections write.
 2. The files that this copy names never change once they exist, but the server may delete them meanwhile. It deletes
-   files only after their record is gone (or, for a checkpoint, expired). So all files are hard-linked into a staging
-   directory, which is fast.
+   files only after their record is gone (a checkpoint: expired; a sampler version: its session has ended). So the files
+   are hard-linked into a staging directory, which is fast.
 3. If the live records still name all of the linked directories, none of them was being deleted while it was linked
    (except perhaps an expired checkpoint, which nobody can use). Otherwise the steps are repeated with a new copy of
-   the database.
+   the database, at most 50 times.
 4. Only then are the bytes copied. The last segment of the journal may grow during that; no record of the backup points
    to the bytes that were added.
 
-The manifest holds a checksum of every file and one of itself. A backup with a single wrong bit is not restored.
+The manifest holds a checksum of every other file and one of itself. A backup with a single wrong bit is not restored,
+unless it is of format 1, which had no checksums: of these only the number and total size of the files are compared.
 """
 
 import json
@@ -55,7 +57,7 @@ _VERSIONS = select(SAMPLING_SESSIONS.c.directory).where(SAMPLING_SESSIONS.c.dire
 
 @dataclass(frozen=True)
 class BackupSummary:
-    """The time of a backup, and the number and total size of its files."""
+    """The time of a backup, and the number and total size of its files, without the manifest."""
 
     created_at: float
     files: int
@@ -64,7 +66,11 @@ class BackupSummary:
 
 @dataclass(frozen=True)
 class _Named:
-    """The paths that the records name, relative to the data directory."""
+    """The paths that the records name, relative to the data directory.
+
+    ``directories`` must exist. ``old_versions``, sampler versions of sessions that have ended, may be missing.
+    ``segments`` are the files of the journal with bodies and outcomes that are still needed.
+    """
 
     directories: frozenset[str]
     old_versions: frozenset[str]
@@ -73,7 +79,7 @@ class _Named:
 
 @dataclass
 class _Staging:
-    """A directory with hard links to the files that are to be copied."""
+    """A directory with hard links to the files that are to be copied. ``linked``: the names that were linked."""
 
     data_dir: Path
     directory: Path
@@ -103,7 +109,10 @@ class _Staging:
 
 
 def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
-    """Copy the state into the directory ``target``, which must be empty or not exist yet."""
+    """Copy the SQLite file ``database``, and the files in ``data_dir`` that it needs, into the directory ``target``.
+
+    ``target`` must be empty or not exist yet, otherwise TwinkleServerError.
+    """
     if not database.is_file():
         raise TwinkleServerError(f"no server has kept its state in {data_dir}")
     check_before_opening(database, data_dir, has_lock=False)
@@ -131,7 +140,8 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
 def check_backup(source: Path) -> list[str]:
     """Return the names of files that are missing from the backup, are damaged, or do not belong to it.
 
-    Raises TwinkleServerError if the manifest cannot be read.
+    Raises TwinkleServerError if the manifest is missing, damaged or of an unknown format. A backup of format 1 has no
+    checksums: TwinkleServerError if the number or total size of its files is wrong, otherwise no names.
     """
     _, sums = _read_manifest(source)
     if sums is None:
@@ -141,7 +151,10 @@ def check_backup(source: Path) -> list[str]:
 
 
 def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
-    """Make ``data_dir``, which must be empty or not exist yet, from a backup."""
+    """Make ``data_dir``, which must be empty or not exist yet, from a backup; the database becomes ``database``.
+
+    Raises TwinkleServerError, and changes nothing, if the backup is damaged or ``database`` exists.
+    """
     summary, _ = _read_manifest(source)
     damaged = check_backup(source)
     if damaged:
@@ -182,7 +195,8 @@ def _manifest(summary: BackupSummary, sums: Mapping[str, tuple[int, int]]) -> by
 def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int, int]] | None]:
     """Return the summary of a backup, and (size, checksum) of its files by name.
 
-    The second value is None for a backup of format 1, which has no checksums.
+    The second value is None for a backup of format 1, which has no checksums; then the number and total size of the
+    files are compared with the summary. Raises TwinkleServerError if they differ, or if the manifest is not usable.
     """
     damaged = TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored")
     try:
@@ -214,7 +228,7 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
 
 
 def _stage(staging: _Staging, database: Path) -> _Named:
-    """Copy the database and link all files that the copy names; return their names."""
+    """Copy the database and link the files that the copy names; return their names. See the steps at the top."""
     copy = staging.directory / _DATABASE
     for _ in range(_ATTEMPTS):
         with closing(connect(database, read_only=True)) as live:
@@ -231,7 +245,7 @@ def _stage(staging: _Staging, database: Path) -> _Named:
         if all(segments) and all(found) and fresh <= still_named:
             return named
         time.sleep(_PAUSE_SECONDS)
-    raise TwinkleServerError("the state changed too fast to be copied: some files were deleted each time; try again")
+    raise TwinkleServerError("the state was not copied: some of its files were missing or deleted each time; try again")
 
 
 def _named(database: Path) -> _Named:
@@ -250,7 +264,7 @@ def _named(database: Path) -> _Named:
 
 @contextmanager
 def _staging(data_dir: Path) -> Iterator[_Staging]:
-    """Make a staging directory inside the data directory, so that hard links into it work.
+    """Make a staging directory inside the data directory, so that hard links into it work; remove it at the end.
 
     Staging directories of backups that were killed are removed first.
     """
@@ -263,7 +277,7 @@ def _staging(data_dir: Path) -> Iterator[_Staging]:
 
 
 def _own_directory(parent: Path, prefix: str) -> Path:
-    """Return a path with this process's id in its name, and remove those of processes that do not run any more."""
+    """Return a path that ends with this process's id; delete those that end with ids of processes that do not run."""
     for leftover in parent.glob(f"{prefix}*"):
         pid = leftover.name.removeprefix(prefix)
         if pid.isdigit() and not _runs(int(pid)):

@@ -1,7 +1,7 @@
 """The check behind ``twinkle-server check-data``: what is damaged on disk, who owns it, and how it can be repaired.
 
-Nothing is changed. With the records on PostgreSQL only the secret is checked: rows are then checked when a server
-starts, and PostgreSQL maintains its own structure.
+Nothing is changed. With the records on PostgreSQL only the secret is checked: rows are then checked when a server with
+one process starts, and PostgreSQL maintains its own structure.
 """
 
 import sqlite3
@@ -22,7 +22,9 @@ from twinkle.server.state.integrity.wal_check import check_wal
 from twinkle.server.state.records.ops import OPS_WITH_BODIES
 from twinkle.server.types import BlobRef
 
-_RUN_IS_FAILED = "the next start fails this run and goes on; its checkpoints can be loaded into a new one"
+_RUN_IS_FAILED = (
+    "the next start fails what depends on it, at most this run; its checkpoints can be loaded into a new one"
+)
 _FROM_COPY = "the next start puts it back from the copy, or logs what is lost"
 _REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twinkle-server restore a backup"
 
@@ -45,7 +47,11 @@ class Finding:
 
 
 def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
-    """Yield all damage. ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked."""
+    """Yield the damage of the secret, the database, the rows, the files that rows name, and the database's copy.
+
+    ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked. If the file, its WAL or its
+    structure is damaged, nothing after it is checked.
+    """
     problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
     if problem is not None:
         yield Finding(problem, None, None, "see the description", is_fatal="there is no copy" in problem)
@@ -123,7 +129,10 @@ def _directories(
 
 
 def _directory(place: Path, about: Finding) -> Iterator[Finding]:
-    """Yield a finding for each damaged file of a directory: ``about``, with the file added to its ``what``."""
+    """Yield ``about`` for each damaged file of a directory, with the file added to its ``what``.
+
+    Yield it once if the directory is missing or its ``checksums.json`` is damaged.
+    """
     problems: list[str]
     if not place.is_dir():
         problems = [f"{place} is missing"]

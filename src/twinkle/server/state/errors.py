@@ -7,11 +7,14 @@ from twinkle.errors import TwinkleError, UserError
 
 
 class StorageFullError(TwinkleError, OSError):
-    """The disk under the data directory, or its quota, is full. Nothing of what the call wrote was stored."""
+    """The disk of the data directory or of the database, or its quota, is full.
+
+    Nothing of what the call wrote was stored.
+    """
 
 
 class DataDirInUseError(TwinkleError, OSError):
-    """Another server uses this data directory."""
+    """Another process holds the lock of this data directory: a server, or a command such as ``check-data``."""
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(f"data directory {data_dir} is in use by another server; stop it or choose another directory")
@@ -35,7 +38,10 @@ class DatabaseConnectionError(TwinkleError, OSError):
 
 
 class DatabaseUnavailableError(TwinkleError, OSError):
-    """The database has been unreachable for too long. Nothing of what the call wrote was stored."""
+    """The database has been unreachable for too long. Nothing of what the call wrote was stored.
+
+    If the store is closed during the outage, it may be unknown whether the last writes were stored.
+    """
 
     def __init__(self) -> None:
         super().__init__("the server's database does not answer: nothing was kept, send the request again")
@@ -71,7 +77,7 @@ class DamagedRecordError(UserError):
 
 
 class StoreClosedError(TwinkleError, RuntimeError):
-    """The store is closed, or it was opened read-only and this call would write."""
+    """The store is closed, or its journal was opened only for reading, as by commands, and the call would write."""
 
 
 class CheckpointExistsError(UserError):

@@ -47,7 +47,7 @@ _PAUSE = 0.1
 
 
 class Store:
-    """All areas of the state, each with its own methods. A store belongs to one event loop.
+    """The opened state of a server: an attribute for each area, such as ``sessions``. It belongs to one event loop.
 
     Records are looked up by id alone, for any tenant: the caller must check their ``tenant_id``.
     """
@@ -127,7 +127,8 @@ class Store:
         A server takes the lock of the directory (``lock``). A second server gets :class:`DataDirInUseError`, or
         :class:`DatabaseInUseError` if it has another directory but the same database. The processes of one server share
         the lock (``shared``), and each writes its own segments of the journal. Command-line tools open the store
-        without the lock, also while a server runs: they may do everything except journal and prune ops.
+        without the lock, also while a server runs: they may do everything except write to the journal and prune it.
+        If the disk is full, the reserve file is deleted and the directory is opened once more.
         """
         role = Role.TOOL if not lock else Role.MEMBER if shared else Role.SERVER
         opened = partial(cls, data_dir, url, role, segment_bytes, asyncio.get_running_loop(), timings)
@@ -140,11 +141,11 @@ class Store:
         return await asyncio.to_thread(opened)
 
     def keep_reserve(self) -> None:
-        """Create the reserve file, whose space is freed when the disk is full, if it is missing. Blocks."""
+        """Create the reserve file, whose space is freed when the disk is full, if it is missing and fits. Blocks."""
         keep_reserve(self.data_dir)
 
     async def close(self) -> None:
-        """Commit all pending writes, and release the lock for the next server."""
+        """Commit all pending writes, copy a SQLite file that has changed, and release the lock for the next server."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
@@ -175,7 +176,10 @@ def _driver(url: URL, role: Role) -> Driver:
 
 
 def _database_lock(data_dir: Path, database: Path, role: Role) -> AbstractContextManager[object]:
-    """Lock a database file outside the data directory, because servers with other data directories may use it too."""
+    """Lock a database file other than ``state.db``, because servers with other data directories may use it too.
+
+    A tool takes no lock.
+    """
     if role is Role.TOOL or database.absolute() == (data_dir / "state.db").absolute():
         return nullcontext()
     database.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +190,7 @@ def _database_lock(data_dir: Path, database: Path, role: Role) -> AbstractContex
 
 
 def _examine(data_dir: Path, database: Path, role: Role) -> None:
-    """Look for damage before the database is opened. If a server has several processes, the first one does this."""
+    """Look for damage before the SQLite file is opened: all processes in the WAL, a server's first one in all rows."""
     check_before_opening(database, data_dir, has_lock=role is Role.SERVER)
     if role is not Role.TOOL:
         # If the directory is in use, another process of this server has examined the database already.
@@ -202,9 +206,11 @@ def _is_unused(connection: Connection) -> bool:
 
 
 def _update_schema(data_dir: Path, driver: Driver, role: Role) -> None:
-    """Migrate the tables to the newest schema version.
+    """Create the tables, or migrate them to the newest schema version.
 
-    Tables never change while a server runs, so only a process that holds the exclusive lock migrates them.
+    Tables never change while a server runs, so only a process that holds the exclusive lock migrates them. One of
+    several processes of a server waits up to a minute for another that may be migrating. Raises DataDirInUseError or
+    DatabaseInUseError if the lock is not free then, or, for other processes, at once.
     """
     deadline = time.monotonic() + (_MEMBER_SECONDS if role is Role.MEMBER else 0)
     while _is_outdated(driver):

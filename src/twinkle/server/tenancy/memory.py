@@ -66,7 +66,7 @@ class _Share:
 
 
 class ResultMemory:
-    """Counts the bytes of all results in memory, by tenant, and drops results above ``limit`` bytes.
+    """Counts the bytes of all results in memory, by tenant, and drops some when they exceed ``limit`` bytes in all.
 
     Belongs to one event loop.
     """
@@ -129,9 +129,10 @@ class ResultMemory:
     def reading(self, tenant_id: str, size: int) -> AbstractContextManager[None]:
         """Return a context manager for reading a result of ``size`` bytes from disk in order to send it.
 
-        The bytes count as being sent while it is entered. Raise OverloadedError if too many bytes are being sent
-        already: half of the limit for this tenant, or all of it for all tenants. The tenant's own limit is also an
-        OverloadedError (503) and not a QuotaError (429), because SDKs take a 429 as the final answer of a future.
+        The bytes count as being sent while it is entered. Raise OverloadedError if together with those being sent
+        already they exceed half of the limit for this tenant, or the limit for all tenants. A result alone is always
+        allowed. The tenant's own limit is also an OverloadedError (503) and not a QuotaError (429), because SDKs take a
+        429 as the final answer of a future.
         """
         for sending, limit in ((self._sending[tenant_id], self.limit // 2), (self._sending.total(), self.limit)):
             if sending and sending + size > limit:
@@ -168,7 +169,7 @@ logger = logging.getLogger(__name__)
 _RESERVE_KEY = "memory_reserve_bytes"
 _RESERVE_SHARE = 0.05  # of the memory limit
 _LEAST_RESERVE, _MOST_RESERVE = 256 * 2**20, 4 * 2**30
-# The default limits are the memory of the machine, divided by these.
+# The default limits are the memory of the machine, or of a control group that has less, divided by these.
 _RESULT_SHARE = 5
 _QUEUE_SHARE = 5
 _ADAPTER_SHARE = 4
@@ -179,13 +180,16 @@ _TRIM_SECONDS = 10.0  # between two trims: returning memory to the system blocks
 
 
 class MemoryGuard:
-    """Refuses new work when the memory of the process runs short.
+    """Refuses new work, and has caches dropped, when the memory that the process may use runs short.
 
     Belongs to one event loop; the memory is read in another thread.
     """
 
     def __init__(self, reserve_bytes: int | None = None, read: Callable[[], HostMemory] = read_host_memory) -> None:
-        """``reserve_bytes``: how much must stay free. None: a twentieth of the memory, within 256 MiB and 4 GiB."""
+        """``reserve_bytes``: how much must stay free.
+
+        None: a twentieth of the memory, at least 256 MiB, at most 4 GiB, and at most a quarter of the memory.
+        """
         self._read = read
         self._memory = read()
         self._reserve = reserve_bytes
@@ -210,7 +214,7 @@ class MemoryGuard:
 
     @property
     def is_short(self) -> bool:
-        """Return whether caches should be dropped. May be called in any thread."""
+        """Return whether less than twice the reserve is free: caches should be dropped. May be called in any thread."""
         return self.free < self.reserve
 
     @property
@@ -224,7 +228,8 @@ class MemoryGuard:
     def check(self, size: int = 0, *, urgent: bool = False) -> None:
         """Raise OverloadedError if work that takes about ``size`` bytes would use a part of the reserve.
 
-        ``urgent``: other ops wait for this one and hold memory until it runs. It may use half of the reserve.
+        Otherwise the bytes count as used until the memory is read again. ``urgent``: other ops wait for this one and
+        hold memory until it runs. It may use half of the reserve.
         """
         spare = self.reserve // 2 if urgent else 0
         if self.free + spare < size:
@@ -235,7 +240,7 @@ class MemoryGuard:
         self._expected += size
 
     async def watch(self) -> None:
-        """Read the memory in use periodically, until cancelled."""
+        """Read the memory in use periodically, and have caches dropped when it is short, until cancelled."""
         while True:
             try:
                 await self._look()
@@ -265,7 +270,7 @@ class MemoryGuard:
 
 
 class ProcessMemory:
-    """The memory budgets of one process, shared by its services."""
+    """The memory guard and the limits in bytes (results, queues, adapters) of one process, shared by its services."""
 
     def __init__(self, limits: LimitsConfig | None = None) -> None:
         limits = limits or LimitsConfig()

@@ -1,10 +1,11 @@
 """Rates: the limit on a tenant's tokens per minute, and how fast a total has grown lately.
 
 :class:`TokenRate` is a token bucket for each tenant: it holds one minute's tokens and refills continuously. A request
-is charged before any work is done for it, so that many requests at once get no more than the same requests one after
-another. Where the cost is known only at the end, the highest possible cost is charged first, and the unused part is
-refunded. A request that costs more than a whole minute's tokens is accepted when the bucket is full; the level is then
-negative, and later requests wait until it has refilled. So the rate holds on average.
+is charged before it is computed, so that many requests at once get no more than the same requests one after another.
+Where the cost is known only at the end, the highest possible cost (at most one minute's tokens) is charged first, and
+the difference is refunded or charged at the end. A request that costs more than a whole minute's tokens is accepted
+when the bucket is full; the level is then negative, and later requests wait until it has refilled. So the rate holds on
+average.
 """
 
 import math
@@ -61,7 +62,10 @@ class TokenRate:
             bucket.level = min(bucket.level + tokens, float(limit))
 
     def check(self, tenant_id: str, limit: int | None) -> None:
-        """Raise RateLimitError if no token is left. Callers that must do work before they know the cost call this."""
+        """Raise RateLimitError if less than one token is left; nothing is charged.
+
+        Callers that must do work before they know the cost call this.
+        """
         if limit is not None and self._bucket(tenant_id, limit).level < 1:
             self.charge(tenant_id, 1, limit)
 
@@ -81,7 +85,7 @@ class TokenRate:
 
 
 class RecentRate:
-    """The growth of a running total over about the last minute. Each call of ``note`` adds a point to measure from."""
+    """The growth of a running total over about the last minute. Each :meth:`record` adds a point to measure from."""
 
     def __init__(self, now: float) -> None:
         self._notes: deque[tuple[float, int]] = deque([(now, 0)])  # (time, total), oldest first
@@ -92,6 +96,6 @@ class RecentRate:
             self._notes.popleft()
 
     def rate(self, total: int, now: float) -> float:
-        """Return the growth per second since a minute ago, or since the start."""
+        """Return the growth per second, to the present ``total``, since about a minute ago or since the start."""
         at, before = self._notes[0]
         return round((total - before) / max(now - at, 1.0), 1)

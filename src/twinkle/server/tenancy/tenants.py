@@ -1,4 +1,4 @@
-"""What each tenant may use and has used: limits, share, tokens per minute, usage. All services share one object."""
+"""What each tenant may use and has used: limits, share, tokens per minute, usage. One object for each process."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,8 @@ from twinkle.server.usage import Usage
 class TenantTerms:
     """The limits and the share that the configuration gives a tenant.
 
-    The limits on queues and on unfetched results apply to each base model separately.
+    The limits on queues apply to each base model separately, that on unfetched results to its training and its sampling
+    separately.
     """
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -73,7 +74,7 @@ class Tenants:
         return bool(self._special)
 
     def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Replace the names of API keys with these pairs of a key's name and its tenant's id."""
+        """Set the names of all API keys, as pairs of a key's name and its tenant's id. Earlier pairs are forgotten."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
 
 

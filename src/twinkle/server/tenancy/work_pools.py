@@ -1,8 +1,8 @@
 """Thread pools for the work of requests: a pool for each kind of work, shared fairly between tenants.
 
-Work of one kind never waits for work of another kind. Within a kind, a tenant has a few threads at a time, never all of
-them, and tenants take turns. The event loop's default thread pool is reserved for the server itself: writing snapshots,
-loading adapters from disk, startup and shutdown.
+Work of one kind never waits for work of another kind. Within a kind, a tenant has at most two threads at a time, never
+all of them (except for monitoring, which is no tenant's work), and tenants take turns. The event loop's default thread
+pool is for the server itself: writing snapshots, loading adapters from disk, maintenance, startup and shutdown.
 
 :class:`TenantTurns` limits the number of a tenant's concurrent pieces of work where one piece spans several awaits.
 """
@@ -109,7 +109,7 @@ class FairPool:
 
 
 class WorkPools:
-    """All thread pools of a process."""
+    """The thread pools of a process for the work of requests, one for each kind of work."""
 
     def __init__(self) -> None:
         self.reading = FairPool("reading", threads=4, at_once=2)  # request bodies: JSON, protobuf, digests
@@ -121,7 +121,10 @@ class WorkPools:
         self.monitoring = FairPool("monitoring", threads=2, at_once=2)  # /metrics and similar requests of no tenant
 
     def release_waiters(self) -> None:
-        """Refuse requests that wait for a thread, because the server shuts down. Saves still run."""
+        """Refuse new requests, and those that wait for a thread, because the server shuts down.
+
+        The pools for saving and monitoring still take work.
+        """
         for pool in (self.reading, self.text, self.downloads, self.hub):
             pool.close()
 

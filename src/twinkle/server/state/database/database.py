@@ -11,13 +11,14 @@ runs SQLAlchemy itself on the event loop. Accepting one op (look up, insert, wri
     [1] the event loop works in slices of 0.5 ms: a thread that releases the interpreter lock waits to get it back
 
 So SQLAlchemy declares the tables, compiles the SQL for the dialect and opens the connections; statements run on the
-driver's cursor. A caller puts a function into the writer's queue. The writer thread takes all functions from the queue,
-runs them in one transaction, commits, and wakes their callers with a single call into the event loop. Writes are
-committed in the order of the calls.
+driver's cursor. A caller puts a function into the writer's queue. The writer thread takes the functions that are in the
+queue, up to 512, runs them in one transaction, commits, and wakes their callers with a single call into the event loop.
+Writes are committed in the order of the calls.
 
-When a connection is lost, a new one is opened and the work is run again: reads, and transactions that were not
-committed. Callers wait up to half a minute for that; then they get DatabaseUnavailableError. There is one exception:
-while it is unknown whether a transaction was committed, its callers wait until the database can be asked.
+When a connection is lost, a new one is opened and the work is run again, three times at most: reads, and transactions
+that were not committed. By default callers wait up to half a minute for a connection; then they get
+DatabaseUnavailableError. There is one exception: while it is unknown whether a transaction was committed, its callers
+wait until the database can be asked, or until the store is closed.
 """
 
 import asyncio
@@ -98,7 +99,7 @@ class _Compiled:
 
 
 class Cursor:
-    """Runs statements in the current transaction of one connection.
+    """Runs statements on one connection: in a write within its transaction, in a read each statement by itself.
 
     It is valid only inside the function that it was passed to, and in the thread that runs that function.
     """
@@ -114,12 +115,12 @@ class Cursor:
         return [dict(zip(compiled.columns, row, strict=True)) for row in self.driver_cursor.fetchall()]
 
     def row(self, statement: Select[Any], parameters: Parameters) -> Row | None:
-        """Return the only row, or None."""
+        """Return the first row, or None if there is none."""
         rows = self.rows(statement, parameters)
         return rows[0] if rows else None
 
     def number(self, statement: Select[Any], parameters: Parameters) -> int:
-        """Return the only value of the only row."""
+        """Return the first value of the first row as an int. There must be a row."""
         row = self.row(statement, parameters)
         assert row is not None
         return int(next(iter(row.values())))
@@ -139,14 +140,14 @@ class Cursor:
     # Shortcuts for statements on one table. ``key``: columns and the values that they must have.
 
     def find(self, table: Table, **key: object) -> Row | None:
-        """Return the only row with these values, or None."""
+        """Return the row with these values, or None. If there are several, return one of them."""
         return self.row(_find(table, tuple(key)), key)
 
     def count(self, table: Table, **key: object) -> int:
         return self.number(_count(table, tuple(key)), key)
 
     def insert(self, table: Table, **row: object) -> None:
-        """Insert a row. ``row`` must have a value for every column."""
+        """Insert a row. ``row`` must have a value for every column except ``checksum``, which is computed."""
         self.execute(_insert(table), row)
 
     def update(self, table: Table, key: Parameters, **values: object) -> int:
@@ -222,7 +223,7 @@ class _Write:
 
 
 class _Line:
-    """A connection and its cursor. Both are replaced when the connection is lost."""
+    """A connection to the database and its cursor; :meth:`connect_again` replaces both when the connection is lost."""
 
     def __init__(self, connect: Callable[[], PoolProxiedConnection], cursor: Callable[[Any], Cursor]) -> None:
         self._connect = connect
@@ -266,7 +267,7 @@ class Database:
         self._writer.start()
 
     async def read(self, work: Callable[[Cursor], T]) -> T:
-        """Run ``work`` in a reader's thread, and again if its connection is lost.
+        """Run ``work`` in a reader's thread, and again, three times at most, if its connection is lost.
 
         It sees all writes that were awaited before this call.
         """
@@ -360,7 +361,8 @@ class Database:
         """Commit a group and return the results in order. A result that is an exception is raised to its caller.
 
         Failures are rare. If a write fails, the whole transaction is rolled back, and each write of the group is run
-        again in a transaction of its own.
+        again in a transaction of its own. If the database is unreachable or taken by another server, every write of
+        the group gets that error.
         """
         try:
             return self._transact(group)
@@ -372,7 +374,7 @@ class Database:
         return [result for write in group for result in self._commit([write])]
 
     def _transact(self, group: Sequence[_Write]) -> list[Any]:
-        """Run a group in one transaction. If the connection is lost and nothing was committed, try again."""
+        """Run a group in one transaction. If the connection is lost and nothing was committed, try up to twice more."""
         attempts = 0
         while True:
             attempts += 1
@@ -398,8 +400,8 @@ class Database:
     def _took_place(self, error: BaseException, maybe: bool) -> bool:
         """Connect again, and return whether the transaction that lost its connection was committed.
 
-        ``maybe``: COMMIT was sent, so this must be asked, however long the database is unreachable. Without it, nothing
-        was committed.
+        ``maybe``: COMMIT was sent, so the database must be asked, however long it is unreachable, unless the store is
+        being closed. Without it, nothing was committed.
         """
         while True:
             try:
@@ -425,9 +427,10 @@ class Database:
         time.sleep(_RECONNECT_PAUSE)
 
     def _reconnect(self, line: _Line, error: BaseException) -> None:
-        """Try to connect until it works or the outage has lasted too long (DatabaseUnavailableError).
+        """Try to connect until it works or the outage has lasted too long.
 
-        When the outage has lasted too long already, try once.
+        Then raise DatabaseUnavailableError, or DatabaseInUseError if another server has the database. When the outage
+        has lasted too long already, try once.
         """
         since = self._away_since
         if since is None:

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
 
 class Role(Enum):
-    """The role of a process that opens the state."""
+    """Why a process opens the state, which decides the locks it takes and whether it may migrate and write ops."""
 
     SERVER = "server"  # a server with one process
     MEMBER = "member"  # one of several processes of a server
@@ -18,7 +18,7 @@ class Role(Enum):
 class Driver(Protocol):
     """Opens connections to one database, and runs the statements that depend on its kind.
 
-    All methods block. ``cursor`` is a cursor of the database driver (``sqlite3`` or ``psycopg``).
+    Methods may block. ``cursor`` is a cursor of the database driver (``sqlite3`` or ``psycopg``).
     """
 
     @property
@@ -34,7 +34,8 @@ class Driver(Protocol):
         """Create what this kind of database needs besides the tables, and commit."""
 
     def fail_damaged_rows(self) -> None:
-        """Compare every row with its checksum, and fail the runs of damaged rows.
+        """Compare rows with their checksums and report damaged ones; fail a live run if its own row, its snapshot's row
+        or the row of one of its ops is damaged.
 
         SQLite does nothing here: its file is examined before it is opened.
         """

@@ -5,9 +5,10 @@ A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) follow
 thread reads. When ``append`` returns, the blob is in the page cache: it survives the death of the process, not of the
 machine.
 
-A segment is closed for good when it is full or when the process ends. So an append that was interrupted by SIGKILL is
-always at the end of a segment. No record points to it, and it is left there. Blobs are read only through their
-``BlobRef``, never one after the other, so a damaged header or damaged data affects only the op that owns the blob.
+A segment is closed for good when it is full, when a failed append cannot be taken back, or when the process ends. So an
+append that was interrupted by SIGKILL is always at the end of a segment. No record points to it, and it is left there.
+Blobs are read only through their ``BlobRef``, never one after the other, so a damaged header or damaged data affects
+only the op that owns the blob.
 
 The processes of one server may share a journal (:class:`JournalWriters`). Each process then has a writer number, which
 is the upper part of the number of its segments, and holds a lock on the file of that number. If the lock is free, the
@@ -95,7 +96,10 @@ class Journal:
         writable: bool = True,
         writers: JournalWriters | None = None,
     ) -> None:
-        """``writers``: the writer numbers, if several processes append here; None: only this process does."""
+        """``writers``: the writer numbers, if several processes append here; None: at most this process does.
+
+        ``segment_bytes``: the size above which a new segment is begun. Without ``writable``, blobs can only be read.
+        """
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._writable = writable
@@ -146,7 +150,7 @@ class Journal:
         return data
 
     def segments(self) -> list[int]:
-        """Return the numbers of all segments on disk, oldest first."""
+        """Return the numbers of all segments on disk, in ascending order: by writer, and for each writer by age."""
         return sorted(int(path.stem) for path in self._directory.glob(f"*{_SUFFIX}"))
 
     def closed_segments(self) -> list[int]:

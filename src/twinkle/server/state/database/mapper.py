@@ -1,4 +1,4 @@
-"""Conversion between records (dataclasses) and rows of a table: one mapper class for all records of the state."""
+"""Conversion between records (dataclasses) and rows of a table: one mapper class for most records of the state."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ class RecordMapper(Generic[R]):
         return self._record(**values)
 
     def find(self, cursor: Cursor, **key: object) -> R | None:
-        """Return the only record with these values in these columns, or None."""
+        """Return the record with these values in these columns, or None."""
         row = cursor.find(self._table, **key)
         return None if row is None else self.record(row)
 
@@ -107,7 +107,7 @@ def _to_json(value: Any) -> str:
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Convert a decoded JSON value to a field's type: a list to a tuple, an object to the dataclass ``kind``."""
+    """Convert a decoded JSON value to a field's type: a list to a tuple, an object to ``kind`` if it is a dataclass."""
     if isinstance(value, list):
         return tuple(value)
     if is_dataclass(kind) and isinstance(kind, type):

@@ -1,9 +1,10 @@
 """The migrations of the database schema. A new database gets the newest tables; an older one is migrated step by step.
 
 ``MIGRATIONS[n]`` leads from version ``n + 1`` to ``n + 2``. A migration uses plain SQL or tables that it declares
-itself, never those of ``state.database.tables``, which keep changing. Never edit a migration that was released. A
-migration that creates a table gives it the column ``checksum``. A migration that changes a table calls
-:func:`~twinkle.server.state.integrity.row_checksums.fill_checksums` for that table at its end.
+itself, never those of ``state.database.tables``, which keep changing. Never edit a migration that was released. A new
+migration that creates a table gives it the column ``checksum``. A new migration that changes a table calls
+:func:`~twinkle.server.state.integrity.row_checksums.fill_checksums` for that table at its end. (The migrations before
+version 9, which introduced the checksums, do neither.)
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ Migration = Callable[[Connection], None]
 
 
 def _run(connection: Connection, *statements: str) -> None:
-    """Run statements, with {double} and {without_rowid} replaced by what they are called in this database."""
+    """Run statements, with {double} and {without_rowid} replaced by this database's words, which may be empty."""
     is_sqlite = connection.dialect.name == "sqlite"
     double, without_rowid = ("DOUBLE", "WITHOUT ROWID") if is_sqlite else ("DOUBLE PRECISION", "")
     for statement in statements:
@@ -165,7 +166,7 @@ def _add_endings(connection: Connection) -> None:
 
 
 def _add_checksums_and_damage(connection: Connection) -> None:
-    """Add a checksum to every row of the tables with records, and a table of damage that was found."""
+    """Add a checksum to the rows of all tables but ``schema_version`` and ``writers``, and the table ``damage``."""
     tables = [name for name in inspect(connection).get_table_names() if name not in ("schema_version", "writers")]
     for name in tables:
         connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")

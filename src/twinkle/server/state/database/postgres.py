@@ -1,16 +1,17 @@
 """The driver of PostgreSQL.
 
 Two advisory locks of the database are used. The server lock is held by the server as long as its writer's connection
-lives; if a server has several processes, they share it. The write lock is held by every writing transaction, also of a
-tool, until its end: so there is one writer at a time, as with SQLite.
+lives; if a server has several processes, they share it. The write lock is held by each transaction of a writer, also of
+a tool, and by a migration, until its end: so there is one writer at a time, as with SQLite.
 
 A connection can be lost after COMMIT was sent and before its answer arrived. To find out afterwards whether the
 transaction was committed, each writer has a row in the table ``writers``, and every transaction stores its own number
-in that row. A server that opens the database deletes the rows of earlier servers. So an earlier server that was only
-cut off from the network finds its row missing at its next transaction, and cannot write any more.
+in that row. A server with one process deletes the rows of earlier servers when it opens the database. So an earlier
+server that was only cut off from the network finds its row missing at its next transaction, and cannot write any more.
 
-PostgreSQL maintains its own structure, so a row whose checksum is wrong is not repaired. A run whose own row, snapshot
-or op is damaged is failed. All damage is reported in the log and in the table ``damage``.
+PostgreSQL maintains its own structure. A server with one process compares the rows with their checksums when it starts;
+one with several processes does not. A damaged row is not repaired. A live run whose own row, snapshot or op is damaged
+is failed. All damage that is found is reported in the log and in the table ``damage``.
 """
 
 import errno
@@ -88,7 +89,7 @@ SET idle_in_transaction_session_timeout = '60s'
 
 
 class PostgresDriver:
-    """The driver of one PostgreSQL database."""
+    """The driver of one PostgreSQL database. ``role`` decides whether and how its writer takes the server lock."""
 
     def __init__(self, url: URL, role: Role) -> None:
         self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password
@@ -175,7 +176,10 @@ class PostgresDriver:
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def begin(self, cursor: Any) -> None:
-        """Begin a transaction and store its number in the writer's row, in one round trip."""
+        """Begin a transaction and store its number in the writer's row, in one round trip.
+
+        Raises DatabaseInUseError if the row is gone: another server has taken over.
+        """
         self._number += 1
         number = f"UPDATE writers SET transactions = {self._number} WHERE writer = '{self._writer}'"
         cursor.execute(f"{_BEGIN_WRITE}; {number}", prepare=False)
@@ -200,7 +204,7 @@ class PostgresDriver:
         return row is not None and row[0] == self._number
 
     def begin_migration(self, connection: Connection) -> None:
-        """Begin a transaction while no server uses the database: a running server would expect the old tables."""
+        """Begin a transaction; DatabaseInUseError if a server uses the database, which would expect the old tables."""
         cursor = connection.connection.cursor()
         cursor.execute(_BEGIN_WRITE)
         self._take_lock(cursor, "pg_try_advisory_xact_lock")
@@ -243,7 +247,10 @@ def _reason(error: Exception) -> str:
 
 
 def _fail(connection: Connection, table: str, row: dict[str, Any], key: str) -> None:
-    """Report a damaged row in the log and in ``damage``, and fail its run if it is a run, a snapshot or an op."""
+    """Report a damaged row in the log and, the first time, in ``damage``.
+
+    If it is a row of ``runs``, ``snapshots`` or ``ops`` and its run is live, fail the run.
+    """
     run_id = row.get("adapter_id") or row.get("run_id")
     what = f"a row of the table {table} ({key}) is damaged in the server's database"
     is_run = table in ("runs", "snapshots", "ops")

@@ -33,7 +33,7 @@ def default_url(data_dir: Path) -> URL:
 
 
 class SqliteDriver:
-    """The driver of one SQLite file. Connections to a file are never lost.
+    """The driver of one SQLite file. Its connections are never reported as lost.
 
     ``after_maintenance`` is called in a reader's thread after each :meth:`maintain`.
     """
@@ -97,7 +97,7 @@ def as_sql(statement: SelectBase) -> str:
 
 
 def checkpoint(cursor: Any) -> None:
-    """Copy the content of the WAL into the database file, which takes some fsyncs, without blocking the writer."""
+    """Copy the WAL into the database file, as far as possible without waiting for readers or for the writer."""
     cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
     cursor.fetchall()
 

@@ -4,7 +4,7 @@ Columns have only types that every driver accepts and returns unchanged (text, i
 on the driver's own cursor, without SQLAlchemy's conversion of values (see ``state.database.database``). Structured
 values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
 
-Every table except ``schema_version`` also has a column ``checksum`` (``state.integrity.row_checksums``).
+Every table here except ``schema_version`` also has a column ``checksum`` (``state.integrity.row_checksums``).
 
 A change here needs a migration in :mod:`twinkle.server.state.database.migrations`.
 """

@@ -1,4 +1,4 @@
 """The data directory: paths, atomic writing of directories, file checksums, the lock, the reserve, and export.
 
-Of ``state/`` this package imports only ``errors.py``.
+From ``state/`` this package imports only ``errors.py``.
 """

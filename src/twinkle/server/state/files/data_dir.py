@@ -1,13 +1,15 @@
 """Paths under the data directory, and adapter snapshots as files.
 
-state.db, secret, lock                   the database, the server's secret, and the lock of the directory
+state.db, secret, lock                   the database, unless another is configured, the secret, and the lock
+server.json                              process id and URL of the running server
 copies/                                  copies of the database and the secret, used when the originals are damaged
 reserve                                  a file that is deleted to free space when the disk is full
 journal/                                 bodies and outcomes of ops
 running/                                 the ops that run now, a file for each training service
 snapshots/<run>/<seq>-<random>/          adapters as they were after op <seq>, for recovery
 checkpoints/<run>/<kind>/<name>/<seq>/   checkpoints that tenants saved with op <seq>
-samplers/<session>-<run>-<seq>/          unnamed sampler versions, saved with op <seq> of the session's run <run>
+samplers/<sampler>-<number>-<seq>/       unnamed versions of sampling session <sampler>, saved with op <seq> of the
+                                         session's run with this number
 processors/<worker>/                     files of a session's datasets, deleted when their process ends
 server.log                               the log of a server that ``launch --no-wait`` started
 logs/<replica>.log                       the log of each process of a server on Ray
@@ -41,7 +43,7 @@ _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
 
 @dataclass(frozen=True)
 class DataDir:
-    """The paths under one data directory. Recorded places are relative to ``root``."""
+    """The paths under the data directory ``root``. Records in the database name paths relative to it."""
 
     root: Path
 
@@ -60,7 +62,9 @@ class DataDir:
         return self.root / "samplers" / f"{directory_name(sampling_session_id)}-{run_number}-{seq}"
 
     def snapshot(self, run_id: str, seq: int) -> Path:
-        """Return a new directory at each call: a snapshot stays as it is until the record of the next one is stored."""
+        """Return the path for a new snapshot, another one at each call: the last snapshot must stay as it is until the
+        record of the new one is stored.
+        """
         return self.snapshots(run_id) / f"{seq}-{secrets.token_hex(4)}"
 
     def snapshots(self, run_id: str) -> Path:
@@ -71,12 +75,12 @@ class DataDir:
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
     def beside(self, directory: Path) -> list[str]:
-        """Return the places of the other directories under the name of a checkpoint, as records name them."""
+        """Return the directories of other saves under the same checkpoint name, relative to the data directory."""
         found = [other for other in directory.parent.iterdir() if other != directory and not other.name.startswith(".")]
         return [self.relative(other) for other in found]
 
     def remove_empty(self, recorded: str) -> None:
-        """Remove the empty checkpoint directories of a run, after the checkpoint ``recorded`` was deleted.
+        """Remove a run's empty checkpoint directories, after its checkpoint in the directory ``recorded`` was deleted.
 
         No op may be saving a checkpoint of this run.
         """
@@ -84,13 +88,19 @@ class DataDir:
         _remove_empty(self.root / checkpoints / run)
 
     def remove_snapshots(self, run_id: str, recorded: str | None) -> None:
-        """Remove all snapshots of a run. ``recorded``: the last one; an earlier version may have put it elsewhere."""
+        """Remove all snapshots of a run.
+
+        ``recorded``: the directory of the one on record, which an earlier version of Twinkle may have put elsewhere.
+        """
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
         if recorded is not None:
             self._remove_snapshot(self.root / recorded)
 
     def remove_older_snapshots(self, newest: Path, replaced: str | None) -> None:
-        """Remove all snapshots of a run except the newest. ``replaced``: the previous one on record, wherever it is."""
+        """Remove all snapshots of a run except the newest.
+
+        ``replaced``: the directory of the one that was on record before, which may be elsewhere.
+        """
         for other in newest.parent.iterdir():
             if other != newest:
                 shutil.rmtree(other, ignore_errors=True)
@@ -106,7 +116,7 @@ class DataDir:
         """Remove unfinished directories that were being written when a process crashed.
 
         Only directories that have not changed for ``idle_seconds`` are removed, so other processes may be writing
-        meanwhile. With 0, no process may be writing.
+        meanwhile. With 0, no process may be writing, and empty checkpoint directories are removed too.
         """
         before = time.time() - idle_seconds
         for place in ("checkpoints/*/*/*/.*.tmp", "samplers/.*.tmp", "snapshots/*/.*.tmp", "snapshots/*/.*.partial"):
@@ -140,7 +150,7 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
 
 
 def read_snapshot(directory: Path) -> AdapterSnapshot:
-    """Return a snapshot after checking every byte of it; CheckpointError if it is damaged."""
+    """Return a snapshot after comparing its files with their checksums, if it has any; CheckpointError if damaged."""
     check_files(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text())
@@ -192,6 +202,8 @@ def _copy_files(source: Path, target: Path) -> None:
 def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool = True) -> None:
     """Call ``fill`` to write a directory. It gets its final name once all of it is on disk, or not at all.
 
+    A directory that has this name already is replaced.
+
     When this returns, the directory and its parents are synced to disk: an older version of it may be deleted.
     """
     new_parents = make_parents(directory, private=private)
@@ -224,7 +236,7 @@ def seal(directory: Path, *, private: bool = True) -> None:
 
 
 def restrict(path: Path, taken: int = 0o077) -> None:
-    """Set the mode of a file, or of a directory and everything in it, to the usual one without the bits of ``taken``.
+    """Set the mode of a file, or of a directory and all in it, to 666 (directories: 777) without the bits ``taken``.
 
     By default only the owner may read and write afterwards.
     """
@@ -240,7 +252,7 @@ def _umask() -> int:
 
 
 def seal_written(directory: Path) -> None:
-    """:func:`seal` a directory that the training backend wrote, and sync its checksums.
+    """Seal (see :func:`seal`) a directory that the training backend wrote, and sync its checksums.
 
     Call it before the directory's record is stored.
     """

@@ -17,7 +17,9 @@ from twinkle.server.tenancy.work_pools import FairPool
 
 
 def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
-    """Return ``text`` as a path without symbolic links. InvalidInputError unless it is in an ``allowed`` directory.
+    """Return ``text`` as a path without symbolic links.
+
+    InvalidInputError unless it is an absolute path in one of the ``allowed`` directories.
 
     For a path elsewhere, the error does not reveal whether the path exists.
     """
@@ -68,7 +70,7 @@ _END = bytes(2 * _BLOCK)
 
 
 class TarStream:
-    """The files of a directory as a tar archive, made piece by piece.
+    """The files of a directory as a tar archive, made piece by piece, without ``checksums.json`` and symbolic links.
 
     All files are opened at the beginning, so a file that is deleted while the archive is sent is still sent completely.
     """
@@ -105,7 +107,10 @@ class TarStream:
         return sum(len(header) + length + _padding(length) for header, _, length, _ in self._members) + len(_END)
 
     async def pieces(self, threads: FairPool, tenant_id: str) -> AsyncIterator[bytes]:
-        """Yield the archive in pieces. Files are read in ``threads``, within the tenant's share of them."""
+        """Yield the archive in pieces. Files are read in ``threads``, within the tenant's share of them.
+
+        Raises OSError at the end of a file that does not have its checksum, or that has become shorter.
+        """
         with self._open:
             for header, content, length, expected in self._members:
                 yield header

@@ -19,12 +19,12 @@ _logger = logging.getLogger(__name__)
 
 
 def write_checksums(directory: Path) -> None:
-    """Write ``checksums.json`` with size and checksum of every file in the directory and its subdirectories."""
+    """Write ``checksums.json`` with size and checksum of every other file in the directory and its subdirectories."""
     (directory / CHECKSUMS).write_text(_sealed(sums_of(directory, CHECKSUMS)))
 
 
 def sums_of(directory: Path, without: str) -> dict[str, tuple[int, int]]:
-    """Return (size, checksum) by name of every file in the directory and its subdirectories, except ``without``."""
+    """Return (size, checksum) by relative path of all files in the directory and below, except the file ``without``."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / without)
     return {path.relative_to(directory).as_posix(): (path.stat().st_size, _checksum(path)) for path in files}
 
@@ -44,13 +44,19 @@ def read_checksums(directory: Path) -> Mapping[str, tuple[int, int]] | None:
 
 
 def damaged_files(directory: Path) -> list[str]:
-    """Return the names of the files that are missing or have changed since they were written. Reads all files."""
+    """Return the names of the files that are missing or have changed since they were written. Reads the files.
+
+    There are none if the directory has no ``checksums.json``; CheckpointError if that is damaged.
+    """
     sums = read_checksums(directory)
     return [] if sums is None else [name for name, sum_ in sums.items() if not _is_whole(directory / name, *sum_)]
 
 
 def check_files(directory: Path) -> None:
-    """Raise CheckpointError if a file is missing or has changed since it was written. Reads all files."""
+    """Log and raise CheckpointError if a file is missing or has changed since it was written. Reads the files.
+
+    A directory without ``checksums.json`` is not checked.
+    """
     try:
         damaged = damaged_files(directory)
         if damaged:

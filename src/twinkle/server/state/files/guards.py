@@ -22,7 +22,8 @@ _PAUSE = 0.05  # seconds between two tries
 class DirectoryLock(AbstractContextManager["DirectoryLock"]):
     """A lock on a file of the directory, held until :meth:`release`, the end of a ``with``, or the end of the process.
 
-    One server holds it exclusively, or the processes of one server share it.
+    The file ``lock`` (the default) is the lock of a data directory: one server or command holds it exclusively, or the
+    processes of one server share it.
     """
 
     def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
@@ -68,7 +69,7 @@ _logger = logging.getLogger(__name__)
 
 
 def keep_reserve(data_dir: Path) -> None:
-    """Create the reserve file if it is missing and there is enough free space."""
+    """Create the reserve file if it is missing and there is enough free space. Errors are ignored."""
     file = data_dir / _NAME
     with suppress(OSError):
         if file.exists() and file.stat().st_size == RESERVE_BYTES:
@@ -85,7 +86,7 @@ def keep_reserve(data_dir: Path) -> None:
 
 
 def give_up_reserve(data_dir: Path, *, only_if_low: bool) -> bool:
-    """Delete the reserve file; return whether there was one. ``only_if_low``: only if the disk is nearly full."""
+    """Delete the reserve file; return whether it was deleted. ``only_if_low``: only if less than 2 MiB are free."""
     file = data_dir / _NAME
     try:
         if only_if_low and _free(data_dir) >= _LOW:

@@ -1,9 +1,10 @@
 """Copies of files that all tenants depend on, in ``copies/`` of the data directory, and notes about the last start.
 
 secret     a copy of the secret with a checksum: if the secret or the copy is damaged, it is restored from the other
-state.db   the database at the start or end of a server, or at its last maintenance: for ``check-data --repair``
-boot       the boot id of the machine when a server was last started; see wal_check
-database   the path of the database that belongs to this directory
+state.db   a copy of the SQLite database, made when a server starts, when it ends, and about every ten minutes while it
+           writes: for ``check-data --repair``, and to put back damaged rows
+boot       the boot id of the machine when a server was last started on SQLite; see wal_check
+database   the path of the SQLite file that the last server used
 """
 
 import logging
@@ -35,8 +36,9 @@ _logger = logging.getLogger(__name__)
 def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
     """Return the secret of a data directory, 64 hexadecimal digits, and repair it or its copy if necessary.
 
-    ``may_make``: create a secret if there is none. Without it, DamagedStateError: keys or tenants depend on the old
-    secret, and a new one would lock all of them out.
+    A secret that differs from an undamaged copy is replaced by the copy. DamagedStateError if it is damaged without
+    such a copy. ``may_make``: create a secret if there is none. Without it, DamagedStateError: keys or tenants depend
+    on the old secret, and a new one would lock all of them out.
     """
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
@@ -101,7 +103,7 @@ def new_secret(file: Path) -> bytes:
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Write a small file, completely or not at all. Its content is synced to disk when this returns."""
+    """Write a small file, completely or not at all, with mode 600. Its content is synced when this returns."""
     draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -157,7 +159,7 @@ def is_same_boot(data_dir: Path) -> bool:
 
 
 def note_opening(data_dir: Path, database: Path) -> None:
-    """Write down in which boot of the machine, and with which database, a server started here."""
+    """Write to ``copies/`` in which boot of the machine, and with which SQLite file, a server started here."""
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     with suppress(OSError):  # a full disk
         if not is_same_boot(data_dir) or not (data_dir / COPIES / _BOOT).exists():
@@ -167,7 +169,7 @@ def note_opening(data_dir: Path, database: Path) -> None:
 
 
 def is_database_of(data_dir: Path, database: Path) -> bool:
-    """Return whether the last server that started here used this database."""
+    """Return whether the last server that started here used this SQLite file; False if that is unknown."""
     with suppress(OSError):
         return (data_dir / COPIES / _PLACE).read_bytes() == bytes(database.absolute())
     return False

@@ -2,7 +2,8 @@
 
 Damaged rows are repaired, or affect only their owners (``row_repair``). All tenants depend on the structure of the file
 and on its WAL: damage there is repaired if nothing is lost by that. Otherwise the server refuses to start, because it
-would have forgotten requests that it had accepted.
+would have forgotten requests that it had accepted. One loss is accepted and logged: the last commits in the WAL if the
+machine itself went down.
 """
 
 import logging
@@ -38,10 +39,12 @@ def is_in_use(data_dir: Path) -> bool:
 
 
 def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> None:
-    """Raise DamagedStateError if the file is missing or empty, or if SQLite would ignore a needed part of its WAL.
+    """Raise DamagedStateError if the file was lost, or if SQLite would ignore a needed part of its WAL.
 
-    A damaged WAL that is not needed is moved away. ``has_lock``: the caller holds the exclusive lock of the directory.
-    Without it (a tool), the WAL is checked only if the lock is free: the WAL of a running server changes all the time.
+    The file was lost if it is missing or empty, though the directory holds the files of a server that used it. If the
+    machine was rebooted since a server last started, a damaged WAL is only logged. One that is not needed is moved
+    away. ``has_lock``: the caller holds the exclusive lock of the directory. Without it, damage of the WAL counts only
+    if the lock is free: the WAL of a running server changes all the time.
     """
     if not database.exists() or database.stat().st_size == 0:
         is_known = database.absolute() == (data_dir / "state.db").absolute() or is_database_of(data_dir, database)
@@ -67,8 +70,9 @@ def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> N
 def examine(database: Path, data_dir: Path) -> None:
     """Check every page and every row; repair what can be repaired, otherwise raise DamagedStateError.
 
-    The caller must hold the exclusive lock of the data directory. Rows of a database of an earlier version, which has
-    no checksums yet, are not checked.
+    The caller must hold the exclusive lock of the data directory. A file that is missing or empty, and rows of tables
+    without checksums (those of an earlier version), are not checked. If the disk is full or cannot be read, the error
+    of sqlite3 is raised.
     """
     if database.exists() and database.stat().st_size > 0:
         try:
@@ -103,7 +107,7 @@ def _is_about_the_disk(error: sqlite3.OperationalError) -> bool:
 
 
 class DatabaseCopies:
-    """Maintains the copy of a database that is in use. All methods block."""
+    """Maintains the copy, in ``copies/``, of a database that is in use. All methods block."""
 
     def __init__(self, database: Path, data_dir: Path) -> None:
         self._database = database
@@ -119,7 +123,7 @@ class DatabaseCopies:
             _logger.warning("no copy of %s could be made: %s", self._database, error)
 
     def make_if_old(self) -> None:
-        """Copy the database if the last copy is older than ``_COPY_SECONDS``."""
+        """Copy the database if this process last did so more than ten minutes ago."""
         if time.monotonic() - self._made_at > _COPY_SECONDS:
             self.make()
 

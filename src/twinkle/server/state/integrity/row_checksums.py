@@ -1,11 +1,13 @@
-"""A checksum in every row, to find a flipped bit inside a cell: SQLite itself checks only the structure of its file.
+"""A checksum in each row, to find a flipped bit inside a cell: SQLite itself checks only the structure of its file.
 
-The column ``checksum`` is set automatically: :func:`with_checksums` adds it to every INSERT and UPDATE when the
-statement is compiled. On SQLite a Python function computes it, on PostgreSQL an SQL expression.
+The tables ``schema_version`` and, on PostgreSQL, ``writers`` have none. In all others the column ``checksum`` is set
+automatically: :func:`with_checksums` adds it to every INSERT and UPDATE when the statement is compiled. On SQLite
+Python code computes it, on PostgreSQL an SQL expression.
 
 An UPDATE sets ``checksum XOR sum(old row) XOR sum(new row)``. If the row was damaged before, its checksum is still
-wrong after the update, so the damage is not hidden. Rows are compared with their checksums at the start of a server and
-by ``twinkle-server check-data``, not at every read.
+wrong after the update, so the damage is not hidden. Rows are not compared with their checksums at every read, but on
+SQLite at the start of a server and by ``twinkle-server check-data``, on PostgreSQL at the start of a server with one
+process.
 
 The checksum covers the columns in the order of their names, which is the same in a new table and in a migrated one. A
 migration that changes the columns of a table has to call :func:`fill_checksums` for it.
@@ -79,6 +81,8 @@ def without_checksum(statement: Select[Any]) -> Select[Any]:
 
 def with_checksums(statement: UpdateBase, dialect: str) -> tuple[UpdateBase, Callable[[Mapping[str, Any]], int] | None]:
     """Return the statement extended to set the checksum, and for an INSERT on SQLite a function, otherwise None.
+
+    A DELETE, and a statement on a table without checksums, is returned as it is.
 
     The function computes the parameter ``checksum`` from the other parameters before the statement runs. If SQLite
     called the Python function instead, the most frequent statement would take the interpreter lock once more.

@@ -1,9 +1,13 @@
-"""Repair of damaged rows when a server starts on SQLite. A row affects only the run, session or key it belongs to.
+"""Repair of damaged rows when a server starts on SQLite. Each affects only the run, session or key it belongs to.
 
-If the server's copy of the database has the row, and the copied content is still valid, the row is put back from the
-copy and nothing is lost. Otherwise the run is failed, or the session is ended (its adapters are then evicted), or, for
-other tables, the row is removed. Everything is reported in the log and in the table ``damage``. The owner of a row is
-never read from the damaged row itself: it is taken from other rows.
+Rows of sessions, runs, sampling sessions, checkpoints, API keys and custom losses are put back from the server's copy
+of the database if it has them and they are still valid. Otherwise a run is failed, a session is ended (its adapters are
+then evicted), the record of a checkpoint is made from its files, and the row of anything else is removed. A damaged op
+fails its run. So does a damaged snapshot, unless all ops since the run's creation are on record. Damaged rows of other
+tables are removed. Everything is reported in the log and in the table ``damage``. Ids in a damaged row may be wrong, so
+they are compared with those in undamaged rows, and tenants are taken from undamaged rows or from the copy.
+
+If a damaged op fits no run, nothing is repaired and the server does not start.
 """
 
 import json
@@ -50,7 +54,10 @@ _OTHERWISE: Row = {
 
 
 def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
-    """Repair or remove all damaged rows in one transaction; return how many there were. Raises sqlite3.Error."""
+    """Repair or remove all damaged rows in one transaction; return how many there were.
+
+    Raises sqlite3.Error if that fails, or if a damaged op fits no run.
+    """
     repair = _Repair(data_dir)
     for name in row_tables(connection):
         contents = read_table(connection, name)
@@ -120,7 +127,7 @@ class _Repair:
         copied = self._copied(name, row)
         session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
-            self._report(f"session {row['session_id']}", "its record is damaged and it has no runs: it is removed")
+            self._report(f"session {row['session_id']}", "its record is damaged, nothing refers to it: it is removed")
             return
         copied = copied or self._copied(name, {"session_id": session_id})
         now = time.time()
@@ -172,7 +179,7 @@ class _Repair:
         live = {run["run_id"] for run in self._good("runs") if run["state"] == "live"} - with_one
         run_id = _nearest(row["adapter_id"], live)
         if run_id is None:
-            self._report(f"snapshot of {row['adapter_id']}", "its record is damaged; no live run lacks a snapshot")
+            self._report(f"snapshot of {row['adapter_id']}", "its record is damaged and fits no live run: removed")
             return
         if self._has_gap(run_id, -1) is False:
             what = "the record of its snapshot was damaged: all ops since its creation are replayed from the journal"
@@ -192,7 +199,7 @@ class _Repair:
         copied = self._copied(name, row)
         found = copied or self._from_directory(row)
         if found is None:
-            self._report(f"checkpoint {path}", "its record is damaged, and its files are not found: it is removed")
+            self._report(f"checkpoint {path}", "its record is damaged, its files were not identified: it is removed")
             return
         path = f"tinker://{found['run_id']}/{found['kind']}/{found['name']}"
         self._put(name, found)
@@ -200,10 +207,10 @@ class _Repair:
         self._report(f"record of {path}", f"it was damaged: it is restored {how}", found["tenant_id"], found["run_id"])
 
     def _from_directory(self, row: Row) -> Row | None:
-        """Make the record of a checkpoint from its directory, or return None if the directory cannot be determined.
+        """Make the record of a checkpoint from its directory; None if the directory or its run cannot be determined.
 
-        That is the directory that the damaged row names, if no other record names it, or else the only checkpoint
-        directory that no record names.
+        The directory is the one that the damaged row names, if it exists and no other record names it, or else the
+        only checkpoint directory that no record names.
         """
         named = {other["directory"] for other in self._good("checkpoints")}
         places = self.data_dir.glob("checkpoints/*/*/*/*")
@@ -294,14 +301,15 @@ class _Repair:
         return with_gap[0] if len(with_gap) == 1 else None
 
     def _has_gap(self, run_id: str, after: int) -> bool | None:
-        """Return whether a sequence number is missing among the run's ops after ``after``; None if there are none."""
+        """Return whether a sequence number is missing among the run's ops after ``after``; None without such ops."""
         seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run_id and op["seq"] > after}
         return seqs != set(range(after + 1, max(seqs) + 1)) if seqs else None
 
     def _copied(self, name: str, row: Row) -> Row | None:
         """Return a damaged row as the copy of the database has it, or None.
 
-        It is found by its key, or, if the key itself is damaged, as the only row that differs in one column.
+        It is found by its key, or, if the key itself is damaged, as the only row of the copy that has no undamaged row
+        here and differs from the damaged one in one column.
         """
         rows: Sequence[Row] = ()
         with (

@@ -1,4 +1,4 @@
-"""The check of a SQLite database: its structure, its schema, and the checksum of every row.
+"""The check of a SQLite database: its structure, its schema, and the checksums of its rows.
 
 ``PRAGMA integrity_check`` reads every page and compares every index with its table. It cannot find a bit that flipped
 inside a cell; the checksums of rows do that. Both together take about a second for 100 MB.
@@ -86,7 +86,7 @@ def read_table(connection: sqlite3.Connection, table: str) -> Contents:
 
 
 def is_whole(connection: sqlite3.Connection, structure: Structure) -> bool:
-    """Return whether nothing is damaged: neither the structure nor a row of any table."""
+    """Return whether nothing is damaged: neither the structure nor a row of a table with checksums."""
     if structure.broken is not None or structure.indexes:
         return False
     cursors = (connection.execute(f"SELECT * FROM {table} NOT INDEXED") for table in row_tables(connection))

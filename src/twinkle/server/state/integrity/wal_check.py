@@ -7,7 +7,7 @@ the process that wrote it. After a crash SQLite does not read this index but reb
 index are compared here, before SQLite opens them.
 
 Neither file is synced with every commit. So after the machine itself went down, frames may be missing (this is
-documented), and the caller treats a difference as damage only within one boot.
+documented). A server refuses to start because of a difference only within one boot.
 """
 
 import os
@@ -31,6 +31,7 @@ _FRAMES_AT_ONCE = 1024
 class WalDamage:
     """A WAL of which only ``found`` of ``committed`` frames can be read.
 
+    If SQLite's index of the WAL is missing or damaged, ``committed`` counts the frames that have the salts of this WAL.
     ``is_needed``: some of the other frames are not in the database file either. ``is_consistent``: the first ``found``
     frames together with the database file give the database as it was after an earlier commit.
     """
@@ -56,7 +57,7 @@ class _Index:
 
 
 def check_wal(database: Path) -> WalDamage | None:
-    """Return the damage of the WAL of a database that no process has open; None if it is complete or unknown."""
+    """Return the damage of the WAL of a database that no process has open; None if no damage can be seen."""
     wal = database.with_name(f"{database.name}-wal")
     index = _read_index(database.with_name(f"{database.name}-shm"))
     found, with_salts, good_bytes = _read_wal(wal, None if index is None else index.salts)
@@ -71,7 +72,7 @@ def check_wal(database: Path) -> WalDamage | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Rename a damaged WAL that is not needed and return its new path. SQLite would read only some of its frames."""
+    """Rename a damaged WAL, if it exists, and return its new path. SQLite would read only some of its frames."""
     wal = database.with_name(f"{database.name}-wal")
     aside = database.with_name(f"{database.name}-wal.damaged-{int(time.time())}")
     if wal.exists():
@@ -101,9 +102,9 @@ def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int, int]:
 
     - the number of the last frame of the last commit that can be read completely,
     - the number of the last frame that has the salts of this WAL, readable or not,
-    - the size in bytes of the file up to the former frame.
+    - the size in bytes of the file up to the end of the first-named frame.
 
-    ``salts``: if given, the WAL must have these, or else all numbers are 0.
+    All are 0 if the file or its header cannot be read, or if it does not have the given ``salts``.
     """
     try:
         with file.open("rb") as log:

@@ -1,4 +1,4 @@
-"""The base class of all areas of the state, and decorators for methods that run as one transaction."""
+"""The base class of all areas of the state, and decorators for methods that run as one write or one read."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
@@ -18,13 +18,16 @@ T = TypeVar("T")
 
 
 class Area:
-    """A group of tables with the methods that use them. Each query method of this class is its own transaction."""
+    """A group of tables with the methods that use them.
+
+    Each method here that writes is a transaction of its own; each that reads runs in a reader thread, without one.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def _find(self, mapper: RecordMapper[R], **key: object) -> R | None:
-        """Return the only record with these values in these columns, or None."""
+        """Return the record with these values in these columns, or None."""
         return await self._database.read(lambda cursor: mapper.find(cursor, **key))
 
     async def _all(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> tuple[R, ...]:
@@ -76,7 +79,7 @@ def in_write(
 def in_read(
     method: Callable[Concatenate[A, Cursor, P], T],
 ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
-    """Turn a method of an area that only reads into a coroutine whose body runs in a reader thread of the database."""
+    """Turn a method that does not write to the database into a coroutine whose body runs in a reader thread."""
 
     @wraps(method)
     async def read(self: A, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,6 +1,7 @@
-"""The audit log: which tenant changed which keys, sessions and checkpoints. Entries never change; old ones are deleted.
+"""The audit log: changes of each tenant's keys, sessions and checkpoints. Entries never change; old ones are deleted.
 
-An entry is written in the same transaction as the change that it describes: both are stored or neither is.
+An entry about a change is written in the same transaction as the change: both are stored or neither is. Reading a
+checkpoint changes nothing; it has an entry of its own.
 """
 
 import secrets
@@ -44,14 +45,14 @@ _ENTRY = RecordMapper(AuditEntry, AUDIT)
 
 
 class Audit(Area):
-    """The audit log of all tenants."""
+    """The audit log of all tenants: adding, listing and deleting entries."""
 
     async def add(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
-        """Add an entry about an action that does not change the state."""
+        """Add an entry, with the present time, about an action that does not change the state."""
         await self._database.write(lambda cursor: add_entry(cursor, tenant_id, event, time.time(), details))
 
     async def list(self, tenant_id: str, since: float, until: float, limit: int) -> Sequence[AuditEntry]:
-        """Return the newest ``limit`` entries of a tenant between ``since`` and ``until``, oldest first."""
+        """Return a tenant's newest ``limit`` entries, from ``since`` on and before ``until``, oldest first."""
         entries = await self._all(_ENTRY, _LIST, tenant=tenant_id, since=since, until=until, limit=limit)
         return list(reversed(entries))
 
@@ -69,5 +70,5 @@ class Audit(Area):
 
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
-    """Add an entry as part of a write."""
+    """Add an entry in the transaction of ``cursor``, in which the caller makes the change that it describes."""
     _ENTRY.insert(cursor, AuditEntry(now, event, details), entry_id=secrets.token_hex(12), tenant_id=tenant_id)

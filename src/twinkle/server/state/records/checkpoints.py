@@ -34,7 +34,10 @@ _DELETED = 0.0  # ``expires_at`` of a checkpoint that is being deleted
 
 
 class CheckpointRecords(Area):
-    """The records of checkpoints. A caller that deletes a record must delete its directory too."""
+    """The records of checkpoints.
+
+    A caller that deletes a record must delete its directory too, unless an active session samples from it.
+    """
 
     @in_write
     def add(
@@ -45,11 +48,13 @@ class CheckpointRecords(Area):
         most_bytes: int | None = None,
         event: str = "checkpoint_save",
     ) -> CheckpointRecord | None:
-        """Store a checkpoint; return the one that it replaces, whose directory the caller must delete.
+        """Store a checkpoint; return the one that it replaces, or None.
 
-        If the name is taken, CheckpointExistsError, unless ``overwrite`` is set or the same request took it: an op that
-        is replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant;
-        beyond it StorageQuotaError. ``event``: the event in the audit log.
+        The caller must delete the directory of the replaced one, unless the new one has the same directory or an active
+        session samples from it. If the name is taken, CheckpointExistsError, unless ``overwrite`` is set or the same
+        request took it: an op that is replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for
+        all checkpoints and sampler versions of the tenant; beyond it StorageQuotaError. ``event``: the event in the
+        audit log.
         """
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
         known = _CHECKPOINT.find(cursor, **key)
@@ -76,7 +81,7 @@ class CheckpointRecords(Area):
         return {checkpoint.kind: checkpoint for checkpoint in reversed(await self.of_run(run_id))}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[CheckpointRecord]:
-        """Return a tenant's checkpoints, newest first."""
+        """Return a page of a tenant's checkpoints, newest first, also of those that have expired."""
         return await self._page(_CHECKPOINT, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
 
     async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:

@@ -1,7 +1,7 @@
 """Coordination of processes that share a database: leases for work that only one may do, and requests of operators.
 
-An operator is anyone who can write to the database. There is no other access for operators, no port and no token. The
-server looks for requests during its maintenance, and the command that made a request waits for the answer.
+Whoever can write to the database may make requests as an operator; there is no port and no token for that. The server
+looks for requests during its maintenance, and the command that made a request waits for the answer.
 """
 
 import secrets
@@ -19,7 +19,7 @@ from twinkle.server.state.records.area import Area, in_write
 
 
 class Claim(Enum):
-    """The result of claiming a lease."""
+    """The result of :meth:`Leases.claim`."""
 
     REFUSED = "refused"  # another process holds the lease
     TAKEN = "taken"  # it was free, or the lease of another process had expired
@@ -60,7 +60,7 @@ _DELETE_OLD = delete(OPERATOR_REQUESTS).where(OPERATOR_REQUESTS.c.created_at < b
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """One request of an operator. ``kind``: evict; ``target``: a run. ``answer`` is None until the server answers."""
+    """One request of an operator. ``kind`` is ``EVICT``, ``target`` a run id, ``answer`` None until there is one."""
 
     request_id: str
     kind: str

@@ -30,11 +30,14 @@ class DamageRecords(Area):
         return await self._all(_DAMAGE, _LIST)
 
     async def of_run(self, run_id: str) -> Damage | None:
-        """Return the newest entry about a run or something that belongs to it; None if there is no damage."""
+        """Return the newest entry about a run or something that belongs to it; None if there is no entry."""
         return next(iter(await self._all(_DAMAGE, _OF_RUN, run=run_id)), None)
 
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
-        """Record that a run cannot continue because of damage; return the message for its client."""
+        """Record that a run cannot continue because of damage; return the message for its client.
+
+        This does not set the run's state to failed; the caller does.
+        """
         message = lost_run(run_id, what)
         await self.record(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
         return message

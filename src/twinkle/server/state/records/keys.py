@@ -1,7 +1,7 @@
 """API keys and their tenants. A key is shown once, when it is created. Only its keyed hash is stored.
 
-The secret of the hashes is in a separate file beside the database (``state.integrity.copies``), so neither the database
-nor the secret alone reveals anything about a key.
+The hashes' secret is in a file of the data directory, not in the database (``state.integrity.copies``). So neither
+the database nor the secret alone is enough to find out or to try out a key.
 """
 
 import hashlib
@@ -48,8 +48,9 @@ _KEY = RecordMapper(KeyRecord, API_KEYS)
 class Keys(Area):
     """The API keys.
 
-    A configured key belongs to the tenant for which it was created. In open mode every key is accepted, and each is a
-    tenant of its own. ``cache_seconds``: how long a key that another process revoked may still work.
+    A key on record belongs to the tenant for which it was created. In open mode the gateway does not look at records:
+    it accepts any key with the right prefix, and each is a tenant of its own (:meth:`open_tenant`).
+    ``cache_seconds``: how long a key that another process revoked may still work.
     """
 
     def __init__(self, database: Database, secret: bytes, cache_seconds: float) -> None:
@@ -96,12 +97,12 @@ class Keys(Area):
         return revoked
 
     async def find(self, key: str) -> KeyRecord | None:
-        """Return the record of a configured key; None if the key is unknown or revoked."""
+        """Return the record of a key; None if the key is unknown or revoked."""
         key_hash = self._hash(b"key", key)
         return await self._cached(key_hash, lambda cursor: _by_hash(cursor, key_hash))
 
     async def find_by_id(self, key_id: str) -> KeyRecord | None:
-        """Return the record of a configured key by the key's id; None if it is unknown or revoked."""
+        """Return the record of the key with this id; None if it is unknown or revoked."""
         return await self._cached(key_id, lambda cursor: cursor.row(_BY_ID, {"id": key_id}))
 
     async def _cached(self, name: bytes | str, query: Callable[[Cursor], Row | None]) -> KeyRecord | None:
@@ -119,7 +120,7 @@ class Keys(Area):
         return record
 
     def secret_for(self, purpose: str) -> bytes:
-        """Return the secret with which the server signs things of one kind."""
+        """Return the secret with which the server signs things for one purpose. It is derived from its own secret."""
         return self._hash(b"secret", purpose)
 
     def open_tenant(self, key: str) -> str:

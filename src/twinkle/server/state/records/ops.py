@@ -1,7 +1,7 @@
-"""Ops: every accepted request and its outcome. Rows are in the database, bodies and outcomes in two journals.
+"""Ops: accepted requests about runs, and their outcomes. Rows are in the database, bodies and outcomes in two journals.
 
-There are two journals because bodies are deleted as soon as a snapshot covers them, while outcomes stay until clients
-have fetched them.
+There are two journals because bodies can be deleted as soon as a snapshot covers them, while outcomes stay for a while
+after clients have fetched them. Samples are not stored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ _BYTES_BY_TENANT = (
 
 @dataclass(frozen=True)
 class AcceptedOp:
-    """The op on record. If not ``created``, it was on record before, and the caller must compare its digest."""
+    """The op on record. If not ``created``, it was on record before: compare its digest with that of the request."""
 
     record: OpRecord
     created: bool
@@ -83,7 +83,10 @@ class AcceptedOp:
 
 @dataclass(frozen=True)
 class AcceptedRun:
-    """The run on record and the op that creates its adapter; ``record`` is None if that op was pruned already."""
+    """The run on record, and as ``record`` the op that creates its adapter; None if that op was pruned already.
+
+    ``created``: both were stored just now; otherwise the run was on record before.
+    """
 
     run: RunRecord
     record: OpRecord | None
@@ -128,7 +131,7 @@ class Ops(Area):
     async def accept(self, op: Op, digest: bytes, now: float) -> AcceptedOp:
         """Store an op. When this returns, the op survives the death of the process.
 
-        An op with this sequence number that is on record already stays unchanged, and is returned.
+        An op of this adapter with this sequence number that is on record already stays unchanged, and is returned.
         """
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
@@ -145,8 +148,9 @@ class Ops(Area):
     ) -> AcceptedRun | QuotaError:
         """Store a run and the op that creates its adapter, both or neither, or return those that are on record.
 
-        Raises QuotaError if the tenant has ``most`` live runs or ``most_rows`` runs on record. The limits are checked
-        inside the transaction, because several processes of a server may accept runs of one tenant.
+        Raises QuotaError for a new run if the tenant has ``most`` live runs in active sessions, or ``most_rows`` runs
+        on record. The limits are checked inside the transaction, because several processes of a server may accept runs
+        of one tenant.
         """
         assert op.adapter_id == run.run_id
         recorded = insert_run(cursor, run, most, most_rows)
@@ -189,7 +193,10 @@ class Ops(Area):
         return await self._all(_OP, _SINCE, **_at(adapter_id, seq))
 
     async def final_since(self, adapter_id: str, seq: int) -> list[int]:
-        """Return the numbers of the ops after ``seq`` that recovery does not replay: forward passes with an outcome."""
+        """Return the numbers of the ops after ``seq`` that recovery does not replay, although no snapshot covers them.
+
+        These are forward passes of Tinker's protocol that have an outcome.
+        """
         return [row["seq"] for row in await self._rows(_FINAL_SINCE, **_at(adapter_id, seq))]
 
     async def bytes_by_tenant(self) -> dict[str, int]:
@@ -206,7 +213,7 @@ class Ops(Area):
 
     @in_read
     def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
-        """Return an op's outcome; None if the op has not finished or is not on record."""
+        """Return an op's outcome; None if the op has not finished or is not on record; JournalError if damaged."""
         record = _OP.find(cursor, adapter_id=adapter_id, seq=seq)
         if record is None or record.outcome is None or record.encoding is None:
             return None
@@ -214,7 +221,10 @@ class Ops(Area):
         return Outcome.from_record(record.encoding, body, record.failed, record.ending)
 
     async def body(self, record: OpRecord) -> bytes:
-        """Return the body that the client sent. Bodies of ops that recovery does not replay may have been deleted."""
+        """Return the body that the client sent; JournalError if it is damaged or was deleted.
+
+        Bodies of ops that recovery does not replay may be deleted.
+        """
         return await self._database.read(lambda _: self._bodies.read(record.body))
 
     async def mark_delivered(self, ops: Iterable[tuple[str, int]], now: float) -> None:
@@ -234,7 +244,8 @@ class Ops(Area):
         """Delete ops that neither recovery nor a client needs any more; then delete segment files without needed data.
 
         Recovery does not need ops that the adapter's snapshot covers, or ops of a run that is not live. Clients do not
-        need an outcome that was delivered ``delivered_seconds`` ago or finished ``finished_seconds`` ago.
+        need an outcome that was delivered ``delivered_seconds`` ago or finished ``finished_seconds`` ago, or an op
+        without an outcome that was accepted ``finished_seconds`` ago and whose run is not live.
         """
         parameters = {"delivered_before": now - delivered_seconds, "finished_before": now - finished_seconds}
         # The search runs in a reader thread, and the writer deletes in small transactions: accepting ops continues.

@@ -1,8 +1,9 @@
 """Deletion of rows: those of sessions that have ended, and all current work when an operator clears the state.
 
 Rows of ended sessions are deleted after a while, and earlier if their tenant reaches a limit of rows. Rows that own
-files stay: runs as long as they have checkpoints, sampler versions until their files are deleted. A run also stays as
-long as it has ops, whose outcomes clients may still fetch. The database reuses the space of deleted rows.
+files stay: runs as long as they have checkpoints or a snapshot, sampler versions until their files are deleted. A run
+also stays as long as it is live or has ops, whose outcomes clients may still fetch, and a session as long as anything
+of it stays. The database reuses the space of deleted rows.
 """
 
 from collections.abc import Sequence
@@ -116,20 +117,24 @@ _ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(st
 
 
 class Retention(Area):
-    """Deletes sessions that have ended, with their runs, curves and sampling sessions.
+    """Deletes sessions that have ended, with their runs, curves and sampling sessions; clears all current work.
 
-    An ended session never becomes active again, and nothing new is created in it. So a row that was found unused is
-    still unused when it is deleted in a later transaction.
+    An ended session never becomes active again, and nothing new is created in it, except in its first hour the copy of
+    weights for which it may have been made. So a row that was found unused is still unused when it is deleted in a
+    later transaction.
     """
 
     async def delete_ended(self, before: float) -> int:
-        """Delete unused rows of sessions that have ended and were last seen before that time; return how many."""
+        """Delete unused rows of sessions that have ended and were last seen before that time.
+
+        Return how many sessions, runs and sampling sessions were deleted.
+        """
         return await self._delete("", before, None)
 
     async def make_room(self, tenant_id: str, now: float) -> int:
-        """Delete some unused rows of the tenant's ended sessions, oldest first; return how many.
+        """Delete up to 100 unused sampling sessions, 100 runs and 100 sessions of the tenant; return how many.
 
-        Rows of sessions that were seen within the last hour stay.
+        Their sessions have ended; those last seen longest ago come first, and those seen within the last hour stay.
         """
         return await self._delete(tenant_id, now - _YOUNG_SECONDS, 1)
 
@@ -157,8 +162,9 @@ class Retention(Area):
     def clear(self, cursor: Cursor) -> int:
         """Delete all current work, so that a server starts afresh; return how many rows were deleted.
 
-        Sessions, adapters, futures and sampling sessions are deleted. Checkpoints stay, with the runs and sessions that
-        they belong to, and so do API keys, usage and the audit log. No server may run meanwhile.
+        The records of sessions, runs, ops, snapshots, sampling sessions, custom losses, damage, leases and operators'
+        requests are deleted; no files are. Checkpoints stay, with the runs and sessions that they belong to, which are
+        ended, and so do API keys, usage and the audit log. No server may run meanwhile.
         """
         gone = sum(cursor.execute(statement, {}) for statement in _CLEARED)
         cursor.execute(_ENDED_RUNS, {})

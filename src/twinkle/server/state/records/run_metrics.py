@@ -2,7 +2,7 @@
 
 Each run has a limited number of points. Beyond the limit, every second point of the older half is deleted: the past
 gets coarser, recent points stay complete. Each tenant has a limit too. Beyond it, the curves of its runs that are not
-live are deleted, those with the oldest last request first.
+live are deleted, those with the oldest last request first. Both limits are checked at every 256th point of a run.
 """
 
 import json
@@ -53,7 +53,7 @@ _INSERT_NAME = insert(RUN_METRIC_NAMES)
 
 
 class RunMetrics(Area):
-    """The points of all runs' curves."""
+    """The points of all runs' curves: those measured at optimizer steps, and those that clients logged."""
 
     @in_write
     def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:
@@ -67,7 +67,10 @@ class RunMetrics(Area):
     def log(
         self, cursor: Cursor, run_id: str, step: int | None, values: Mapping[str, float], now: float
     ) -> MetricPoint:
-        """Add values that a client logged. Without ``step`` they belong to the newest optimizer step of the run."""
+        """Add values that a client logged; InvalidInputError if the run would have more than 64 different names.
+
+        Without ``step`` they belong to the newest optimizer step of the run, or to 0 before the first.
+        """
         cursor.rows(_LOCK_RUN, {"run": run_id})
         _admit_names(cursor, run_id, values)
         number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
@@ -106,7 +109,7 @@ def _add(cursor: Cursor, run_id: str, point: MetricPoint, seq: int | None) -> No
 
 
 def _thin(cursor: Cursor, run_id: str) -> None:
-    """Delete every second point of the older half, if the run has more than ``MAX_POINTS``."""
+    """Delete every second point of the older half, but not the newest step, if the run has more than ``MAX_POINTS``."""
     numbers = [row["number"] for row in cursor.rows(_NUMBERS, {"run": run_id})]
     if len(numbers) <= MAX_POINTS:
         return
@@ -116,7 +119,10 @@ def _thin(cursor: Cursor, run_id: str) -> None:
 
 
 def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
-    """Delete curves of the tenant's runs that are not live until the tenant is within its limit of points."""
+    """Delete curves of the tenant's runs that are not live, until it is within its limit of points or none is left.
+
+    The curve of ``run_id``, a run of this tenant, stays.
+    """
     run = cursor.find(RUNS, run_id=run_id)
     assert run is not None, "a point has a run"
     excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": run["tenant_id"]}) - MAX_POINTS_OF_TENANT

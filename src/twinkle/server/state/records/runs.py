@@ -61,7 +61,7 @@ _TOUCH = (
 
 
 class Runs(Area):
-    """The runs of all tenants."""
+    """The runs of all tenants: storing and finding them, and changing their state, note and last request's time."""
 
     async def add(self, run: RunRecord) -> RunRecord:
         """Store a run and return it, or return the existing one of its session with this number."""
@@ -83,7 +83,7 @@ class Runs(Area):
         return await self._all(_RUN, _LEFT_BEHIND)
 
     async def live_of_tenant(self, tenant_id: str) -> tuple[RunRecord, ...]:
-        """Return the runs that count against a tenant's limit of adapters, oldest first."""
+        """Return a tenant's live runs in active sessions, which count against its limit of adapters, oldest first."""
         return await self._all(_RUN, _LIVE_OF_TENANT, tenant_id=tenant_id)
 
     async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
@@ -91,7 +91,7 @@ class Runs(Area):
         return await self._all(_RUN, _LIVE_NOTED, note=note)
 
     async def live_by_replica(self, model_name: str) -> dict[str, int]:
-        """Return the number of live runs of a base model by replica."""
+        """Return by replica the number of live runs of the served model ``model_name``."""
         rows = await self._rows(_LIVE_BY_REPLICA, model_name=model_name)
         return {row["replica"]: row["runs"] for row in rows}
 
@@ -119,7 +119,8 @@ def insert_run(
 ) -> RunRecord | QuotaError:
     """Insert a run and return it, or return the existing one of its session with this number. Part of a write.
 
-    Returns (does not raise) QuotaError if the tenant has ``most`` live runs or ``most_rows`` runs on record.
+    Returns (does not raise) QuotaError for a new run if the tenant has ``most`` live runs in active sessions, or
+    ``most_rows`` runs on record.
     """
     known = _RUN.find(cursor, session_id=run.session_id, number=run.number)
     if known is not None:
@@ -149,7 +150,7 @@ _MATTERING = (
 
 
 class SnapshotRecords(Area):
-    """The records of snapshots, one for each adapter that has one."""
+    """The records of snapshots: which directory holds an adapter's snapshot, and which ops that covers."""
 
     @in_write
     def set(self, cursor: Cursor, snapshot: SnapshotRecord) -> SnapshotRecord | None:
@@ -163,7 +164,8 @@ class SnapshotRecords(Area):
         """Extend the adapter's snapshot to cover all ops up to ``seq``, without writing a new one.
 
         This is correct if none of these ops changed the adapter, that is, if all are forward passes with an outcome.
-        Otherwise, or if there is no snapshot, change nothing and return False. Call it only for adapters of Tinker's
+        Otherwise, or if there is no snapshot, change nothing and return False; True if the ops are covered now or were
+        before. Call it only for adapters of Tinker's
         protocol, whose forward passes leave nothing behind.
         """
         snapshot = _SNAPSHOT.find(cursor, adapter_id=adapter_id)

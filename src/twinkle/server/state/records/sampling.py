@@ -1,4 +1,4 @@
-"""Sampling sessions: the immutable weights that a client samples from."""
+"""Sampling sessions: clients' handles for samples from a base model or from one published version."""
 
 from sqlalchemy import bindparam, func, select
 
@@ -86,7 +86,7 @@ class SamplingSessions(Area):
 
     @in_read
     def get(self, cursor: Cursor, sampling_session_id: str) -> SamplingSessionRecord | None:
-        """Return a sampling session; DamagedRecordError if its record was damaged."""
+        """Return a sampling session; None if there is none; DamagedRecordError if it was removed because of damage."""
         found = _SAMPLING.find(cursor, sampling_session_id=sampling_session_id)
         if found is None:
             raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
@@ -108,9 +108,9 @@ class SamplingSessions(Area):
         return await self._number(_REFERRING, directory=directory) > 0
 
     async def orphaned(self) -> tuple[SamplingSessionRecord, ...]:
-        """Return sampling sessions of a checkpoint that was replaced or deleted, if no active session uses its files.
+        """Return sampling sessions whose checkpoint was replaced or deleted, if no active session uses its files.
 
-        These sessions have ended, so the files can be deleted.
+        Their own sessions have ended too, so the files can be deleted.
         """
         return await self._all(_SAMPLING, _ORPHANED)
 

@@ -1,4 +1,4 @@
-"""Sessions, which stay active as long as their client sends heartbeats, and the custom losses that belong to them."""
+"""Sessions, which are active until their client finishes them or falls silent, and the custom losses in them."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 
 
 class Sessions(Area):
-    """The sessions of all tenants."""
+    """The sessions of all tenants: creating, listing and ending them, and the times of their heartbeats."""
 
     @in_write
     def create(
@@ -63,9 +63,9 @@ class Sessions(Area):
         most: int | None = None,
         most_rows: int | None = None,
     ) -> SessionRecord | QuotaError:
-        """Store a session and return it, or return the one that this tenant created before with the same key.
+        """Store a session and return it, or the one that this tenant created before with the same idempotency key.
 
-        Raises QuotaError if the tenant has ``most`` active sessions or ``most_rows`` sessions on record.
+        Raises QuotaError for a new one if the tenant has ``most`` active sessions or ``most_rows`` sessions on record.
         """
         tenant = {"tenant_id": session.tenant_id}
         if idempotency_key is not None:
@@ -85,20 +85,20 @@ class Sessions(Area):
         return await self._find(_SESSION, session_id=session_id)
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[SessionRecord]:
-        """Return a tenant's sessions, newest first."""
+        """Return a page of a tenant's sessions, newest first."""
         return await self._page(_SESSION, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
 
     async def after(self, tenant_id: str, last: SessionRecord | None, limit: int) -> tuple[SessionRecord, ...]:
-        """Return the sessions that follow ``last`` in the order of :meth:`list`; with None, the first ones."""
+        """Return at most ``limit`` sessions that follow ``last`` in the order of :meth:`list`; with None, the first."""
         created_at, session_id = (_END_OF_TIME, "") if last is None else (last.created_at, last.session_id)
         return await self._all(_SESSION, _AFTER, tenant_id=tenant_id, created_at=created_at, id=session_id, limit=limit)
 
     async def silent(self, before: float) -> tuple[SessionRecord, ...]:
-        """Return the active sessions whose last heartbeat is older than ``before``, the oldest first."""
+        """Return the active sessions whose last heartbeat was before this time, the longest silent first."""
         return await self._all(_SESSION, _SILENT, before=before)
 
     async def silent_of(self, tenant_id: str, before: float) -> tuple[SessionRecord, ...]:
-        """Return a tenant's active sessions whose last heartbeat is older than ``before``, the oldest first."""
+        """Return a tenant's active sessions whose last heartbeat was before this time, the longest silent first."""
         return await self._all(_SESSION, _SILENT_OF_TENANT, tenant_id=tenant_id, before=before)
 
     async def touch(self, last_seen: Mapping[str, float]) -> None:
@@ -184,7 +184,7 @@ class CustomLossRecords(Area):
 
     @in_read
     def get(self, cursor: Cursor, loss_id: str) -> CustomLossRecord | None:
-        """Return a loss; DamagedRecordError if its record was damaged."""
+        """Return a loss; None if there is none; DamagedRecordError if its record was removed because of damage."""
         found = _LOSS.find(cursor, loss_id=loss_id)
         if found is None:
             raise_if_damaged(cursor, f"custom loss {loss_id}")

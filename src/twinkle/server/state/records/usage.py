@@ -97,7 +97,10 @@ class UsageRecords(Area):
             await self._database.write(work)
 
     async def list(self, since: str, until: str, tenant_id: str | None = None) -> tuple[DailyUsage, ...]:
-        """Return the usage of the days from ``since`` (inclusive) to ``until`` (exclusive), oldest first."""
+        """Return the usage of the days from ``since`` (inclusive) to ``until`` (exclusive), oldest first.
+
+        With ``tenant_id`` None, return that of all tenants.
+        """
         statement = _LIST if tenant_id is None else _LIST_OF_TENANT
         return tuple(map(_usage, await self._rows(statement, since=since, until=until, tenant=tenant_id)))
 
@@ -117,7 +120,7 @@ class UsageRecords(Area):
 
 
 def check_storage(cursor: Cursor, tenant_id: str, added: int, most: int | None) -> None:
-    """Raise StorageQuotaError if the tenant's files exceed ``most`` bytes; None: no limit.
+    """Raise StorageQuotaError if the tenant's checkpoints and versions exceed ``most`` bytes; None: no limit.
 
     Call it inside the transaction that has already recorded the new files. ``added`` is their size, for the message.
     """
