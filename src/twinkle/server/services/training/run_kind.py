@@ -1,6 +1,6 @@
 """What is different about the runs of one protocol, in one place.
 
-The services work with adapters and ops, and never ask which protocol a request came through. A :class:`RunKind` has
+The services work with adapters and ops, and do not ask which protocol a request came through. A :class:`RunKind` has
 everything that depends on the protocol: how an op is read from the journal, what a pass leaves behind, what a snapshot
 keeps beside the trainer's state. The class itself is the kind of Tinker's runs. Another protocol derives its own kind
 and registers it where services are assembled (``runtime/assembly.py``); an op whose payload the services do not know
@@ -92,7 +92,10 @@ class CheckpointFiles(Protocol):
         """Write a checkpoint's files and then its record, and return the record."""
 
     async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
-        """Return the directory of a checkpoint that the run's tenant may load."""
+        """Return the directory of a checkpoint that the run's tenant may load.
+
+        ``field`` is the request's field in errors; ``shown`` names the checkpoint in the error about damage.
+        """
 
 
 class RunKind:
@@ -110,7 +113,9 @@ class RunKind:
     kind_tells_steps = True
 
     def owns(self, run_id: str) -> bool:
-        """Return whether a run with this id is of this kind; the form of the id tells."""
+        """Return whether a run with this id is of this kind, by the form of the id. Tinker's kind, which is asked last,
+        owns all that are left.
+        """
         return True
 
     def used_before(self, run: RunRecord) -> str:
@@ -166,7 +171,9 @@ class RunKind:
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
-        """Return whether an op that has ended is run again in a replay, because it changed its adapter."""
+        """Return whether a replay runs an op that has ended again: if it succeeded and is of a kind that changes its
+        adapter. Other run kinds have other rules.
+        """
         return not outcome.failed and kind in _CHANGES
 
     def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
@@ -197,5 +204,5 @@ class RunKinds:
         }
 
     def find(self, run_id: str) -> RunKind:
-        """Return the kind of a run."""
+        """Return the kind of a run: the first registered kind that owns its id, or else Tinker's."""
         return next(kind for kind in self._kinds if kind.owns(run_id))
