@@ -27,7 +27,10 @@ class _Waiting(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The queue. The time of each method grows with the number of tenants that have items, not with that of items."""
+    """A queue of each tenant's items, as the module describes.
+
+    The time of each method grows with the number of tenants that have items, not with that of items.
+    """
 
     def __init__(self, share_of: ShareOf = equal_shares) -> None:
         self._shares = Shares(share_of)

@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 512  # completions in one answer, which takes a millisecond or t
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample that is done. ``size``: bytes of the result; None for a sample that failed, was cancelled or was lost."""
+    """One sample that is done. ``size``: bytes of the result; None for one that failed, was cancelled or was lost."""
 
     place: int
     request_id: str

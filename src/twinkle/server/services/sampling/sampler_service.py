@@ -179,8 +179,8 @@ class SamplerService:
         note_request_id(request_id)
         if request_id not in self._futures:
             raise GoneError(
-                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
-                "send it again"
+                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, was fetched "
+                "before, or is too old: send it again"
             )
         with self.being_asked(request.owner):
             return await self._futures.wait(request_id, timeout)
@@ -193,7 +193,7 @@ class SamplerService:
         self._wake.set()  # the tenant may be below its limit on unfetched results again
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a sample for its client: its future fails. Without effect on a sample that has ended or is streamed."""
+        """Cancel a sample for its client: its future fails. No effect on a sample that has ended or is streamed."""
         job = self._jobs.get(request_id)
         if job is not None and not job.streamed:
             self._withdraw(job)
@@ -212,8 +212,8 @@ class SamplerService:
                 self._asked[sampling_session_id] = time.monotonic()
 
     def unasked_sessions(self, seconds: float) -> set[str]:
-        """Return the ids of the sessions that have unfinished samples for which nobody has asked in the last ``seconds``:
-        their sampling session had neither a new sample nor a poll.
+        """Return the ids of the sessions that have unfinished samples for which nobody has asked in the last
+        ``seconds``: their sampling session had neither a new sample nor a poll.
         """
         return {job.session.session_id for job in self._unasked(seconds)}
 

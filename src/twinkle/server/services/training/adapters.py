@@ -301,7 +301,7 @@ class LiveAdapters:
     # The service loop calls these methods between batches, so that no op starts meanwhile.
 
     async def make_room_for(self, adapter: LiveAdapter, *, creating: bool) -> bool:
-        """Make room for the adapter of an op, if the op creates it or it must be loaded; return False if there is none."""
+        """Make room for an op's adapter, if the op creates it or it must be loaded; return False if there is none."""
         comes = creating or adapter.place is Place.DISK
         return not comes or await self.make_room(self.memory.size_of(adapter.run.spec))
 

@@ -67,7 +67,7 @@ class OpAdmission:
         self._tenants.training_rate.check(tenant_id, limits.max_training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
-        """Raise QuotaError if the tenant's unfetched results reach a limit, OverloadedError if those of all tenants do."""
+        """Raise QuotaError if the tenant's unfetched results reach a limit, OverloadedError if all tenants' do."""
         self._futures.check_unfetched(tenant_id, self._tenants.limits(tenant_id).max_unfetched_result_bytes)
 
     @contextmanager

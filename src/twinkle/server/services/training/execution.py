@@ -120,7 +120,7 @@ class Execution:
 
     @compute_thread
     def drop_window(self, adapter_id: str) -> None:
-        """Drop the gradient of an adapter's open window, what its run kind counted for it, and what was measured of it."""
+        """Drop the gradient of an adapter's open window, and what its run kind counted and what was measured of it."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
         self._kinds.find(adapter_id).drop_window(adapter_id)

@@ -2,9 +2,9 @@
 within them.
 
 One long pass at a time takes a step. Before each step of a long pass in the background the service loop may run two
-batches. Where a step can be
-interrupted, as on a CPU, other tenants' training and sampling may each use as much time within the steps of a long pass
-as the tenant of the pass uses: the time of the pass itself, plus that of the same tenant's short passes in between.
+batches. Where a step can be interrupted, as on a CPU, other tenants' training and sampling may each use as much time
+within the steps of a long pass as the tenant of the pass uses: the time of the pass itself, plus that of the same
+tenant's short passes in between.
 """
 
 import asyncio

@@ -250,8 +250,9 @@ class ModelService:
     async def wait(self, request: RequestId, run: RunRecord, timeout: float) -> Outcome | None:
         """Return the outcome, or None if there is none after ``timeout`` seconds or when the server shuts down.
 
-        NotFoundError: there is neither a future in memory nor an outcome in the journal; if that may be due to damage on
-        disk, the outcome is a failure that says so. An outcome counts as fetched after a complete :meth:`delivering`.
+        NotFoundError: there is neither a future in memory nor an outcome in the journal. If damage of the run is on
+        record, a failure that says so is returned instead. An outcome counts as fetched after a complete
+        :meth:`delivering`.
         """
         request_id = str(request)
         note_request_id(request_id)
@@ -267,7 +268,7 @@ class ModelService:
         return await self._futures.wait(request_id, timeout)
 
     def delivering(self, request_id: str) -> AbstractContextManager[Delivery]:
-        """Keep an outcome in memory while it is written to a client. The writer sets ``complete`` after the last byte."""
+        """Keep an outcome in memory while it is written to a client. Its writer sets ``complete`` at the end."""
         return self._futures.delivering(request_id, time.time())
 
     async def _on_record(self, request_id: str) -> Outcome | None:

@@ -54,7 +54,7 @@ class Snapshots:
         self._changed.discard(adapter_id)
 
     def noted(self) -> list[str]:
-        """Return the adapters that have ended ops which no snapshot covers, neither one on disk nor one being written."""
+        """Return the adapters with ended ops that no snapshot covers, neither one on disk nor one being written."""
         return list(self._due_at)
 
     def due(self, now: float) -> str | None:
