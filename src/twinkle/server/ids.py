@@ -191,7 +191,7 @@ class CheckpointPath:
 
     @property
     def native(self) -> str:
-        """Return the address as the native protocol shows it. Both schemes are accepted everywhere."""
+        """Return the address as the native protocol shows it. :meth:`parse` accepts both schemes."""
         return f"twinkle://{self.run_id}/{self.kind}/{self.name}"
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ def _begin_computing() -> None:
 
 
 class Lane(Enum):
-    """The kinds of work. Work of one lane runs in the order in which it was submitted."""
+    """The kinds of work of the compute thread. Work of one lane runs in the order in which it was submitted."""
 
     STEPS = auto()  # optimizer steps: they are short, and the client that trains waits for them
     TRAINING = auto()  # batches of passes, saves, loads and snapshots

@@ -157,7 +157,7 @@ def _make_sampler(
 
 
 def _check_vllm(args: SamplerArgs) -> None:
-    """Raise for engine arguments that are wrong for every model."""
+    """Raise InvalidInputError for engine arguments that vLLM does not have or the configuration may not set."""
     from twinkle.sampler.vllm.engine_args import check_engine_args
 
     check_engine_args(args.engine_args or {})

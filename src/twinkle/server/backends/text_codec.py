@@ -22,7 +22,7 @@ class TextCodec(Protocol):
     """Turns text into the tokens of one model, and back. Used in several threads at once."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as it is, with the tokens that this tokenizer puts before every text."""
+        """Encode a text without a chat template, with the special tokens that this tokenizer adds to every text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
@@ -35,7 +35,7 @@ class TextCodec(Protocol):
 
 
 class HubTextCodec:
-    """A Hugging Face tokenizer, and the chat template that comes with it."""
+    """The :class:`TextCodec` of a Hugging Face tokenizer and the chat template that comes with it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

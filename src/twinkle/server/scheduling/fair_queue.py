@@ -27,7 +27,8 @@ class _Waiting(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue of each tenant's items, as the module describes.
+    """A queue of items that tenants share: the next item is one of the tenant that has used least for its weight, among
+    those of the priority whose turn it is.
 
     The time of each method grows with the number of tenants that have items, not with that of items.
     """

@@ -48,7 +48,7 @@ from twinkle.server.types import Op, OpKind
 
 
 class BatchKind(StrEnum):
-    """What the ops of a batch are."""
+    """The kinds of batches: forward passes, forward_backward passes, or barriers."""
 
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
@@ -93,12 +93,12 @@ class SchedulerNumbers:
 
     @property
     def merge_ratio(self) -> float:
-        """Return the average number of passes in a batch of passes."""
+        """Return the average number of passes in a batch of passes; 0 before the first one."""
         return self.pass_ops / self.pass_batches if self.pass_batches else 0.0
 
 
 class _Tenant:
-    """What the scheduler knows of one tenant."""
+    """What the scheduler knows of one tenant: its waiting ops, tokens so far, and adapters with a ready pass."""
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
@@ -122,7 +122,7 @@ class _Tenant:
 
 
 class _Adapter:
-    """What the scheduler knows of one adapter."""
+    """What the scheduler knows of one adapter: its ops in order, its tenant, and since when a pass of it is ready."""
 
     def __init__(self, ops: OpSequence, tenant: _Tenant) -> None:
         self.ops = ops
@@ -172,7 +172,8 @@ class _Portions:
 
 
 class Scheduler:
-    """The scheduler that the module describes. Belongs to one thread.
+    """Chooses which ops of many tenants' adapters run next on one device, by the rules of the module. Belongs to one
+    thread.
 
     Adapters are added before their ops; an unknown adapter or op is a bug of the caller and raises KeyError.
     """

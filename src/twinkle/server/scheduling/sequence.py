@@ -41,7 +41,7 @@ REMEMBERED_DIGESTS = 1024
 
 @dataclass(frozen=True)
 class Accepted:
-    """The op is new. It will be in exactly one batch or one refusal."""
+    """The op is new. It will be in exactly one batch or one refusal, unless its adapter is removed before."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ Submitted = Accepted | Duplicate | Conflict | TooLate
 
 
 class RefusalReason(StrEnum):
-    """Why an op fails without running."""
+    """Why an op fails without running: a number before it is missing, or it is a step whose window is spoilt."""
 
     GAP = "gap"  # an earlier number never arrived
     WINDOW = "window"  # an optim_step whose window has a failed forward_backward

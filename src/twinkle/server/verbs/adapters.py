@@ -144,7 +144,7 @@ class NativeAdapters:
 
     @compute_thread
     def run(self, run_id: str, asked: NativeVerb) -> object:
-        """Run a verb that is not a pass, and return its result in a form that :func:`.codec.answered` can encode."""
+        """Run a verb that is not a pass, and return its result: JSON values, or arrays by name for get_state_dict."""
         result = self._call(run_id, asked.verb, asked.arguments)
         if verb_named(asked.verb).sets_up:
             self._set_up[run_id].record(asked.verb, asked.arguments)

@@ -40,7 +40,7 @@ class _Stream:
 
 
 class Completions:
-    """The streams of one service. Belongs to one event loop."""
+    """The completion streams of one sampling service: which samples of a client are done. Belongs to one event loop."""
 
     def __init__(self, kept_seconds: float = 3600.0) -> None:
         self._streams: dict[tuple[str, int], _Stream] = {}

@@ -241,7 +241,7 @@ class SamplerService:
         return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
 
     def release_version(self, version_id: str) -> None:
-        """Drop a version whose sampling sessions have ended, as soon as no request uses it."""
+        """Have a version that no session needs any more dropped, as soon as no request uses it."""
         self._released_versions.append(version_id)
         self._wake.set()
 

@@ -47,7 +47,7 @@ Residency = Literal["device", "host", "disk", "nowhere", "parked", "failed"]
 
 @dataclass(frozen=True)
 class AdapterStatus:
-    """The status of a live adapter, as its tenant sees it."""
+    """Where a live adapter is, as its tenant sees it, and how many of its ops have not ended."""
 
     where: Residency
     queued_ops: int  # ops that were accepted and have not ended
@@ -62,7 +62,7 @@ class QueueStatus:
 
 
 class Place(StrEnum):
-    """Where an adapter is, as the service sees it."""
+    """Where an adapter is, as the service sees it: not created, on disk only, or in the trainer."""
 
     NOWHERE = "nowhere"  # it was not created yet, or could not be created
     DISK = "disk"  # in its snapshot only

@@ -105,7 +105,7 @@ class LossGraphs:
         return replace(op, payload=payload, sent_digest=op.digest)  # the digest was computed before, in a thread
 
     def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
-        """Return how many numbers the graph computes for this request. Runs in a thread of the pool.
+        """Return an estimate of how many numbers the graph computes for this request. Runs in a thread of the pool.
 
         The work is 0 if an input is missing: the op will fail.
         """

@@ -40,7 +40,7 @@ _FURTHEST_AHEAD = 10_000
 
 
 class ModelService:
-    """The training service of one base model. Belongs to the event loop."""
+    """Accepts the ops of one base model's adapters, has them run and keeps their futures. Belongs to the event loop."""
 
     def __init__(
         self, context: TrainingContext, memory: ProcessMemory, is_ours: Callable[[RunRecord], bool] = lambda _run: True
@@ -213,7 +213,7 @@ class ModelService:
 
     @asynccontextmanager
     async def next_number(self, run_id: str) -> AsyncIterator[int]:
-        """Yield the next free sequence number of a run. No other request gets one until the block ends."""
+        """Yield the next free sequence number of a run. Other callers of this method wait until the block ends."""
         adapter = self._adapter(run_id)
         async with adapter.numbering:
             yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))

@@ -125,15 +125,17 @@ class RunKind:
     # --- running ops whose payloads are of this kind ------------------------------------------------------------------
 
     def prepare(self, op: Op, measurements: RunMeasurements) -> DevicePass:
-        """Return a pass that is ready for the trainer. Runs in the compute thread."""
+        """Return a pass that is ready for the trainer. Runs in the compute thread. Only called for ``payloads``."""
         raise AssertionError(f"{op.kind} is not a pass")
 
     def run_on_device(self, op: Op, measurements: RunMeasurements) -> Outcome:
-        """Run a barrier that needs neither files nor the database. Runs in the compute thread."""
+        """Run a barrier that needs neither files nor the database. Runs in the compute thread. Only called for
+        ``payloads``.
+        """
         raise AssertionError(f"{op.kind} is not a short barrier")
 
     async def run_with_files(self, op: Op, run: RunRecord, checkpoints: CheckpointFiles) -> Outcome:
-        """Run an op that reads or writes files. Runs on the event loop."""
+        """Run an op that reads or writes files. Runs on the event loop. Only called for ``payloads``."""
         raise AssertionError(f"{op.kind} has nothing to do with files")
 
     # --- state of an adapter beside the trainer's: all methods but the first run in the compute thread ----------------
@@ -141,22 +143,23 @@ class RunKind:
     def is_settled(self, run_id: str) -> bool:
         """Return whether a snapshot would have the whole state of the adapter. May be called in any thread.
 
-        It would not, for example, between a forward pass and the backward pass that needs its activations.
+        It would not, for example, between a native forward pass and the backward pass that needs its activations. It
+        always would for Tinker's runs.
         """
         return True
 
     def dump(self, run_id: str) -> bytes | None:
-        """Return the state that a snapshot keeps beside the trainer's; None if there is none."""
+        """Return the state that a snapshot keeps beside the trainer's; None if there is none, as for Tinker's runs."""
         return None
 
     def restore(self, run_id: str, state: bytes) -> None:
-        """Restore the state that :meth:`dump` returned."""
+        """Restore the state that :meth:`dump` returned. Tinker's runs have none."""
 
     def drop_window(self, run_id: str) -> None:
-        """Forget what was counted for the open window, because its gradient is dropped."""
+        """Forget what this kind counted for the open window, whose gradient is dropped. Tinker's counts nothing."""
 
     def remove(self, run_id: str) -> None:
-        """Forget the state of an adapter that is removed from the trainer."""
+        """Forget what this kind keeps for an adapter that is removed from the trainer. Tinker's keeps nothing."""
 
     # --- evicting -----------------------------------------------------------------------------------------------------
 
