@@ -3,8 +3,9 @@
 This is for scripts that prepare data with the library and train with the SDK; importing it does not load the server.
 Labels are those of a feature: already shifted, −100 where nothing is learnt.
 
-Arguments may hold tensors of any library. Results hold numpy arrays, which the library's losses accept like tensors, so
-torch is not needed here. The SDK is needed, and is imported when a datum is made.
+Arguments may hold lists, arrays, or tensors of any library that has ``tolist``. Results hold numpy arrays and lists,
+which the library's losses accept like tensors, so torch is not needed here. The SDK is needed, and is imported when a
+datum is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ class PositionsTemplate(Protocol):
 def input_feature_to_datum(feature: Mapping[str, Any]) -> "Datum":
     """Return a feature as a datum.
 
-    Labels become ``target_tokens`` and ``weights``; where a label is −100 these are 0 and 0.0. Images are copied.
+    Labels become ``target_tokens`` and ``weights`` (1.0); where a label is −100 these are 0 and 0.0. Inputs of images
+    are copied.
     """
     try:
         from tinker import types
@@ -138,7 +140,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _row(value: Any) -> NDArray[Any]:
-    """Return the value as a flat array; a batch of one row becomes that row."""
+    """Return the value as a flat array; of a batch, the first row."""
     array = _array(value)
     while array.ndim > 1:
         array = array[0]

@@ -77,7 +77,8 @@ def custom_loss_id(session_id: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class RequestId:
-    """``<owner>:<number>``: the name of an op, a sample or a custom loss, which its client polls.
+    """``<owner>:<number>``: the name of an op, a sample, a custom loss, an unloading or a refusal, which its client
+    polls.
 
     An id that a client sends is parsed once, where it arrives. On the wire, in the database and as the key of a future
     it is text.
@@ -114,7 +115,7 @@ class RequestId:
     def for_refusal(cls, run_id: str, count: int) -> "RequestId":
         """Return the id of a request that was refused before it got a place in the sequence.
 
-        ``count`` is the number of such refusals before this one.
+        ``count`` is the number of such refusals that the training service has made before this one.
         """
         return cls(run_id, _REFUSED_FROM + count)
 
@@ -172,7 +173,7 @@ class CheckpointPath:
         for scheme in _SCHEMES:
             if text.startswith(scheme):
                 return cls.from_segments(text.removeprefix(scheme).split("/"), text, field)
-        raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights>/<name>")
+        raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights|external_weights>/<name>")
 
     @classmethod
     def from_segments(cls, segments: list[str], text: str, field: str) -> "CheckpointPath":
@@ -182,7 +183,7 @@ class CheckpointPath:
             for known in get_args(CheckpointKind):
                 if kind == known and _RUN.fullmatch(run) and CHECKPOINT_NAME.fullmatch(name):
                     return cls(run, known, name)
-        raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights>/<name>")
+        raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights|external_weights>/<name>")
 
     @property
     def checkpoint_id(self) -> str:
@@ -190,7 +191,7 @@ class CheckpointPath:
 
     @property
     def native(self) -> str:
-        """Return the address as the native protocol shows it. Both schemes are accepted everywhere."""
+        """Return the address as the native protocol shows it. :meth:`parse` accepts both schemes."""
         return f"twinkle://{self.run_id}/{self.kind}/{self.name}"
 
     def __str__(self) -> str:

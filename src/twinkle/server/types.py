@@ -53,7 +53,7 @@ class Tally(Counter[str]):
 class OpKind(StrEnum):
     """The kinds of ops. All except the two passes are barriers for their own adapter.
 
-    A verb is any op of the native protocol that is neither a pass nor about files.
+    A verb is an op of the native protocol that neither creates an adapter nor is a pass, a save or a load.
     """
 
     CREATE = "create"
@@ -92,7 +92,8 @@ class OpKind(StrEnum):
 
 @dataclass(frozen=True)
 class Price:
-    """What an op costs, known before any memory is allocated for it. Limits, queues and the scheduler count it.
+    """What an op or sample costs, known before memory is allocated for its result. Limits, queues and the scheduler
+    count it.
 
     ``work`` is the time that the op takes on the device, in units of one token of a plain pass. Several targets per
     token, a second forward pass and the computation of a custom loss add to it. ``held_bytes`` is the memory of the op
@@ -241,7 +242,10 @@ class NativePass:
 
 @dataclass(frozen=True)
 class NativeVerb:
-    """Any other verb of the native protocol, with its arguments. ``steps``: the verb is an optimizer step."""
+    """A verb of the native protocol that is not a pass, a save or a load, with its arguments.
+
+    ``steps``: the verb is an optimizer step.
+    """
 
     verb: str
     arguments: Mapping[str, object]
@@ -250,22 +254,22 @@ class NativeVerb:
 
 @dataclass(frozen=True)
 class NativeSave:
-    """A save of the native protocol. ``sampler``: save only weights, for sampling; of the checkpoints with one name
-    only the last few are kept.
+    """A save of the native protocol. ``sampler``: save only weights, for sampling; of such checkpoints of a run with
+    one name, the last two are kept.
     """
 
     name: str  # empty: the server makes a name
     optimizer: bool
     sampler: bool
     consumed_train_samples: int = 0
-    interval: int = 1
+    interval: int = 1  # save only after every so many optimizer steps
     ttl_seconds: int | None = None
 
 
 @dataclass(frozen=True)
 class NativeLoad:
     """A load of the native protocol. ``path``: a checkpoint's address, or a directory that the server's configuration
-    allows. ``verb``: load or resume.
+    allows. ``verb``: load or resume_from_checkpoint.
     """
 
     verb: str
@@ -275,7 +279,8 @@ class NativeLoad:
 
 @dataclass(frozen=True)
 class Refused:
-    """The payload of an op that must fail: its body is invalid, but its sequence number could be read.
+    """The payload of an op that must fail: its body is invalid, but its sequence number could be read. In a replay also
+    a placeholder for a body that was not read.
 
     ``limit``: the configuration key of the limit that the request exceeds, if that is the reason.
     """
@@ -299,7 +304,7 @@ Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 class Op:
     """One request that concerns a run and has a place in its sequence. ``body`` is what the journal stores for replay.
 
-    ``sent_digest`` is the digest of the bytes that the client sent, where ``body`` is not exactly these bytes.
+    ``sent_digest`` is the digest of what the client sent, where it is not the digest of ``body``.
     """
 
     adapter_id: str
@@ -324,7 +329,7 @@ class Op:
 
     @cached_property
     def price(self) -> Price:
-        """Return the price, computed from the shapes in the payload. Only a pass has tokens."""
+        """Return the price, computed from the shapes in the payload and the body's length. Only a pass has tokens."""
         price = self.payload.price if isinstance(self.payload, Pass) else Price()
         held_bytes = price.held_bytes + len(self.body) + OBJECT_BYTES
         return Price(price.tokens, price.work, held_bytes, price.result_bytes)
@@ -345,7 +350,10 @@ def digest(body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit in bytes on one resource of the whole process, with the bytes in use. Shown in /metrics and `status`."""
+    """A limit in bytes on one resource, such as the memory of queued ops, with the bytes in use.
+
+    Shown in /metrics and `status`.
+    """
 
     resource: str
     used: int
@@ -442,7 +450,7 @@ class RunRecord:
 
     run_id: str
     session_id: str
-    number: int  # model_seq_id
+    number: int  # model_seq_id; for a native run a hash of the adapter's name
     tenant_id: str
     base_model: str
     model_name: str  # the name of the served model
@@ -529,7 +537,7 @@ class OpRecord:
     adapter_id: str
     seq: int
     kind: OpKind
-    digest: bytes  # of the body: a request with the same number and another body is refused
+    digest: bytes  # of what the client sent: another request with the same number is refused
     body: BlobRef
     accepted_at: float
     outcome: BlobRef | None = None
@@ -545,7 +553,7 @@ class SnapshotRecord:
     adapter_id: str
     seq: int
     directory: str  # relative to the data directory
-    failed_seq: int | None  # the first failed forward_backward in the open window, if there is one
+    failed_seq: int | None  # the first forward_backward in the open window that failed or never arrived, if any
     taken_at: float
 
 

@@ -32,7 +32,7 @@ class TrainingBackend(Protocol):
     """
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """Raise for an adapter that can never exist. Called in any thread."""
+        """Raise a UserError if the base model can have no adapter of this shape. Called in any thread."""
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
 
@@ -41,7 +41,10 @@ class TrainingBackend(Protocol):
     def adapter_ids(self) -> list[str]: ...
 
     def resident_adapter_ids(self) -> list[str]:
-        """Return the adapters on the device; all others are in host memory. Called in any thread."""
+        """Return the adapters on the device; all others are in host memory. Called in any thread.
+
+        A backend that inherits this method has all adapters on the device.
+        """
         return self.adapter_ids()
 
     def host_bytes(self) -> int:
@@ -93,8 +96,9 @@ class TrainingBackend(Protocol):
     ) -> Callable[[Path], None]:
         """Copy the adapter's state, and return a function that writes the copy to a directory, replacing what is there.
 
-        The returned function may be called in any thread. ``companions`` writes further files into the directory
-        before that takes its final name.
+        The returned function may be called in any thread. ``optimizer``: with its optimizer state. ``state``: the
+        training progress to write beside it, if any. ``companions`` writes further files into the directory before that
+        takes its final name.
         """
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
@@ -130,8 +134,9 @@ class ServedModel:
 
     @property
     def contended_tokens(self) -> int:
-        """Return the most tokens that one tenant gets in a batch while others have work.
+        """Return the limit in tokens on one tenant's part of a batch while others have work; 0 on a CPU.
 
-        The scheduler gives it more only if another tenant asks for more than this.
+        The scheduler raises the limit to what another tenant asks for, and lets a tenant's first pass exceed a limit
+        that is not 0.
         """
         return min(self.cheap_tokens, self.tokens_per_batch // _CONTENDED_PART)

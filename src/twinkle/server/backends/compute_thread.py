@@ -1,8 +1,8 @@
 """The compute thread: the one thread that owns the model. Training and sampling take turns, one piece of work each.
 
 Methods that belong to this thread are marked with :func:`compute_thread`, synchronous methods that belong to the event
-loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, both assert that the method is called in
-its thread; otherwise they do nothing.
+loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, a call in the wrong one of these two
+fails an assertion; otherwise the marks have no effect.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _this_thread = _ThisThread()
 
 
 def compute_thread(method: Callable[P, T]) -> Callable[P, T]:
-    """Mark a method that is called in the compute thread, or in a program without an event loop."""
+    """Mark a method that is called in the compute thread, or in a thread where no event loop runs."""
     return _checked(method, "the compute thread", lambda: _this_thread.computes or asyncio._get_running_loop() is None)
 
 
@@ -59,7 +59,7 @@ def _begin_computing() -> None:
 
 
 class Lane(Enum):
-    """The kinds of work. Work of one lane runs in the order in which it was submitted."""
+    """The kinds of work of the compute thread. Work of one lane runs in the order in which it was submitted."""
 
     STEPS = auto()  # optimizer steps: they are short, and the client that trains waits for them
     TRAINING = auto()  # batches of passes, saves, loads and snapshots
@@ -79,8 +79,8 @@ class Compute:
 
     While training and sampling both have work they alternate: during a long rollout a pass waits for one turn of the
     sampler only, and sampling waits for one batch or save only, however many are queued. An optimizer step goes before
-    both, but two steps never run in a row while other work waits. If the caller says that a step follows a pass, pass
-    and step are one turn.
+    both, but while other work waits no two turns in a row are optimizer steps. If the caller says that a step follows a
+    pass, pass and step are one turn.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,8 @@ class Compute:
     def run_waiting(self, lane: Lane) -> Mapping[str, float]:
         """Run the next piece of work of a lane, if there is one, in the middle of the present piece.
 
-        Return the seconds that it took, divided among its tenants. They do not count as time of the present piece.
+        Return the seconds that it took, divided among its tenants; nothing if there was no work. They do not count as
+        time of the present piece.
         """
         if not self._lanes[lane]:
             return {}

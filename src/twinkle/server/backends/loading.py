@@ -55,7 +55,10 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """Facts about a trainer that the server needs. They can be sent: the trainer may be in another process."""
+    """Facts about a trainer that the server needs. They can be sent: the trainer may be in another process.
+
+    ``tokens``: the most tokens of a batch. ``memory``: a sentence for operators, how memory is divided.
+    """
 
     architecture: str
     max_length: int
@@ -72,7 +75,7 @@ class TrainerFacts:
 def served_model(
     served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts, ranks: int = 1
 ) -> ServedModel:
-    """Return a model for training only. ``facts`` describe each of the ``ranks`` processes of its trainer."""
+    """Return the served model without a sampler. ``facts`` describe each of the ``ranks`` processes of its trainer."""
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -154,7 +157,7 @@ def _make_sampler(
 
 
 def _check_vllm(args: SamplerArgs) -> None:
-    """Raise for engine arguments that are wrong for every model."""
+    """Raise InvalidInputError for engine arguments that vLLM does not have or the configuration may not set."""
     from twinkle.sampler.vllm.engine_args import check_engine_args
 
     check_engine_args(args.engine_args or {})

@@ -22,7 +22,7 @@ class TextCodec(Protocol):
     """Turns text into the tokens of one model, and back. Used in several threads at once."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as it is, with the tokens that this tokenizer puts before every text."""
+        """Encode a text without a chat template, with the special tokens that this tokenizer adds to every text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
@@ -35,7 +35,7 @@ class TextCodec(Protocol):
 
 
 class HubTextCodec:
-    """A Hugging Face tokenizer, and the chat template that comes with it."""
+    """The :class:`TextCodec` of a Hugging Face tokenizer and the chat template that comes with it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +119,10 @@ def check_characters(field: str, characters: int, most: int) -> None:
 
 
 def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the rows in groups small enough to be tokenised at once. ``most``: the characters one row may have."""
+    """Yield the rows in groups that are tokenised at once: of at most 2**20 characters, or of one larger row.
+
+    InvalidInputError: a row has more than ``most`` characters.
+    """
     group: list[Mapping[str, Any]] = []
     size = 0
     for index, row in enumerate(rows):
@@ -135,7 +138,7 @@ def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[M
 
 
 def _characters(value: object) -> int:
-    """Return the number of characters of text in a JSON value."""
+    """Return the number of characters of text in a JSON value, including the keys of objects."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -27,7 +27,11 @@ class _Waiting(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The queue. The time of each method grows with the number of tenants that have items, not with that of items."""
+    """A queue of items that tenants share: the next item is one of the tenant that has used least for its weight, among
+    those of the priority whose turn it is.
+
+    The time of each method grows with the number of tenants that have items, not with that of items.
+    """
 
     def __init__(self, share_of: ShareOf = equal_shares) -> None:
         self._shares = Shares(share_of)

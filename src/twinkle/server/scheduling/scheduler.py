@@ -1,11 +1,11 @@
 """The scheduler of training ops: which ops run next on one device that many tenants share.
 
-Ops go in and batches come out. The scheduler does no I/O and reads no clock. It reads the place, kind and price of an
-op, never its payload.
+Ops go in and batches come out. The scheduler does no I/O and reads no clock. Of an op it reads the place, kind, price
+and digest, and whether it is an optimizer step.
 
 Ops of one adapter run in order (:mod:`~twinkle.server.scheduling.sequence`); ops of different adapters are merged. The
 ready passes of all adapters that are of one kind (forward, or forward_backward) fill one batch up to the token budget,
-so that tenants that each pipeline forward_backward and optim_step share every batch. A batch is made of the ops that
+so that tenants that each pipeline forward_backward and optim_step share batches. A batch is made of the ops that
 are ready at that moment; it does not wait for more.
 
 A pass counts by its cost (:attr:`~twinkle.server.types.Price.cost`): its tokens, or more if it has many targets per
@@ -18,18 +18,19 @@ Which passes go first:
   budget are left for the next batch. A tenant's adapters take turns, so a tenant with fifty adapters gets no more than
   a tenant with one. A tenant that had nothing ready continues at the level of the least served tenant of its priority:
   idle time does not add up to a claim.
-- While other tenants have work, or had some in the last batches, no tenant gets a whole batch, because all others would
-  wait until it has run. A tenant gets ``contended_tokens`` of the batch, or as many tokens (scaled by weight) as the
-  largest of the other tenants asks for, if that is more. A single pass of more than twice this limit runs alone and in
-  steps, and other tenants' batches run between the steps. If ``contended_tokens`` is 0, as on a CPU, where every token
-  takes time from others, a pass of more than the limit itself runs alone, too.
+- While other tenants have work, or had some in the last batches, a tenant's part of a batch is limited, because all
+  others wait until the batch has run. The limit is ``contended_tokens``, or as many tokens (scaled by weight) as the
+  largest of the other tenants asks for, if that is more. A tenant's first pass in the batch may exceed it, but a single
+  pass of more than twice this limit runs alone and in steps, and other batches run between the steps. If
+  ``contended_tokens`` is 0, as on a CPU, where every token takes time from others, a pass of more than the limit itself
+  runs alone, too. A pass that exceeds the token budget always runs alone and in steps.
 - Barriers are short, and passes wait for them. So all ready barriers go before passes, but in no more than two batches
   in a row while a pass is ready: a tenant cannot keep others waiting by sending only steps.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from the moment it
   became the longest-ready one. Then the tenant that has waited longest leads, whatever the shares and priorities, and
-  barriers get only every other batch. With T tenants, no tenant waits for more than ``max_skips + 2 * T`` batches. The
-  bound holds for tenants, not for single ops, because a bound for each op would let a tenant with many adapters get
-  more than its share.
+  barriers get only every other batch. With T tenants, a tenant waits for at most ``max_skips + 2 * T`` batches, unless
+  a long pass of its own runs. The bound holds for tenants, not for single ops, because a bound for each op would let a
+  tenant with many adapters get more than its share.
 
 The caller runs this loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, call ``finish`` for each of
 its ops; sleep until an op is submitted or until ``next_deadline()``.
@@ -47,7 +48,7 @@ from twinkle.server.types import Op, OpKind
 
 
 class BatchKind(StrEnum):
-    """What the ops of a batch are."""
+    """The kinds of batches: forward passes, forward_backward passes, or barriers."""
 
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
@@ -68,7 +69,7 @@ class Batch:
     at most one for each adapter.
 
     ``long``: a pass that takes much longer than what other tenants ask for, or that exceeds the token budget of a
-    batch. It is to be run in steps, with batches of other tenants in between.
+    batch. It is to be run in steps, with other batches in between.
     """
 
     kind: BatchKind
@@ -78,9 +79,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class SchedulerNumbers:
-    """Counts since the start of the process.
+    """Counts of started ops and batches since the scheduler was made, and the ops that wait now.
 
-    ``waiting`` (ops that wait) and ``tokens`` (of started ops) are by tenant, for the tenants that are known now.
+    ``waiting`` and ``tokens`` (of started ops) are by tenant, for the tenants that the scheduler knows now.
     """
 
     pass_batches: int
@@ -92,12 +93,12 @@ class SchedulerNumbers:
 
     @property
     def merge_ratio(self) -> float:
-        """Return the average number of passes in a batch of passes."""
+        """Return the average number of passes in a batch of passes; 0 before the first one."""
         return self.pass_ops / self.pass_batches if self.pass_batches else 0.0
 
 
 class _Tenant:
-    """What the scheduler knows of one tenant."""
+    """What the scheduler knows of one tenant: its waiting ops, tokens so far, and adapters with a ready pass."""
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
@@ -121,7 +122,7 @@ class _Tenant:
 
 
 class _Adapter:
-    """What the scheduler knows of one adapter."""
+    """What the scheduler knows of one adapter: its ops in order, its tenant, and since when a pass of it is ready."""
 
     def __init__(self, ops: OpSequence, tenant: _Tenant) -> None:
         self.ops = ops
@@ -142,7 +143,9 @@ class _Portions:
         self._taken: Counter[str] = Counter()
 
     def limit(self, tenant: _Tenant) -> float | None:
-        """Return the tenant's limit in tokens; None: no other tenant has work or had some lately, so there is none."""
+        """Return the tenant's limit in tokens; None: there is none, because no other tenant has work or had some
+        lately, or because ``contended_tokens`` is None.
+        """
         others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
         if not others or self._contended_tokens is None:
             return None
@@ -156,7 +159,7 @@ class _Portions:
     def has_room(self, tenant: _Tenant, cost: int) -> bool:
         """Return whether a pass may join the batch, given the tenant's passes that are in it already.
 
-        Where ``contended_tokens`` is set, as on a GPU, whose tokens are cheap, a tenant's first pass may exceed the
+        Where ``contended_tokens`` is above 0, as on a GPU, whose tokens are cheap, a tenant's first pass may exceed the
         limit unless it is long.
         """
         taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
@@ -169,7 +172,8 @@ class _Portions:
 
 
 class Scheduler:
-    """The scheduler that the module describes. Belongs to one thread.
+    """Chooses which ops of many tenants' adapters run next on one device, by the rules of the module. Belongs to one
+    thread.
 
     Adapters are added before their ops; an unknown adapter or op is a bug of the caller and raises KeyError.
     """
@@ -186,6 +190,10 @@ class Scheduler:
     ) -> None:
         """Make a scheduler without adapters.
 
+        token_budget: the most tokens of a batch of passes, unless a single pass has more.
+        merge: if False, a batch has one op.
+        gap_timeout: seconds after which a missing sequence number is given up.
+        max_skips: after this many batches without it, a tenant's longest-ready pass is overdue.
         contended_tokens: a tenant's limit in a batch while other tenants have work; None: the room in the batch.
         share_of: returns the weight and priority of a tenant; if they change, the new ones apply from then on.
         """
@@ -225,8 +233,10 @@ class Scheduler:
         """Add a new adapter, or one that continues after an earlier :meth:`position`.
 
         ValueError: the adapter is here already, or ops of a removed adapter with this id still run. After a restart,
-        ``passed`` are the sequence numbers that ended before it, and ``owed`` those that the replay will submit again.
-        ``failed_pass_spoils``: whether the optimizer step that follows a failed forward_backward is refused.
+        ``passed`` are the sequence numbers that ended or were given up before it and do not run again, and ``owed``
+        those that the replay will submit again. ``failed_seq``: see
+        :class:`~twinkle.server.scheduling.sequence.Position`. ``failed_pass_spoils``: whether the optimizer step that
+        follows a failed forward_backward is refused.
         """
         if adapter_id in self._adapters or any(each.ops.adapter_id == adapter_id for each in self._running.values()):
             raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
@@ -255,7 +265,10 @@ class Scheduler:
         return self._adapters[adapter_id].ops.position
 
     def next_seq(self, adapter_id: str) -> int:
-        """Return the number of the next op to start. All lower numbers have started, or were given up as missing."""
+        """Return the number of the next op to start.
+
+        All lower numbers have started, were refused or given up as missing, or ended before a restart.
+        """
         return self._adapters[adapter_id].ops.next_seq
 
     def waiting(self, tenant_id: str) -> int:
@@ -278,7 +291,9 @@ class Scheduler:
         return submitted
 
     def finish(self, op: Op, *, failed: bool) -> None:
-        """Note that an op of a batch has ended. A ``failed`` op has not changed its adapter."""
+        """Note that an op of a batch has ended. ``failed``: it may spoil its window, and as a load it starts no clean
+        one.
+        """
         adapter = self._running.pop(op.request_id)
         adapter.tenant.long_passes.discard(op.request_id)
         adapter.ops.finish(op, failed)
@@ -301,7 +316,10 @@ class Scheduler:
         return refused
 
     def next_deadline(self) -> float | None:
-        """Return the time from which :meth:`refusals` will return an op, unless the missing op arrives before."""
+        """Return the time from which :meth:`refusals` will return an op, unless the missing op arrives before.
+
+        None: no op is to be refused at present.
+        """
         times = (adapter.ops.refusal_time for adapter in self._blocked.values())
         return min((time for time in times if time is not None), default=None)
 
@@ -320,7 +338,7 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """Return the ops to run now; None if no op is ready.
 
-        While a long pass of a tenant runs, the tenant's other passes wait until it has ended.
+        A tenant's other passes wait while a pass of it runs that was too long for other tenants to wait for.
         """
         tenants = self._tenants_in_turn()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
@@ -358,7 +376,9 @@ class Scheduler:
         return Batch(kind, ops, long)
 
     def step_tokens(self, tenant_id: str) -> int | None:
-        """Return the tokens of a long batch that may run before others get a turn; None: no other tenant has work."""
+        """Return the tokens of a long batch that may run before others get a turn; None: any number, because no other
+        tenant has work or had some lately, or because ``contended_tokens`` is None.
+        """
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             return None
@@ -379,7 +399,8 @@ class Scheduler:
     def _fill(self, lead: _Adapter) -> tuple[tuple[Op, ...], bool]:
         """Start the lead's pass, whatever its size, and then passes of the least served tenants that still fit.
 
-        A pass that is long or larger than a batch runs alone. Return the passes, and whether this is such a batch.
+        A pass that is long or larger than a batch runs alone, and so does a first pass above its tenant's limit where
+        ``contended_tokens`` is 0. Return the passes, and whether they are to run in steps (the first two cases).
         """
         ops: list[Op] = []
         room = self._budget

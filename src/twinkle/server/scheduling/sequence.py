@@ -1,6 +1,7 @@
 """The ops of one adapter in order: sequence numbers, gaps, repeated requests, windows. Knows nothing of other adapters.
 
-Order. An op runs when the ops with all lower numbers have ended. An op that arrives before a lower number waits for it.
+Order. An op starts when the ops with all lower numbers have ended; only consecutive passes of one kind may run in one
+batch. An op that arrives before a lower number waits for it.
 
 Gaps. A gap is a missing number with ops waiting behind it. Its age counts from the arrival of the oldest of these ops,
 even if earlier ops of the adapter were still running then. A gap older than ``gap_timeout`` is given up as soon as no
@@ -40,7 +41,7 @@ REMEMBERED_DIGESTS = 1024
 
 @dataclass(frozen=True)
 class Accepted:
-    """The op is new. It will be in exactly one batch or one refusal."""
+    """The op is new. It will be in exactly one batch or one refusal, unless its adapter is removed before."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Conflict:
 class TooLate:
     """The adapter is past this number, and the digest of its request is not remembered here.
 
-    The op may have ended long ago or before a restart; then the journal has it. If it has not, the number was given up
-    as missing, and ``message`` is the answer.
+    The op may have ended long ago or before a restart; then the journal has it. If the journal does not have it, the
+    number was given up as missing, and ``message`` is the answer.
     """
 
     message: str
@@ -73,7 +74,7 @@ Submitted = Accepted | Duplicate | Conflict | TooLate
 
 
 class RefusalReason(StrEnum):
-    """Why an op fails without running."""
+    """Why an op fails without running: a number before it is missing, or it is a step whose window is spoilt."""
 
     GAP = "gap"  # an earlier number never arrived
     WINDOW = "window"  # an optim_step whose window has a failed forward_backward
@@ -107,7 +108,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Position:
-    """How far an adapter is: all numbers up to and including ``seq`` have ended.
+    """How far an adapter is: all numbers up to and including ``seq`` have ended or were given up as missing.
 
     ``failed_seq`` is the number that spoilt the open window; None: the window is clean.
     """
@@ -148,8 +149,9 @@ class OpSequence:
 
     @property
     def head(self) -> Op | None:
-        """Return the next op, if it has arrived and need not be refused. It may start when no op of a batch before it
-        runs.
+        """Return the next op in order; None if it has not arrived or must be refused.
+
+        It may start when no op of an earlier batch runs.
         """
         if self.next_seq not in self._waiting:
             return None

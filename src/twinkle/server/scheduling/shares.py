@@ -45,7 +45,7 @@ class Shares:
     """What each tenant has used, as cost divided by weight. The unit of cost is the caller's."""
 
     def __init__(self, share_of: ShareOf = equal_shares) -> None:
-        """``share_of``: if it returns something else for a tenant later, that applies from then on."""
+        """``share_of`` returns a tenant's share; if it returns another one later, that applies from then on."""
         self._share_of = share_of
         self._used: dict[str, float] = {}  # sum of cost / weight, plus what raise_to_floor added for idle times
         self._absent: OrderedDict[str, None] = OrderedDict()  # tenants in _used that have left; longest ago first

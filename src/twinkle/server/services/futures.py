@@ -94,7 +94,9 @@ class Futures:
         return self._unfetched_bytes[tenant_id]
 
     def check_unfetched(self, tenant_id: str, limit: int) -> None:
-        """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
+        """Raise QuotaError if the tenant's unfetched results reach ``limit`` bytes or half of the memory for results,
+        OverloadedError if those of all tenants together fill this memory.
+        """
         self.memory.check(tenant_id)
         unfetched = self._unfetched_bytes[tenant_id]
         if unfetched >= limit:
@@ -106,7 +108,9 @@ class Futures:
 
     @event_loop
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
-        """Give a future its outcome and wake the requests that wait for it. Only the first outcome counts."""
+        """Give a future its outcome and wake the requests that wait for it. Without effect if the future is unknown or
+        settled already.
+        """
         promise = self._promises.get(request_id)
         if promise is not None and promise.settled_at is None:
             promise.size = _size(outcome)
@@ -117,7 +121,9 @@ class Futures:
             promise.ended.set()
 
     def recorded(self, request_id: str) -> None:
-        """Note that the outcome is in the journal, so that it may leave memory."""
+        """Note that the outcome is in the journal, so that it may leave memory. Without effect if there is no
+        ``read_back``.
+        """
         promise = self._promises.get(request_id)
         if promise is not None and self.read_back is not None:
             promise.on_disk = True
@@ -126,8 +132,8 @@ class Futures:
 
     @event_loop
     def adopt(self, request_id: str, tenant_id: str, outcome: Outcome, now: float) -> None:
-        """Add a settled future with an outcome that was read from the journal: there is no future for it in memory,
-        for example because it was promised before a restart.
+        """Add a settled future with an outcome that was read from the journal, if there is no future with this id: for
+        example because it was promised before a restart.
         """
         if request_id not in self._promises:
             self.promise(request_id, tenant_id)
@@ -153,9 +159,10 @@ class Futures:
             self.forget(request_id)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
-        """Return the outcome, or None if there is none after ``timeout`` seconds.
+        """Return the outcome, or None if there is none after ``timeout`` seconds or when the server shuts down.
 
-        The outcome counts as delivered only after a complete :meth:`delivering`.
+        KeyError: there is no future with this id. The outcome counts as delivered only after a complete
+        :meth:`delivering`.
         """
         promise = self._promises[request_id]
         if promise.settled_at is None and not self.closed:

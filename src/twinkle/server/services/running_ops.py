@@ -5,15 +5,15 @@ before it runs and one after it has ended, with a plain ``write``. No fsync is n
 of the process, and the death of the whole machine says nothing about an op. A line costs some ten microseconds; a row
 in the database would make every batch wait for a commit.
 
-    d REQUEST_ID COUNT    at the start: the process died COUNT times while this op ran
+    d REQUEST_ID COUNT    at the start of the file: the process died COUNT times while this op ran
     + NUMBER REQUEST_ID…  a batch begins
     - NUMBER              the batch has ended, whether its ops succeeded or not
     ~ NUMBER              the batch was only decoded or loaded from disk, which has ended: its ops are still to run
     s                     the process was asked to stop: its death from now on is not blamed on an op
 
-An op that was running when the process died is a suspect: next time it runs alone. If the process dies again, only that
-op has two deaths; it is poison and is not run a third time. Samples are not in the journal and are never run again, so
-they are not recorded here.
+An op that was running, decoded or loaded when the process died is a suspect: next time it runs alone. If the process
+dies again during it, only that op has two deaths; it is poison and is not run a third time. Samples are not in the
+journal and are never run again, so they are not recorded here.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ _MOST_BYTES = 2**20  # … and above this size in any case
 
 
 class RunningOps:
-    """The ops of one training service that run now, and how often the process died during each suspect.
+    """The ops of one training service that run now, and the suspects: ops during which an earlier process died, each
+    with the number of deaths.
 
     Belongs to one event loop.
     """
@@ -53,7 +54,7 @@ class RunningOps:
         self._rewrite()
 
     def keep_only(self, request_ids: Iterable[str]) -> None:
-        """Forget all suspects except these: the others will not run again."""
+        """Forget the deaths during all ops except ``request_ids``: the other ops will not run again."""
         self._deaths = {each: self._deaths[each] for each in request_ids if each in self._deaths}
 
     def deaths(self, request_id: str) -> int:
@@ -62,15 +63,17 @@ class RunningOps:
 
     @property
     def has_suspects(self) -> bool:
-        """Return whether there are ops during which a process died and which have not ended since."""
+        """Return whether there are ops during which an earlier process died and which have not ended since."""
         return bool(self._deaths)
 
     def forgive(self, request_id: str) -> None:
-        """Forget that an op is a suspect, because it ended without running."""
+        """Forget that earlier processes died during this op, because it ended without running."""
         self._deaths.pop(request_id, None)
 
     def apart(self, request_ids: Sequence[str]) -> Iterator[slice]:
-        """Divide a batch into parts, in order, so that each suspect is alone in its part."""
+        """Divide a batch into parts, in order, so that each op during which an earlier process died is alone in its
+        part.
+        """
         first = 0
         for index, request_id in enumerate(request_ids):
             if request_id in self._deaths:
@@ -85,8 +88,8 @@ class RunningOps:
     async def noted(self, request_ids: Sequence[str], *, decoding: bool = False) -> AsyncIterator[None]:
         """Record on disk that these ops run, for the duration of the ``async with`` block.
 
-        An op is a suspect if the process died while the op ran. While there are suspects, only one block runs at a
-        time, so that the next death names its op. ``decoding``: the ops are only prepared to run; those that are
+        An op is a suspect if an earlier process died while the op ran. While there are suspects, only one block runs
+        at a time, so that the next death names its op. ``decoding``: the ops are only prepared to run; those that are
         suspects remain so after the block.
         """
         async with self._turn if self._deaths else nullcontext():
@@ -155,7 +158,10 @@ class RunningOps:
 
 
 def _read(path: Path) -> dict[str, int]:
-    """Return how often the process died during each op, including the last death. Incomplete lines are ignored."""
+    """Return how often processes died during each op that has not ended since. Incomplete lines are ignored.
+
+    The death of the last process counts unless it had been asked to stop.
+    """
     deaths: dict[str, int] = {}
     batches: dict[str, list[str]] = {}
     stopping = False

@@ -1,8 +1,8 @@
 """The loop of a service, and the background tasks that a service starts beside its loop.
 
-A loop runs until its service stops. If it ends earlier, that is a bug, and accepted requests would wait for ever. So
-the end is logged at once and shown by health checks, and the runtime, which waits for :meth:`ServiceLoop.broken`, ends
-the process. The next process replays all ops that were accepted.
+A loop runs until its service stops. If it ends with an error, that is a bug, and accepted requests would wait for ever.
+So the end is logged at once and shown by health checks, and the runtime, which waits for :meth:`ServiceLoop.broken`,
+ends the process. The next process recovers the adapters and runs the accepted ops that have not ended.
 """
 
 import asyncio
@@ -13,7 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServiceLoop:
-    """The task of a service loop. ``name`` is how log lines call the service. Belongs to one event loop."""
+    """Runs a service loop as a task, and notices when it ends with an error. ``name`` is how log lines call the
+    service.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,7 +67,7 @@ class BackgroundTasks:
         task.add_done_callback(self._done)
 
     async def finish(self) -> None:
-        """Wait until all tasks have ended. The error of a task that failed is logged when it ends."""
+        """Wait until the tasks that run now have ended. The error of a task that failed is logged when it ends."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -78,7 +78,7 @@ class NativeAdapters:
 
     @compute_thread
     def dump(self, run_id: str) -> bytes | None:
-        """Return the state that a snapshot keeps beside the trainer's; None for an adapter of another protocol."""
+        """Return the state that a snapshot keeps beside the trainer's; None if no native adapter has this id."""
         group = self._library.optimizer_group.get(run_id)
         return None if group is None else group_state.dump(group, self._set_up[run_id])
 
@@ -92,7 +92,9 @@ class NativeAdapters:
         group_state.restore(self.group(run_id), values)
 
     def group(self, run_id: str) -> OptimizerGroup:
-        """Return the optimizer group of an adapter. The library's own error would list adapters of other tenants."""
+        """Return the optimizer group of an adapter, or raise NotFoundError. The library's own error would list adapters
+        of other tenants.
+        """
         group = self._library.optimizer_group.get(run_id)
         if group is None:
             raise NotFoundError("adapter", run_id)
@@ -131,7 +133,9 @@ class NativeAdapters:
 
     @compute_thread
     def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
-        """Return the result of a pass: the loss, and rows of values without padding in the order of the inputs."""
+        """Return the result of a pass: the loss, its number of tokens, and the log-probabilities and entropies that
+        ``outputs`` has, as rows without padding in the order of the inputs.
+        """
         group = self.group(run_id)
         sequences = group.status.sequences
         assert sequences is not None, "a pass was just absorbed"
@@ -140,7 +144,7 @@ class NativeAdapters:
 
     @compute_thread
     def run(self, run_id: str, asked: NativeVerb) -> object:
-        """Run a verb that is not a pass, and return its result in a form that JSON can hold."""
+        """Run a verb that is not a pass, and return its result: JSON values, or arrays by name for get_state_dict."""
         result = self._call(run_id, asked.verb, asked.arguments)
         if verb_named(asked.verb).sets_up:
             self._set_up[run_id].record(asked.verb, asked.arguments)
@@ -197,7 +201,8 @@ class NativeAdapters:
     def encode(self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int) -> list[Mapping[str, object]]:
         """Return conversations as tokens, with the adapter's template or the plain one. Any thread may call this.
 
-        Rows are encoded in groups, and no further than ``max_tokens``: a tokenizer takes 200 bytes for each token.
+        Rows are encoded in groups, until one brings the total above ``max_tokens``: InvalidInputError.
+        UnsupportedError: the model has no tokenizer.
         """
         template = self._templates.get(self._chosen_templates.get(run_id, TemplateChoice()))
         if isinstance(template, CodecTemplate):
@@ -216,7 +221,7 @@ class NativeAdapters:
 
 @contextmanager
 def chosen_by_tenant(what: str) -> Iterator[None]:
-    """Turn any error in this context into the tenant's mistake.
+    """Turn an exception in this context that is not a TwinkleError into a UserError: the tenant's mistake.
 
     Use it around code that the tenant chose: a loss, metric, schedule, processor or template. It may fail in any way,
     because of its options or its data. An error anywhere else is ours: it is logged, and answered as a failure of the

@@ -1,8 +1,8 @@
 """Passes of the base model: ``forward_only`` without an adapter.
 
 Nothing changes the base model, so such a pass has no sequence number and is not journalled: a client that missed the
-answer asks again and gets the same. Otherwise it is treated like an op: it is subject to the tenant's limits, runs in
-the compute thread and counts as usage.
+answer asks again and gets the same. Otherwise it is treated like an op: it is subject to the tenant's limits on queued
+ops and on tokens per minute, runs in the compute thread and counts as usage.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _VERB = "forward_only"
 
 
 class BaseModelPasses:
-    """The base-model passes of one served model. A tenant runs one at a time; its other passes wait for it."""
+    """Runs the base-model passes of one served model. A tenant runs one at a time; its other base-model passes wait."""
 
     def __init__(
         self, model: ServedModel, adapters: "Callable[[], NativeAdapters]", compute: Compute, tenants: Tenants
@@ -44,7 +44,10 @@ class BaseModelPasses:
         self._waiting = Tally()  # passes by tenant, those that wait and those that run
 
     async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
-        """Compute one pass and return its outcome. ``fields``: of the request; a mistake in them raises."""
+        """Compute one pass and return its outcome. ``fields``: those of the request's JSON.
+
+        A mistake in the fields, a limit that is exceeded and a failure of the pass are raised as errors.
+        """
         limit = self._tenants.limits(tenant_id).max_training_tokens_per_minute
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)

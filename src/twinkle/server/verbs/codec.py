@@ -1,10 +1,10 @@
 """Encode native ops for the journal, and their results for the wire.
 
 A body in the journal is a zero byte, the verb, a line feed and JSON. The zero byte marks it as native: neither Tinker's
-protobuf nor its JSON begins with one. The JSON is what the client sent, byte for byte, and a replay reads it as it was
-read the first time. It is written anew only if the request refers to something that may be gone or changed at a replay:
-then rows of tokens replace conversations and references to batches, or the template replaces the name that stood for
-it. Earlier versions always wrote the JSON anew; it is read in the same way.
+protobuf nor its JSON begins with one. The JSON of a verb is what the client sent, byte for byte, and a replay reads it
+as it was read the first time. It is written anew only if the request refers to something that may be gone or changed at
+a replay: then rows of tokens replace conversations and references to batches, or the template replaces the name that
+stood for it. Earlier versions always wrote the JSON anew; it is read in the same way.
 """
 
 import json
@@ -130,9 +130,11 @@ def _dumped(fields: Mapping[str, object]) -> bytes:
 
 
 def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the checked fields of a client's LoraConfig. Sets arrive as lists in any order; here they are sorted."""
+    """Return the checked fields of a client's LoraConfig. ``target_modules`` may arrive as a list in any order; here it
+    is sorted.
+    """
     if sent is None:
-        raise UserError("config: got None, allowed: a LoraConfig with at least r and target_modules")
+        raise UserError("config: got None, allowed: a LoraConfig with at least target_modules")
     try:
         config = json.loads(sent) if isinstance(sent, str) else dict(sent)
     except (ValueError, RecursionError):

@@ -40,7 +40,10 @@ def as_rows(inputs: object) -> list[Mapping[str, object]]:
 
 
 def are_encoded(rows: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether the rows are features, which have tokens; trajectories have none yet."""
+    """Return whether the rows are features, which have tokens; trajectories have none yet.
+
+    InvalidInputError: some are features and some are not.
+    """
     encoded = {_TOKENS in row for row in rows}
     if len(encoded) > 1:
         raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
@@ -48,7 +51,10 @@ def are_encoded(rows: Sequence[Mapping[str, object]]) -> bool:
 
 
 def checked_rows(rows: Sequence[Mapping[str, object]], max_tokens: int) -> tuple[Row, ...]:
-    """Return the rows to compute with, checked: every field has one number for each token."""
+    """Return the rows with the fields that training reads, checked: each field has one number for each token.
+
+    InvalidInputError: a row is invalid, or all rows together have more than ``max_tokens``.
+    """
     checked = tuple(_row(row, f"inputs[{index}]") for index, row in enumerate(rows))
     tokens = sum(len(row[_TOKENS]) for row in checked)
     if tokens > max_tokens:

@@ -1,6 +1,6 @@
 """The kind of run of the native protocol: what is different about native runs, for the services that run their ops.
 
-The library's verbs need torch, so they are loaded with the first native adapter.
+The library's verbs need torch, so they are loaded when a native request first needs them.
 """
 
 import threading
@@ -201,7 +201,7 @@ class NativeRuns(RunKind):
 
 
 async def _delete_older(run: RunRecord, series: str, checkpoints: CheckpointFiles) -> None:
-    """Delete all but the last two versions of a series.
+    """Delete all but the last two checkpoints of a series: those that a run saved for sampling under one name.
 
     A training loop publishes after every step; the version before the last may still be in use.
     """

@@ -29,9 +29,9 @@ class SamplingTemplate(CompletionTemplate, Protocol):
 
 
 class TemplateChoice(Parameters):
-    """A class of :mod:`twinkle.template` and its options. The model is not among them: it is the sampler's.
+    """A class of :mod:`twinkle.template` and its options. The model is not among them: it is the served one.
 
-    A session without a choice has the plain template, which never truncates.
+    A sampler's session or an adapter without a choice has the plain template, which does not truncate.
     """
 
     template_cls: Text = "Template"
@@ -73,7 +73,11 @@ class Templates:
         self._loading = {name: threading.Lock() for name in TEMPLATES}
 
     def get(self, choice: TemplateChoice) -> SamplingTemplate:
-        """Return the chosen template. The first of its class loads a tokenizer: do not call this on the event loop."""
+        """Return the chosen template. The first of its class loads a tokenizer: do not call this on the event loop.
+
+        A model that has a codec but no tokenizer files gets a CodecTemplate, whatever the choice. UnsupportedError: the
+        model has neither.
+        """
         if self._model.tokenizer_dir is None:
             if self._model.text is None:
                 raise UnsupportedError(f"{self._model.name} has no tokenizer, and without one there is no text")

@@ -105,7 +105,11 @@ def _names_of_options(verb: Verb) -> list[str]:
 
 
 def _save(request: SaveRequest) -> NativeSave:
-    """Return the payload of a save. Characters of its name that an address cannot hold become underscores."""
+    """Return the payload of a save.
+
+    In its name, characters that an address cannot hold become underscores; dots at the beginning are removed, and 100
+    characters are kept.
+    """
     if request.is_sampler and request.save_optimizer:
         raise InvalidInputError("save_optimizer", True, "False with is_sampler: samplers read weights alone")
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.name or "").lstrip(".")[:100]

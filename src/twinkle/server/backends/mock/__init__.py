@@ -1,4 +1,6 @@
-"""A trainer and a sampler without a model, for tests of everything around them: numpy only, and deterministic."""
+"""A trainer and a sampler without a model, for tests of everything around them: numpy only, and deterministic where
+requests have seeds.
+"""
 
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.mock.sampler import MockSampler, MockTextCodec
@@ -12,7 +14,7 @@ def mock_model(
 ) -> ServedModel:
     """Return a served model that needs no files and hardly any memory.
 
-    Every batch of passes takes ``pass_seconds``, and every step of its sampler ``step_seconds``.
+    Every batch of passes takes at least ``pass_seconds``, and every step of its sampler at least ``step_seconds``.
     """
     trainer = MockTrainer(pause=pass_seconds)
     sampler = MockSampler(trainer, pause=step_seconds)

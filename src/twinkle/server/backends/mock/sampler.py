@@ -63,7 +63,7 @@ class _Sampling:
 class MockSampler:
     """A :class:`~twinkle.sampler.types.Sampler` over the adapters of a :class:`MockTrainer`.
 
-    The text of tokens 5, 6 is ``"5 6 "``: stop strings are searched in it. ``pause``: seconds that a step takes.
+    The text of tokens 5, 6 is ``"5 6 "``: stop strings are searched in it. ``pause``: seconds that a step sleeps.
     """
 
     def __init__(self, trainer: MockTrainer, *, max_length: int = 4096, end_token: int = 2, pause: float = 0.0) -> None:
@@ -78,7 +78,7 @@ class MockSampler:
         self._add(version_id, self._trainer.vector(adapter_id))
 
     def load_version(self, version_id: str, directory: str) -> None:
-        """Read a directory that :meth:`MockTrainer.save` wrote."""
+        """Read the weights from a directory that a function of :meth:`MockTrainer.prepare_save` wrote."""
         self._add(version_id, read_checkpoint(Path(directory))[0]["weights"])
 
     def retire(self, version_id: str) -> None:
@@ -109,7 +109,9 @@ class MockSampler:
         return bool(self._requests)
 
     def step(self) -> list[Finished | Progress]:
-        """Extend every sequence by up to 16 tokens, and return what finished or is to be streamed."""
+        """Extend every unfinished sequence by up to 16 tokens, and return the requests that finished and the progress
+        of streamed ones.
+        """
         time.sleep(self.pause)
         events: list[Finished | Progress] = []
         for sampling in list(self._requests.values()):
@@ -202,7 +204,10 @@ def _result(sampling: _Sampling, vocab_size: int, end_token: int) -> SampleResul
 
 
 def _top(weights: FloatArray, prompt: IntArray, k: int, skipped: int) -> TopLogprobs:
-    """Return for each position the k likeliest of the tokens 0 to k + 63. Position 0, without context, has none."""
+    """Return for each position the k likeliest of the tokens 0 to k + 63.
+
+    Position 0, which has no context, and the ``skipped`` positions after it have none: token 0 and −inf.
+    """
     choices = np.arange(k + 64)
     positions = np.arange(len(prompt) - 1)
     lp = logprobs(weights, features(prompt[:-1, None], choices[None], positions[:, None]))

@@ -5,9 +5,9 @@ An adapter is a vector w of eight numbers. The log-probability of a target y aft
     lp = log σ(w · φ(x, y, i)),   φ₀ = 1, the others in [−1, 1]
 
 so that losses have true gradients and training lowers them. An optimizer step is plain momentum, whose size grows with
-the gradient (Adam would hide a gradient that was counted twice), and it also moves w₀ by a constant: results depend on
-the number of steps, on all data seen, and on nothing else. So tests notice every op that is lost, repeated or run out
-of order.
+the gradient (Adam would hide a gradient that was counted twice), and it also moves w₀ by a constant: w depends on its
+first value, on the number and the parameters of steps, and on all data trained on. So tests notice a forward_backward
+or a step that is lost, repeated or run out of order.
 """
 
 import json
@@ -108,7 +108,7 @@ def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
 
 @dataclass
 class _Adapter:
-    """An adapter with its optimizer; the fields are those of a snapshot."""
+    """An adapter with its optimizer; the fields are those of a snapshot without its layout."""
 
     spec: LoraSpec
     weights: FloatArray
@@ -119,7 +119,7 @@ class _Adapter:
 
 
 class MockTrainer(TrainingBackend):
-    """A trainer without a model. ``pause``: seconds that every pass takes."""
+    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps."""
 
     def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
         self.vocab_size = vocab_size
@@ -173,7 +173,10 @@ class MockTrainer(TrainingBackend):
         return self._run(items, train=True)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        """Make a step of plain momentum. ``decoupled`` has no effect: there is no Adam here."""
+        """Make a step of plain momentum, after clipping and weight decay. Without a gradient nothing changes.
+
+        ``decoupled`` has no effect: there is no Adam here.
+        """
         adapter = self._get(adapter_id)
         check_adam_params(params)
         if adapter.gradient is None:
@@ -225,7 +228,7 @@ class MockTrainer(TrainingBackend):
             arrays |= {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
 
         def write(directory: Path) -> None:
-            """Write adapter.npz and the state files; the directory appears whole or not at all."""
+            """Write adapter.npz and the state files in place of the directory, which appears whole or not at all."""
             staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
             staging.mkdir(parents=True)
             np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)

@@ -21,9 +21,9 @@ LISTED_KINDS: Mapping[CheckpointKind, Literal["training", "sampler", "external"]
 
 
 async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
-    """Return the record of a checkpoint that the tenant may read.
+    """Return the record of a checkpoint that the tenant may read: its own, or a public one.
 
-    For another tenant's checkpoint that is not public, the error is the same as for one that does not exist.
+    UnknownCheckpointError: the checkpoint does not exist, has expired, or is another tenant's and not public.
     """
     record = await store.checkpoints.get(path.run_id, path.kind, path.name)
     if record is None or not (record.public or record.tenant_id == tenant_id) or expired(record):
@@ -52,7 +52,9 @@ def version_of(record: CheckpointRecord) -> str:
 
 
 def without_server_paths(work: Callable[[], T], directory: Path, path: str) -> T:
-    """Run ``work``. An error about a file names the checkpoint's ``path`` in place of the server's directory."""
+    """Run ``work``. A UserError whose message has the server's ``directory`` becomes a CheckpointError with ``path`` in
+    its place.
+    """
     try:
         return work()
     except UserError as error:

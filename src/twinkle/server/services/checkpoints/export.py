@@ -26,7 +26,8 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)(?P<part>\.lora_[AB]\.weig
 def prepare_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequence[str]) -> Callable[[Path], None]:
     """Copy the adapter's weights, and return a function that writes the directory, atomically.
 
-    Called in the compute thread; the returned function may run in any thread.
+    The files are encrypted to ``recipients``, if there are any. Called in the compute thread; the returned function may
+    run in any thread.
     """
     weights = {exported_name(name): array for name, array in trainer.weights(adapter_id).items()}
     fill = partial(_fill, weights=weights, config=trainer.peft_config(adapter_id), recipients=recipients)

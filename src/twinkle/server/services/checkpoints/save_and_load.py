@@ -76,7 +76,8 @@ class Checkpoints:
             return failure_of(error, op.request_id)
 
     async def save_before_eviction(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
-        """Save the last state of an adapter as a checkpoint, and remove the adapter from the trainer.
+        """Save the last state of an adapter as a checkpoint; then remove the adapter from the trainer, even if the save
+        failed.
 
         Return a note for the tenant that says how to continue from the checkpoint; None if the save failed.
         """
@@ -98,7 +99,9 @@ class Checkpoints:
         return f"{why}; its adapter is kept for {days:g} days: {kind.how_to_resume(path)}"
 
     async def _name_for_eviction(self, run: RunRecord) -> str:
-        """Return a name that no checkpoint of the tenant has: parked, or parked-2 and so on."""
+        """Return a name that no checkpoint of the run has, or that an earlier try to evict it used: parked, or parked-2
+        and so on.
+        """
         for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
             existing = await self.store.checkpoints.get(run.run_id, "weights", name)
             if existing is None or existing.request_id == f"{run.run_id}:{_EVICTION}":
@@ -114,7 +117,11 @@ class Checkpoints:
         return responses.saved(await self.write(op, run, save, copy))
 
     async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
-        """Write a checkpoint's files and then its record, and return the record."""
+        """Write a checkpoint's files and then its record, and return the record.
+
+        Without ``overwrite``, an op that has written its record before returns that record, and InvalidInputError is
+        raised if another op has used the name. StorageQuotaError: the tenant's storage is full.
+        """
         path = CheckpointPath(run.run_id, save.kind, save.name)
         existing = await self.store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not save.overwrite:
@@ -163,7 +170,8 @@ class Checkpoints:
         return record
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
-        """Raise StorageQuotaError if the tenant's storage is full. Called before files are written.
+        """Raise StorageQuotaError if the tenant uses ``most`` bytes or more (None: no limit). Called before files are
+        written.
 
         The size of the new files is known only after that, and is checked when their record is added.
         """
@@ -267,10 +275,11 @@ class Checkpoints:
     async def readable(
         self, path: CheckpointPath, run: RunRecord, field: str, shown: str, *, optimizer: bool = False
     ) -> Path:
-        """Return the directory of a checkpoint that the run's tenant may load; CheckpointError if it is damaged.
+        """Return the directory of a checkpoint that the run's tenant may load.
 
-        Errors call the request's field ``field`` and the checkpoint ``shown``. ``optimizer``: the optimizer state will
-        be loaded, too, so the checkpoint must have one.
+        UnknownCheckpointError: the tenant may not read it. InvalidInputError: it is an exported one (the error names
+        ``field``), or ``optimizer`` is True and its kind has no optimizer state. CheckpointError: it is damaged (the
+        error calls it ``shown``).
         """
         record = await loadable_checkpoint(self.store, path, run.tenant_id, field)
         if optimizer and path.kind != "weights":  # checked before the files are read

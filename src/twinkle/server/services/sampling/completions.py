@@ -1,8 +1,9 @@
 """Completion streams: a client learns in one long poll which of its samples are done, instead of one poll for each.
 
 Each client of a sampling session has its own stream. The original client has number 0, copies of it in other processes
-have higher numbers; a client's number follows from the sequence numbers that it uses. Places in a stream only grow,
-even across restarts of the server on the same data, so that a client that outlives a restart continues where it was.
+have higher numbers; a client's number follows from the sequence numbers that it uses. Places in a stream only grow.
+They begin at the time of the start in microseconds, so they are higher after a restart of the server than before, and
+a client that outlives the restart continues where it was.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _MOST_AT_ONCE = 512  # completions in one answer, which takes a millisecond or t
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample that is done. ``size``: bytes of the result; None for a failure, and for a request that was lost."""
+    """One sample that is done. ``size``: bytes of the result; None for one that failed, was cancelled or was lost."""
 
     place: int
     request_id: str
@@ -39,7 +40,7 @@ class _Stream:
 
 
 class Completions:
-    """The streams of one service. Belongs to one event loop."""
+    """The completion streams of one sampling service: which samples of a client are done. Belongs to one event loop."""
 
     def __init__(self, kept_seconds: float = 3600.0) -> None:
         self._streams: dict[tuple[str, int], _Stream] = {}
@@ -74,7 +75,7 @@ class Completions:
     async def after(
         self, sampling_session_id: str, client: int, place: int, timeout: float, now: float
     ) -> Sequence[Completion]:
-        """Return the completions after ``place``; if there are none, wait for some for up to ``timeout`` seconds.
+        """Return up to 512 completions after ``place``, the oldest first; wait up to ``timeout`` seconds for the first.
 
         By asking for ``place`` the client confirms all entries up to and including it, which are forgotten.
         """
@@ -104,7 +105,9 @@ class Completions:
             stream.news.set()
 
     def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
-        """Forget entries that are too old or whose result was ``delivered`` in another way, and unused streams."""
+        """Forget the oldest entries of each stream, as long as they are too old or their result was ``delivered`` in
+        another way, and empty streams that were not used for long.
+        """
         oldest = now - self._kept_seconds
         for stream in self._streams.values():
             entries = stream.entries

@@ -57,7 +57,8 @@ class SampleJob:
     def failed(self, error: Exception) -> TwinkleError | Outcome:
         """Return the error as the client gets it: an outcome for a future, an exception for a queue.
 
-        An error that is not the user's mistake is logged.
+        An error that is not a TwinkleError is logged, and its text is not shown. For a future, a TwinkleError that is
+        not the user's mistake is logged, too.
         """
         if not self.streamed:
             return failure_of(error, self.request_id)
@@ -132,8 +133,8 @@ class SampleAdmission:
         self._tenants.sampling_rate.check(tenant_id, limits.max_sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
-        """Accept a job, and charge its highest possible cost, but at most one minute's tokens; return the job with what
-        it was charged.
+        """Accept a job, or raise an error like :meth:`check`. If the tenant has a limit on tokens per minute, charge
+        the job's highest possible cost, but at most one minute's tokens. Return the job with what it was charged.
         """
         self.check(job.tenant_id)
         limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
@@ -148,7 +149,7 @@ class SampleAdmission:
         self._under_way[job.tenant_id] -= 1
 
     def give_back(self, job: SampleJob, used: int) -> None:
-        """Refund what the job was charged beyond the ``used`` tokens."""
+        """Refund what the job was charged beyond the ``used`` tokens; charge the rest if it used more."""
         if job.charged:
             limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
             self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
@@ -156,7 +157,7 @@ class SampleAdmission:
     def count(self, event: SampleEvent) -> None:
         """Correct the charge of a request that has ended, and add it to the tenant's usage.
 
-        A failed request is charged for its prompt and is not added to the usage.
+        A failed request is charged for its prompt and its tables of log-probabilities, and is not added to the usage.
         """
         job, sampled = event.job, event.sampled_tokens
         prompt = len(job.request.prompt)
@@ -172,9 +173,10 @@ class SampleAdmission:
         """Return whether the engine may be given one more request of this tenant.
 
         It may not while the tenant's unfetched results, including those that the engine computes for it now, reach
-        their limit: the requests that wait here were accepted and can no longer be refused. A tenant gets at most three
-        quarters of the engine's samples. A tenant that has nothing in the engine may start a request even when the
-        engine is full, unless many tenants are in it: the engine divides its places among the tenants that it knows.
+        their limit: the requests that wait here were accepted and can no longer be refused. It may not, either, once
+        its samples in the engine reach three quarters of ``engine_samples``. A tenant that has nothing in the engine
+        may start a request even when the engine is full, unless many tenants are in it (a quarter of
+        ``engine_samples``): the engine divides its places among the tenants that it knows.
         """
         own, quarter = self._in_engine[tenant_id], self._engine_samples // 4
         full = self._in_engine.total() >= self._engine_samples

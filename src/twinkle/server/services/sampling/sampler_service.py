@@ -45,7 +45,7 @@ _MOST_RESULT_BYTES = 16 * MAX_CELLS
 class SamplerService:
     """The sampling service of one base model.
 
-    Belongs to one event loop; the methods below the last heading run in the compute thread.
+    Belongs to one event loop; only ``_turn`` and the methods that it calls run in the compute thread.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class SamplerService:
                 self._withdraw(job)
 
     async def results(self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Sample several requests together, and return their results in the same order. None may be streamed."""
+        """Sample several requests together, and return their results in the same order. Progress is left out."""
         async with aclosing(self.generate(session, requests)) as events:
             results = {place: event async for place, event in events if isinstance(event, SampleResult)}
         return [results[place] for place in range(len(requests))]
 
     async def wait(self, request: RequestId, timeout: float) -> Outcome | None:
-        """Return the outcome of a sample, or None if there is none after ``timeout`` seconds.
+        """Return the outcome of a sample, or None if there is none after ``timeout`` seconds or at shutdown.
 
         GoneError: the sample is unknown, so its client has to send it again.
         """
@@ -179,21 +179,21 @@ class SamplerService:
         note_request_id(request_id)
         if request_id not in self._futures:
             raise GoneError(
-                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
-                "send it again"
+                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, was fetched "
+                "before, or is too old: send it again"
             )
         with self.being_asked(request.owner):
             return await self._futures.wait(request_id, timeout)
 
     @contextmanager
     def delivering(self, request_id: str) -> Iterator[Delivery]:
-        """Keep a result in memory while it is written to a client. The writer sets ``complete`` of the delivery."""
+        """Keep a result in memory while it is written to a client. The writer sets ``complete`` after the last byte."""
         with self._futures.delivering(request_id, time.time()) as delivery:
             yield delivery
         self._wake.set()  # the tenant may be below its limit on unfetched results again
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a sample for its client. A sample that has ended keeps its outcome."""
+        """Cancel a sample for its client: its future fails. No effect on a sample that has ended or is streamed."""
         job = self._jobs.get(request_id)
         if job is not None and not job.streamed:
             self._withdraw(job)
@@ -203,7 +203,7 @@ class SamplerService:
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
         """Note, for the duration of a ``with`` block, that a client of the sampling session waits for samples.
 
-        Such samples are not cancelled as unasked.
+        Meanwhile :meth:`cancel_unasked` leaves the samples of the sampling session alone.
         """
         with self._asking.counting(sampling_session_id):
             try:
@@ -212,11 +212,13 @@ class SamplerService:
                 self._asked[sampling_session_id] = time.monotonic()
 
     def unasked_sessions(self, seconds: float) -> set[str]:
-        """Return the sessions that have unfinished samples without a poll in the last ``seconds``."""
+        """Return the ids of the sessions that have unfinished samples for which nobody has asked in the last
+        ``seconds``: their sampling session had neither a new sample nor a poll.
+        """
         return {job.session.session_id for job in self._unasked(seconds)}
 
     def cancel_unasked(self, session_id: str, seconds: float) -> int:
-        """Cancel the samples of a session without a poll in the last ``seconds``; return how many were cancelled.
+        """Cancel those samples of a session for which nobody has asked in the last ``seconds``; return their number.
 
         Their futures are removed, not failed: a client that comes back gets the error that says to send the request
         again, which SDKs do.
@@ -230,8 +232,8 @@ class SamplerService:
         return len(cancelled)
 
     def _unasked(self, seconds: float) -> list[SampleJob]:
-        """Return the jobs without a poll in the last ``seconds``. Streamed jobs are left out: they end when their HTTP
-        connection ends.
+        """Return the jobs whose sampling session had neither a new sample nor a poll in the last ``seconds``. Streamed
+        jobs are left out: they end when their HTTP connection ends.
         """
         before = time.monotonic() - seconds
         waiting = (job for job in self._jobs.values() if not job.streamed)
@@ -239,7 +241,7 @@ class SamplerService:
         return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
 
     def release_version(self, version_id: str) -> None:
-        """Drop a version whose sampling sessions have ended, as soon as no request uses it."""
+        """Have a version that no session needs any more dropped, as soon as no request uses it."""
         self._released_versions.append(version_id)
         self._wake.set()
 
@@ -278,7 +280,7 @@ class SamplerService:
     # --- maintenance --------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Forget old results, completions and sampling sessions. Called by maintenance."""
+        """Forget old results and completions, and make the next turn drop unused versions. Called by maintenance."""
         self._futures.sweep(now)
         self._futures.take_delivered()
         if self.completions is not None:
@@ -296,7 +298,9 @@ class SamplerService:
         return 0
 
     def release_waiters(self) -> None:
-        """Answer all long polls and event readers, now and from now on, because the server shuts down."""
+        """Answer all long polls, now and from now on, because the server shuts down. Streamed requests are cancelled,
+        and their readers get ShuttingDownError.
+        """
         self._futures.close()
         if self.completions is not None:
             self.completions.close()
@@ -440,7 +444,7 @@ class SamplerService:
         return events, busy
 
     def _admit(self, job: SampleJob) -> Exception | None:
-        """Give a request to the engine; return the error if the engine or its version refuses it."""
+        """Give a request to the engine; return the error if its version cannot be loaded or the engine refuses it."""
         try:
             self._versions.pin(job.session, time.monotonic())
             try:
@@ -484,7 +488,7 @@ class SamplerService:
 
 
 def _result_bytes(request: SampleRequest) -> int:
-    """Return the bytes of the prompt's log-probability tables that the request asks for.
+    """Return the bytes of the prompt's log-probabilities and of their tables that the request asks for.
 
     The samples are not included, because their length is not known yet; they count as results when they are done.
     """

@@ -1,8 +1,8 @@
 """The versions in a sampler's memory: which are loaded, kept and dropped. Used in the compute thread.
 
 A saved version is also on disk, so that one that was dropped is read again with the next request for it. A version that
-running requests use is pinned. Others are dropped when their sampling session has ended, when they were not used for a
-while, and when there are too many, least recently used first.
+running requests use is pinned. Others are dropped when they are released, when they were not used for a while, when
+there are too many (least recently used first), and when memory is short (all of them).
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from twinkle.server.types import SamplingSessionRecord
 
 
 class SamplerVersions:
-    """The versions of one sampler. It keeps at most ``most`` of them, unless more are in use, and drops a version that
-    was not used for ``idle_seconds``.
+    """The versions of one sampler. :meth:`drop_unused` keeps at most ``most`` of them, unless more are in use, and
+    drops a version that was not used for ``idle_seconds``.
     """
 
     def __init__(self, sampler: Sampler, files: DataDir, *, most: int, idle_seconds: float) -> None:
@@ -31,7 +31,10 @@ class SamplerVersions:
         self._unwanted: set[str] = set()  # versions whose sampling sessions have ended
 
     def pin(self, session: SamplingSessionRecord, now: float) -> None:
-        """Keep the session's version in the sampler until :meth:`unpin`; read it from disk if it is not loaded."""
+        """Keep the session's version in the sampler until :meth:`unpin`; read it from disk if it is not loaded.
+
+        GoneError: it was dropped and was never saved. CheckpointError: its files are gone or damaged.
+        """
         version_id = session.version_id
         if version_id is None:
             return

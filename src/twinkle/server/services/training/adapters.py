@@ -47,7 +47,7 @@ Residency = Literal["device", "host", "disk", "nowhere", "parked", "failed"]
 
 @dataclass(frozen=True)
 class AdapterStatus:
-    """The status of a live adapter, as its tenant sees it."""
+    """Where a live adapter is, as its tenant sees it, and how many of its ops have not ended."""
 
     where: Residency
     queued_ops: int  # ops that were accepted and have not ended
@@ -62,7 +62,7 @@ class QueueStatus:
 
 
 class Place(StrEnum):
-    """Where an adapter is, as the service sees it."""
+    """Where an adapter is, as the service sees it: not created, on disk only, or in the trainer."""
 
     NOWHERE = "nowhere"  # it was not created yet, or could not be created
     DISK = "disk"  # in its snapshot only
@@ -157,12 +157,16 @@ class AdapterMemory:
         return max(0, min(self.size_of(spec), self.limit - self._trainer.host_bytes()))
 
     def lacks(self, size: int = 0) -> bool:
-        """Return whether ``size`` more bytes would exceed the limit. A single adapter may exceed it."""
+        """Return whether ``size`` more bytes would exceed the limit. False while no memory is used: a single adapter
+        may exceed the limit.
+        """
         used = self._trainer.host_bytes()
         return used > 0 and used + size > self.limit
 
     def check(self) -> None:
-        """Raise OverloadedError if no more adapters can be accepted, because the present ones cannot be offloaded."""
+        """Raise OverloadedError if memory is above its limit and no adapter could be offloaded when that was last
+        tried.
+        """
         budget = self.budget
         if self._stuck and budget.used > budget.limit:
             raise OverloadedError(
@@ -172,8 +176,9 @@ class AdapterMemory:
     def next_to_leave(
         self, adapters: Sequence[LiveAdapter], may_leave: Callable[[LiveAdapter], bool]
     ) -> LiveAdapter | None:
-        """Return the adapter to offload next: of the tenant with the most adapters in the trainer, the least recently
-        used one. Return None if none ``may_leave``.
+        """Return the adapter to offload next, or None if no adapter in the trainer ``may_leave``.
+
+        Of those that may, it is one of the tenant that has the most adapters in the trainer: the least recently used.
         """
         here = [adapter for adapter in adapters if adapter.place is Place.TRAINER]
         counts = Counter(adapter.run.tenant_id for adapter in here)
@@ -261,9 +266,10 @@ class LiveAdapters:
         return adapter
 
     async def load(self, adapter: LiveAdapter) -> bool:
-        """Load an adapter that is on disk into the trainer; return whether the trainer has it now.
+        """Load an adapter into the trainer if it is on disk; return whether the trainer has it now.
 
-        An error is logged, not raised.
+        If the snapshot cannot be read or restored, that is logged, not raised; a damaged one is also recorded as
+        damage.
         """
         run_id = adapter.run.run_id
         async with adapter.loading:
@@ -295,7 +301,7 @@ class LiveAdapters:
     # The service loop calls these methods between batches, so that no op starts meanwhile.
 
     async def make_room_for(self, adapter: LiveAdapter, *, creating: bool) -> bool:
-        """Make room for the adapter of an op that will create or load it; return whether there is room now."""
+        """Make room for an op's adapter, if the op creates it or it must be loaded; return False if there is none."""
         comes = creating or adapter.place is Place.DISK
         return not comes or await self.make_room(self.memory.size_of(adapter.run.spec))
 
@@ -315,13 +321,18 @@ class LiveAdapters:
         return True
 
     def _may_leave(self, adapter: LiveAdapter) -> bool:
-        """Return whether an adapter may be offloaded: no op or request uses it, and a snapshot would be complete."""
+        """Return whether an adapter may be offloaded: no op of it runs, no request uses it, no op that had ended before
+        a restart is still to be replayed, and a snapshot would be complete.
+        """
         run_id = adapter.run.run_id
         is_idle = self._scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
         return is_idle and not adapter.unrecorded and adapter.kind.is_settled(run_id)
 
     async def offload(self, adapter: LiveAdapter) -> None:
-        """Bring the snapshot up to date and remove the adapter from the trainer. After an error it stays there."""
+        """Bring the snapshot up to date and remove the adapter from the trainer.
+
+        It stays there after an error, which is logged, and if it is used meanwhile.
+        """
         run_id = adapter.run.run_id
         async with adapter.loading:
             try:
@@ -346,7 +357,10 @@ class LiveAdapters:
         adapter.kind.remove(adapter.run.run_id)
 
     async def snapshot(self, run_id: str) -> None:
-        """Write a snapshot of an adapter that is in the trainer. If its state is incomplete now, try again later."""
+        """Bring the snapshot of an adapter that is in the trainer up to date; new files are written in the background.
+
+        If its state is incomplete now, or after an error, the snapshot is postponed.
+        """
         adapter = self._adapters.get(run_id)
         if adapter is None or adapter.place is not Place.TRAINER:
             self._snapshots.forget(run_id)
@@ -392,9 +406,10 @@ class LiveAdapters:
     async def evict(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
         """Evict a run: save its last state as a checkpoint and remove its adapter. ``why`` is the reason, for tenants.
 
-        First the ops that had ended before a restart are replayed and running ops finish; waiting ops fail. If this
-        call is cancelled, the next call for the same run continues the eviction. Return the versions of the adapter
-        that the sampler may still hold, so that the caller can release them.
+        First the ops that had ended before a restart are replayed and running ops finish; waiting ops fail. If the
+        save fails, the run stays live in the database, and the next start recovers it. If this call is cancelled, the
+        next call for the same run continues the eviction. Return the versions of the adapter that the sampler may still
+        hold, so that the caller can release them; none if the adapter is not here or the server stops.
         """
         adapter = self._adapters.get(run.run_id)
         while adapter is not None and adapter.repeats and not self.stopping:
@@ -446,7 +461,8 @@ class LiveAdapters:
     async def live_version(self, run_id: str) -> LiveVersion | None:
         """Publish the adapter's present weights, if they are not published yet, and return their version.
 
-        Return None if the adapter is not in this process, or cannot be loaded.
+        Return None if the adapter is not in this process, or cannot be loaded. UnsupportedError: its base model has no
+        sampler.
         """
         adapter = self._adapters.get(run_id)
         if adapter is None:

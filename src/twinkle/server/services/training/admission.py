@@ -1,8 +1,12 @@
-"""Decides which ops a training service accepts: no more than a tenant's limits allow, however many arrive at once.
+"""Decides which ops a training service accepts, by the limits of their tenants, however many arrive at once.
+
+Two limits give way, because later ops of an adapter cannot run without the earlier ones: the op that an adapter runs
+next is accepted even if the queue is full, and an op of an adapter that has unfinished ops may exceed the limit on the
+journal by a quarter.
 
 :class:`JournalQuota` counts each tenant's bytes in the journal: request bodies that a restart would need, and results
-that are kept. The exact number is read from the database when the journal is pruned; in between, new bytes are added
-and deleted ones are not subtracted. So a tenant may be refused a little too early, but never too late.
+that are kept. The exact number is read from the database when the journal is pruned; in between, the bytes that this
+process writes are added and deleted ones are not subtracted. So a tenant may be refused a little too early.
 """
 
 import math
@@ -53,7 +57,7 @@ class OpAdmission:
         self._counted_at = -math.inf
 
     def check(self, tenant_id: str) -> None:
-        """Raise an error if no op of this tenant would be accepted now, however small it is.
+        """Raise an error if the tenant's queue, results or rate have no room for one more op, however small it is.
 
         QuotaError or RateLimitError: the tenant's own limits. OverloadedError: the results of all tenants.
         """
@@ -63,7 +67,7 @@ class OpAdmission:
         self._tenants.training_rate.check(tenant_id, limits.max_training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
-        """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
+        """Raise QuotaError if the tenant's unfetched results reach a limit, OverloadedError if all tenants' do."""
         self._futures.check_unfetched(tenant_id, self._tenants.limits(tenant_id).max_unfetched_result_bytes)
 
     @contextmanager
@@ -94,7 +98,7 @@ class OpAdmission:
                 rate.give_back(tenant_id, price.cost, limit)
 
     def _check_count(self, tenant_id: str, limits: LimitsConfig) -> int:
-        """Return how many ops of the tenant wait; raise QuotaError if that reaches its limit."""
+        """Return how many ops of the tenant wait or are being written; raise QuotaError if that reaches its limit."""
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.max_queued_ops_per_tenant:
             raise QuotaError("queued ops", waiting, limits.max_queued_ops_per_tenant, "max_queued_ops_per_tenant")
@@ -124,8 +128,8 @@ class OpAdmission:
     def budget(self) -> Budget:
         """Return the memory of all tenants' ops that wait, run or are being written to the journal.
 
-        The exact number is counted every quarter of a second at most; in between, new ops are added and ended ones are
-        not subtracted.
+        The exact number is counted at most four times a second; in between, new ops are added and ended ones are not
+        subtracted.
         """
         now = time.monotonic()
         if now - self._counted_at > _COUNT_SECONDS:
@@ -166,7 +170,8 @@ class JournalQuota:
     def check(self, tenant_id: str, size: int, *, urgent: bool) -> None:
         """Raise QuotaError if ``size`` more bytes exceed the tenant's limit.
 
-        ``urgent``: the adapter has unfinished ops, which may wait for this one. It may exceed the limit by a quarter.
+        ``urgent``: the op's adapter has unfinished ops, which may wait for this op. It may exceed the limit by a
+        quarter.
         """
         limit = self._tenants.limits(tenant_id).max_journal_bytes_per_tenant
         used = self._bytes[tenant_id]

@@ -43,7 +43,11 @@ class CustomLosses:
         self._threads = threads
 
     async def create(self, session: SessionRecord, number: int, body: bytes) -> str:
-        """Create a loss; return its id, which is also the id of its future. An invalid graph fails the future."""
+        """Create a loss; return its id, which is also the id of its future. An invalid graph fails the future.
+
+        A repeated request gets the same id. InvalidInputError: another request of the session used this number.
+        QuotaError: the tenant has too many losses.
+        """
         error = await self._threads.in_thread(session.tenant_id, partial(_mistake, body))
         record = CustomLossRecord(
             loss_id=ids.custom_loss_id(session.session_id, number),
@@ -82,9 +86,10 @@ class LossGraphs:
         self._costs: dict[str, dict[Sizes, int]] = {}  # for one sequence, by loss id and sizes of its inputs
 
     async def resolved(self, op: Op, run: RunRecord) -> Op:
-        """Return the op with the graph of its custom loss and the loss's work; other ops are returned unchanged.
+        """Return the op with the graph of its custom loss and the loss's work; an op without a custom loss is returned
+        unchanged.
 
-        If the run's session has no such loss, the returned op is refused.
+        If the run's session has no such loss, or after another UserError, the returned op has the payload ``Refused``.
         """
         if not isinstance(op.payload, TrainPass) or op.payload.custom is None:
             return op
@@ -100,7 +105,7 @@ class LossGraphs:
         return replace(op, payload=payload, sent_digest=op.digest)  # the digest was computed before, in a thread
 
     def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
-        """Return how many numbers the graph computes for this request. Runs in a thread of the pool.
+        """Return an estimate of how many numbers the graph computes for this request. Runs in a thread of the pool.
 
         The work is 0 if an input is missing: the op will fail.
         """

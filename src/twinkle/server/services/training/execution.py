@@ -24,8 +24,8 @@ GiveWay = Callable[[], None]  # called by the trainer in the middle of a step: l
 
 
 class Execution:
-    """Runs ops on one model. Every method is called in the compute thread. A request that fails gets a failed outcome;
-    no error of a single request is raised.
+    """Runs ops on one model. Its methods are called in the compute thread. An op that fails gets a failed outcome; its
+    error is not raised.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -45,10 +45,10 @@ class Execution:
     def passes_in_steps(
         self, ops: Sequence[Op], limit: StepLimit | None = None, give_way: GiveWay | None = None
     ) -> Steps:
-        """Run one batch of passes as an iterator: with a ``limit``, one micro-batch a step; the last item has the
-        outcomes.
+        """Run one batch of passes as an iterator. The last item has the outcomes; items before it are None.
 
-        See :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`.
+        With a ``limit``, each step computes one micro-batch. Without it, the batch is computed in one step. See
+        :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`.
         """
         outcomes: dict[int, Outcome] = {}
         for batch in _rounds(ops, self._kinds):
@@ -120,7 +120,7 @@ class Execution:
 
     @compute_thread
     def drop_window(self, adapter_id: str) -> None:
-        """Drop the gradient of an adapter's open window, and what was measured of it."""
+        """Drop the gradient of an adapter's open window, and what its run kind counted and what was measured of it."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
         self._kinds.find(adapter_id).drop_window(adapter_id)

@@ -1,8 +1,10 @@
-"""Long passes, which run in steps; batches of other tenants run between the steps and, on a CPU, within them.
+"""Long passes, which run in steps; other batches, above all of other tenants, run between the steps and, on a CPU,
+within them.
 
-One long pass at a time takes a step. Before each step the service loop may run two batches. Where a step can be
-interrupted, as on a CPU, other tenants' training and sampling may each use as much time within the steps of a long pass
-as the tenant of the pass uses: the time of the pass itself, plus that of the same tenant's short passes in between.
+One long pass at a time takes a step. Before each step of a long pass in the background the service loop may run two
+batches. Where a step can be interrupted, as on a CPU, other tenants' training and sampling may each use as much time
+within the steps of a long pass as the tenant of the pass uses: the time of the pass itself, plus that of the same
+tenant's short passes in between.
 """
 
 import asyncio
@@ -42,7 +44,7 @@ class LoopTurns:
         self._changed.set()
 
     async def others(self) -> None:
-        """Wait until the loop has run ``_TURNS`` batches or has none to run. The loop itself must not await this."""
+        """Wait until the loop has run two more batches or has none to run. The loop itself must not await this."""
         until = self._turns + _TURNS
         while not self._idle and self._turns < until:
             self._changed.clear()
@@ -61,7 +63,7 @@ class LongPasses:
         self._step = asyncio.Lock()  # held by the long batch that takes a step
 
     async def run(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> tuple[list[Outcome], float]:
-        """Run a long batch; return its outcomes and the seconds that it took by itself.
+        """Run a long batch; return its outcomes and the seconds of its own steps, without other work within them.
 
         ``beside``: it runs in the background, and the service loop does not wait for it.
         """
@@ -100,9 +102,11 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Let other work run in the middle of a step: a waiting optimizer step, and one piece of each lane.
+        """Let other work that waits run in the middle of a step: an optimizer step, then a piece of training and a
+        piece of sampling.
 
-        A lane that has used more time within this pass than the tenant of the pass is skipped.
+        Training or sampling is skipped if other tenants' work of that kind has used more time within this pass than the
+        tenant of the pass.
         """
         self._count_own_time()
         self._count(Lane.TRAINING, self._compute.run_waiting(Lane.STEPS))

@@ -1,11 +1,11 @@
-"""Measures training: the loss and the tokens of every window, written to the database after each optimizer step.
+"""Measures training: loss, tokens, learning rate and gradient norm of each window that an optimizer step closes.
 
-A window is the passes between two optimizer steps. Its loss is a mean: the sum of the losses of its passes, divided by
-a count that depends on the loss:
+A window is the passes between two optimizer steps. Its loss is a mean: the sum of the losses of its forward_backward
+passes, divided by a count that depends on the loss:
 
 - Tinker's cross_entropy: the absolute weights of its targets; every target counts 1 where there are no weights
 - Tinker's other losses: the targets whose advantage is not zero, so that prompts do not count
-  (all targets where there are no advantages)
+  (all targets where there are no advantages); a preference loss is a mean already, and counts 1 for each pass
 - the library's losses: the tokens that the loss itself counts, or the passes if the loss is a mean already
 
 The compute thread collects the numbers; a task on the event loop writes them a second later, many at once. A crash may
@@ -43,7 +43,7 @@ class _Window:
 
 
 class RunMeasurements:
-    """The measurements of one model's adapters."""
+    """Collects the measurements of one model's adapters, and writes them to the database."""
 
     def __init__(self, run_metrics: RunMetrics) -> None:
         self._run_metrics = run_metrics
@@ -81,7 +81,7 @@ class RunMeasurements:
 
     @compute_thread
     def dropped(self, run_id: str) -> None:
-        """Forget what was measured of the open window, because its gradient was dropped."""
+        """Forget what was measured of the open window, because its gradient is gone."""
         self._windows.pop(run_id, None)
 
     # --- on the event loop --------------------------------------------------------------------------------------------
@@ -98,7 +98,10 @@ class RunMeasurements:
             await self.write()
 
     async def write(self) -> None:
-        """Write all measured steps to the database. If that is impossible now, keep them for the next call."""
+        """Write all measured steps to the database.
+
+        While the disk is full or the database is unavailable, the latest 65,536 steps are kept for the next call.
+        """
         steps = [self._pending.popleft() for _ in range(len(self._pending))]
         if not steps:
             return

@@ -40,7 +40,7 @@ _FURTHEST_AHEAD = 10_000
 
 
 class ModelService:
-    """The training service of one base model. Belongs to the event loop."""
+    """Accepts the ops of one base model's adapters, has them run and keeps their futures. Belongs to the event loop."""
 
     def __init__(
         self, context: TrainingContext, memory: ProcessMemory, is_ours: Callable[[RunRecord], bool] = lambda _run: True
@@ -72,7 +72,10 @@ class ModelService:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Recover the runs of the last process, and start the service loop."""
+        """Recover the live runs of this model that belong to this process, and start the service loop.
+
+        A run that cannot be recovered because of damage on disk is marked as failed.
+        """
         for run in await self._store.runs.in_state("live"):
             if run.model_name == self.context.model.name and self._is_ours(run):
                 try:
@@ -89,7 +92,10 @@ class ModelService:
         self.context.background.start(self._feed.run())
 
     async def stop(self) -> None:
-        """Finish the running batch, write a snapshot of every changed adapter, and end the service loop."""
+        """Finish the running batch, end the service loop, and bring snapshots up to date where that is possible.
+
+        They are left as they are if the loop has failed, or while the state of an adapter is incomplete.
+        """
         self.adapters.stopping = True
         self._feed.stop()
         await self._runner.stop()
@@ -125,7 +131,8 @@ class ModelService:
     async def create(self, run: RunRecord, op: Op) -> str:
         """Accept the op that creates a run, and return the id of its future.
 
-        A client that did not get the answer sends the same request again; it gets the same future.
+        A client that did not get the answer sends the same request again; it gets the same future. If the run's id was
+        used by another request, or the run was evicted long ago, the id is that of a future that has already failed.
         """
         if run.run_id not in self.adapters:
             self.adapters.memory.check()
@@ -146,7 +153,11 @@ class ModelService:
         return op.request_id
 
     async def submit(self, op: Op) -> str:
-        """Accept an op; return the id of its future when the op is in the journal."""
+        """Accept an op: write it to the journal, and return the id of its future.
+
+        If its number is too high, came too late or was used by another request, the op is not accepted, and the id is
+        that of a future that has already failed. If a limit leaves no room for it, an error is raised.
+        """
         adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
@@ -197,12 +208,12 @@ class ModelService:
         return record is not None
 
     def check_room(self, run_id: str) -> None:
-        """Raise an error if no op of this run's tenant would be accepted now, however small it is."""
+        """Raise an error if the limits of this run's tenant leave no room for one more op, however small it is."""
         self._admission.check(self._adapter(run_id).run.tenant_id)
 
     @asynccontextmanager
     async def next_number(self, run_id: str) -> AsyncIterator[int]:
-        """Yield the next free sequence number of a run. No other request gets one until the block ends."""
+        """Yield the next free sequence number of a run. Other callers of this method wait until the block ends."""
         adapter = self._adapter(run_id)
         async with adapter.numbering:
             yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
@@ -237,10 +248,11 @@ class ModelService:
         return await self._store.ops.get(op.adapter_id, op.seq) is None
 
     async def wait(self, request: RequestId, run: RunRecord, timeout: float) -> Outcome | None:
-        """Return the outcome, or None if there is none after ``timeout`` seconds.
+        """Return the outcome, or None if there is none after ``timeout`` seconds or when the server shuts down.
 
-        NotFoundError: the request id is unknown, or its outcome was forgotten. The outcome counts as fetched after a
-        complete :meth:`delivering`.
+        NotFoundError: there is neither a future in memory nor an outcome in the journal. If damage of the run is on
+        record, a failure that says so is returned instead. An outcome counts as fetched after a complete
+        :meth:`delivering`.
         """
         request_id = str(request)
         note_request_id(request_id)
@@ -256,7 +268,7 @@ class ModelService:
         return await self._futures.wait(request_id, timeout)
 
     def delivering(self, request_id: str) -> AbstractContextManager[Delivery]:
-        """Keep an outcome in memory while it is written to a client. The writer sets ``complete`` of the delivery."""
+        """Keep an outcome in memory while it is written to a client. Its writer sets ``complete`` at the end."""
         return self._futures.delivering(request_id, time.time())
 
     async def _on_record(self, request_id: str) -> Outcome | None:
@@ -277,13 +289,15 @@ class ModelService:
             await adapter.next_end()
 
     def last_requests(self) -> dict[str, float]:
-        """Return the time of each run's last request, for the runs that had one since this process started."""
+        """Return the Unix time of each live run's last new op, for the runs that had one after their creation and since
+        this process started.
+        """
         return {a.run.run_id: a.last_request_at for a in self.adapters if a.last_request_at}
 
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough. Called by maintenance.
 
-        Return (run id, sequence number) of the ops whose outcome was fetched since the last call.
+        Return (run id, sequence number) of the ops whose outcome was first fetched since the last call.
         """
         self._futures.sweep(now)
         self._rate.record(self._trained_tokens(), now)
@@ -293,7 +307,8 @@ class ModelService:
     def refuse(self, run: RunRecord, message: str) -> str:
         """Return the id of a new future that has already failed with ``message``.
 
-        The SDK reports a failed future to its user, but retries after an HTTP 409.
+        The SDK reports a failed future to its user, but retries after an HTTP 409. QuotaError or OverloadedError: there
+        are too many unfetched results.
         """
         self._admission.check_results(run.tenant_id)
         request_id = str(RequestId.for_refusal(run.run_id, next(self._refusals)))

@@ -1,9 +1,9 @@
 """Plans the recovery of an adapter after a restart: the snapshot to start from, and the ops to replay after it.
 
 The bodies of these ops are decoded later, when their turn comes. For an op that was refused before it ran, the journal
-has the reason instead of the body: only the error will ever be needed again, and a decompressed body may be a thousand
-times larger than what was sent. The digest of the body stays, to tell a repeated request from another one with the same
-number.
+has the reason instead of the body, unless the body is small: only the error will ever be needed again, and a
+decompressed body may be a thousand times larger than what was sent. The digest of the body stays, to tell a repeated
+request from another one with the same number.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ def journalled(op: Op, refused: Refused) -> Op:
 class Replay:
     """An op in the journal that is replayed after a restart. Its body is still on disk.
 
-    Ops that had failed, or that only wrote files, are not run again; for them ``repeated`` is set, when the op is
-    decoded, to the outcome that they had. If that was a success, ``repeated`` has no bytes: clients get these from the
-    journal.
+    Ops that ``RunKind.runs_again`` leaves out, such as those that only wrote files, are not run again; for them
+    ``repeated`` is set, when the op is decoded, to the outcome that they had. If that was a success, ``repeated`` has
+    no bytes: clients get these from the journal. For an op whose body is damaged, it is the failure that says so.
     """
 
     record: OpRecord
@@ -81,8 +81,9 @@ class Replay:
 class Plan:
     """Where the sequence of an adapter continues. The default is a new adapter.
 
-    ``replays`` and ``passed`` are the ops to replay and the numbers to skip after the snapshot, in order; ``last`` is
-    the highest number that the journal knows.
+    ``next_seq`` is the first number after the snapshot; ``failed_seq`` is the number that had spoilt the open window at
+    the snapshot, if any. ``replays`` and ``passed`` are the ops to replay and the numbers to skip after the snapshot,
+    in order; ``last`` is the highest number that the journal knows.
     """
 
     next_seq: int = 0
@@ -96,8 +97,9 @@ class Plan:
 async def plan_recovery(store: Store, files: DataDir, run: RunRecord) -> Plan:
     """Return how far an adapter was, and which ops are to be replayed, without reading their bodies.
 
-    Forward passes that were answered are skipped. So is a number that is missing although a higher one has ended: it
-    was given up as missing before the restart. DamagedRecordError: too little is left on disk to recover the adapter.
+    Forward passes that were answered and left no state behind are skipped. So is a number that is missing although a
+    higher one has ended: it was given up as missing before the restart. DamagedRecordError: too little is left on disk
+    to recover the adapter.
     """
     snapshot = await _usable_snapshot(store, files, run)
     applied, failed_seq = (-1, None) if snapshot is None else (snapshot.seq, snapshot.failed_seq)
@@ -124,7 +126,11 @@ def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
 
 
 async def decode(store: Store, run: RunRecord, kind: RunKind, replay: Replay) -> tuple[Op, Replay]:
-    """Read an op from the journal. If it had ended and does not run again, set ``repeated`` of its replay."""
+    """Read an op from the journal, and return it with its replay.
+
+    If the op had ended and does not run again, ``repeated`` of the replay is set, and the body is read only where the
+    run kind needs it.
+    """
     record = replay.record
     if replay.ended:
         outcome = await _outcome(store, record)

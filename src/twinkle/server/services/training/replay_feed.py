@@ -1,7 +1,7 @@
 """Submits journalled ops to the scheduler again after a restart, each when its turn comes.
 
-For each adapter only a few ops are decoded ahead, and all decoded ops together stay within a memory budget. So the
-memory that a start needs does not depend on how many ops there are to replay.
+For each adapter only a few ops are decoded ahead, and no further op is decoded while the decoded ones fill a memory
+budget. So the memory for bodies that a start needs does not depend on how many ops there are to replay.
 """
 
 import asyncio
@@ -110,8 +110,8 @@ class ReplayFeed:
     async def _unreadable(self, adapter: LiveAdapter, replay: Replay, error: Exception) -> tuple[Op, Replay]:
         """Fail what an unreadable journal entry affects.
 
-        An op that had not run before the restart fails alone. An op that had run is a part of the adapter's state,
-        which cannot be rebuilt without it, so that the whole run fails.
+        An op that had not ended before the restart fails alone. An op that had ended may be a part of the adapter's
+        state, which cannot be rebuilt without it, so that the whole run fails.
         """
         op, run = replay.without_body(), adapter.run
         logger.error("damaged: request %s of tenant %s in the journal", op.request_id, run.tenant_id, exc_info=error)

@@ -1,6 +1,6 @@
 """What is different about the runs of one protocol, in one place.
 
-The services work with adapters and ops, and never ask which protocol a request came through. A :class:`RunKind` has
+The services work with adapters and ops, and do not ask which protocol a request came through. A :class:`RunKind` has
 everything that depends on the protocol: how an op is read from the journal, what a pass leaves behind, what a snapshot
 keeps beside the trainer's state. The class itself is the kind of Tinker's runs. Another protocol derives its own kind
 and registers it where services are assembled (``runtime/assembly.py``); an op whose payload the services do not know
@@ -92,7 +92,10 @@ class CheckpointFiles(Protocol):
         """Write a checkpoint's files and then its record, and return the record."""
 
     async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
-        """Return the directory of a checkpoint that the run's tenant may load."""
+        """Return the directory of a checkpoint that the run's tenant may load.
+
+        ``field`` is the request's field in errors; ``shown`` names the checkpoint in the error about damage.
+        """
 
 
 class RunKind:
@@ -110,7 +113,9 @@ class RunKind:
     kind_tells_steps = True
 
     def owns(self, run_id: str) -> bool:
-        """Return whether a run with this id is of this kind; the form of the id tells."""
+        """Return whether a run with this id is of this kind, by the form of the id. Tinker's kind, which is asked last,
+        owns all that are left.
+        """
         return True
 
     def used_before(self, run: RunRecord) -> str:
@@ -120,15 +125,17 @@ class RunKind:
     # --- running ops whose payloads are of this kind ------------------------------------------------------------------
 
     def prepare(self, op: Op, measurements: RunMeasurements) -> DevicePass:
-        """Return a pass that is ready for the trainer. Runs in the compute thread."""
+        """Return a pass that is ready for the trainer. Runs in the compute thread. Only called for ``payloads``."""
         raise AssertionError(f"{op.kind} is not a pass")
 
     def run_on_device(self, op: Op, measurements: RunMeasurements) -> Outcome:
-        """Run a barrier that needs neither files nor the database. Runs in the compute thread."""
+        """Run a barrier that needs neither files nor the database. Runs in the compute thread. Only called for
+        ``payloads``.
+        """
         raise AssertionError(f"{op.kind} is not a short barrier")
 
     async def run_with_files(self, op: Op, run: RunRecord, checkpoints: CheckpointFiles) -> Outcome:
-        """Run an op that reads or writes files. Runs on the event loop."""
+        """Run an op that reads or writes files. Runs on the event loop. Only called for ``payloads``."""
         raise AssertionError(f"{op.kind} has nothing to do with files")
 
     # --- state of an adapter beside the trainer's: all methods but the first run in the compute thread ----------------
@@ -136,22 +143,23 @@ class RunKind:
     def is_settled(self, run_id: str) -> bool:
         """Return whether a snapshot would have the whole state of the adapter. May be called in any thread.
 
-        It would not, for example, between a forward pass and the backward pass that needs its activations.
+        It would not, for example, between a native forward pass and the backward pass that needs its activations. It
+        always would for Tinker's runs.
         """
         return True
 
     def dump(self, run_id: str) -> bytes | None:
-        """Return the state that a snapshot keeps beside the trainer's; None if there is none."""
+        """Return the state that a snapshot keeps beside the trainer's; None if there is none, as for Tinker's runs."""
         return None
 
     def restore(self, run_id: str, state: bytes) -> None:
-        """Restore the state that :meth:`dump` returned."""
+        """Restore the state that :meth:`dump` returned. Tinker's runs have none."""
 
     def drop_window(self, run_id: str) -> None:
-        """Forget what was counted for the open window, because its gradient is dropped."""
+        """Forget what this kind counted for the open window, whose gradient is dropped. Tinker's counts nothing."""
 
     def remove(self, run_id: str) -> None:
-        """Forget the state of an adapter that is removed from the trainer."""
+        """Forget what this kind keeps for an adapter that is removed from the trainer. Tinker's keeps nothing."""
 
     # --- evicting -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +174,9 @@ class RunKind:
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
-        """Return whether an op that has ended is run again in a replay, because it changed its adapter."""
+        """Return whether a replay runs an op that has ended again: if it succeeded and is of a kind that changes its
+        adapter. Other run kinds have other rules.
+        """
         return not outcome.failed and kind in _CHANGES
 
     def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
@@ -197,5 +207,5 @@ class RunKinds:
         }
 
     def find(self, run_id: str) -> RunKind:
-        """Return the kind of a run."""
+        """Return the kind of a run: the first registered kind that owns its id, or else Tinker's."""
         return next(kind for kind in self._kinds if kind.owns(run_id))

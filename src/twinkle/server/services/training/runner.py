@@ -1,7 +1,8 @@
 """Runs ops, from the scheduler's batches to their outcomes, for all adapters of one base model.
 
 One loop takes batches to the compute thread. Ops that wait for the disk and the database run in background tasks, so
-that other adapters continue meanwhile. An outcome settles its future at once and is written to the journal after that.
+that other adapters continue meanwhile. An outcome settles its future at once and is written to the journal after that;
+only the outcome of a successful load is written before.
 """
 
 import asyncio
@@ -73,7 +74,9 @@ class Settlement:
         self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
-        """Write an outcome to the journal; retry as long as the disk is full or the database is unavailable."""
+        """Write an outcome to the journal. While the disk is full or the database is unavailable, retry until the
+        server stops.
+        """
         while True:
             try:
                 await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
@@ -137,7 +140,10 @@ class OpRunner:
         self.loop.start(self._run())
 
     async def stop(self) -> None:
-        """Finish the running batch, write a snapshot of every changed adapter, and end the loop."""
+        """Finish the running batch and the background tasks, end the loop, and bring snapshots up to date.
+
+        Snapshots are left as they are if the loop has failed, or while the state of an adapter is incomplete.
+        """
         self._stopping = self._adapters.stopping = self._settlement.stopping = True
         self._running.stopping()
         self._wake.set()
@@ -213,7 +219,7 @@ class OpRunner:
             timer.cancel()
 
     def _may_run_beside(self) -> bool:
-        """Return whether one more long batch may run in the background, between batches of other tenants.
+        """Return whether one more long batch may run in the background, between other batches.
 
         It may not while there are suspects, ops that may have killed the last process. Then only one batch runs at a
         time, so the loop would wait for the long batch, which itself waits for turns of the loop: a deadlock.
@@ -221,7 +227,7 @@ class OpRunner:
         return not self._long_passes.beside.locked() and not self._running.has_suspects
 
     async def _run_long(self, tasks: Sequence[Task]) -> None:
-        """Run a long batch in the background; the loop runs batches of other tenants between its steps."""
+        """Run a long batch in the background; the loop runs other batches between its steps."""
         try:
             await self._run_batch(tasks, partial(self._run_in_steps, beside=True))
         finally:
@@ -267,7 +273,7 @@ class OpRunner:
                 self._measurements.write_soon()
 
     async def _has_come(self, task: Task) -> bool:
-        """Load the op's adapter, if it is on disk; return whether the op can run. If not, the op has failed.
+        """Load the op's adapter, if it is on disk; return whether the op can run. If not, end the op with a failure.
 
         The op is recorded as being prepared while its adapter is read from disk, in case that kills the process.
         """
@@ -292,9 +298,9 @@ class OpRunner:
         return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=step_follows)
 
     async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
-        """Run a long batch of one tenant; batches of other tenants run between its micro-batches.
+        """Run a long batch of one tenant in steps, one micro-batch each.
 
-        ``beside``: it runs in the background, and the loop does not wait for it.
+        ``beside``: it runs in the background, and the loop runs other batches between the steps.
         """
         ops = [task.op for task in tasks]
         for op in ops:
@@ -340,7 +346,8 @@ class OpRunner:
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Write the outcome and a snapshot of an adapter that has just loaded a checkpoint, before its client is told.
 
-        After that the client may replace or delete the checkpoint, so no replay may need it any more.
+        After that the client may replace or delete the checkpoint, so no replay may need it any more. An error is only
+        logged.
         """
         try:
             # In this order: a snapshot may cover only ops whose outcome is in the journal.
@@ -350,9 +357,11 @@ class OpRunner:
             logger.exception("the snapshot of %s after %s could not be taken", op.adapter_id, op.request_id)
 
     async def _repeat_outcome(self, task: Task) -> bool:
-        """Finish a replayed op that is not run again with the outcome that it had; return whether it is such an op.
+        """Finish an op whose replay has ``repeated`` set with that outcome, without running it; return whether it is
+        set.
 
-        An op that had failed fails again, and an op that only wrote files does not write them again.
+        It is set for an op that had ended and is not run again, such as one that only wrote files, and for an op whose
+        body is damaged.
         """
         replay = task.adapter.replays.get(task.op.seq)
         if replay is None or replay.repeated is None:
@@ -388,8 +397,8 @@ class OpRunner:
     def _finish(self, task: Task, outcome: Outcome, *, ran: bool = True) -> None:
         """End an op of a batch.
 
-        ``ran`` is False if a bug failed the whole batch: then a failed creation says nothing about the adapter, which
-        is kept.
+        If it was to create the adapter and failed, the adapter is removed. ``ran`` is False if a bug failed the whole
+        batch: then a failed creation says nothing about the adapter, which is kept.
         """
         task.finished = True
         adapter, op = task.adapter, task.op

@@ -12,13 +12,12 @@ from twinkle.server.types import SnapshotRecord
 
 logger = logging.getLogger(__name__)
 
-# The snapshot of an adapter is due this long after its first change, so that a burst of steps costs one snapshot …
-# … and writing snapshots takes at most this share of the time.
+# After a snapshot was written, the next due one waits, so that writing them takes about this share of the time.
 _SHARE = 0.05
 
 
 class Snapshots:
-    """The snapshots of one model's adapters. One is written at a time. Belongs to the event loop."""
+    """Schedules and writes the snapshots of one model's adapters, one at a time. Belongs to the event loop."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -35,7 +34,8 @@ class Snapshots:
     def schedule(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
         """Note that an op of this adapter has ended, so that its snapshot will be due.
 
-        ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once.
+        ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once, not
+        ``snapshot_seconds`` after the first op that it does not cover.
         """
         due = now if urgent else now + self._context.snapshot_seconds
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
@@ -44,7 +44,7 @@ class Snapshots:
 
     @event_loop
     def postpone(self, adapter_id: str, now: float) -> None:
-        """Make the adapter's snapshot due a whole interval later, because it cannot be taken now."""
+        """Make the adapter's snapshot due ``snapshot_seconds`` from now, because it cannot be taken now."""
         self._due_at[adapter_id] = now + self._context.snapshot_seconds
 
     @event_loop
@@ -54,11 +54,14 @@ class Snapshots:
         self._changed.discard(adapter_id)
 
     def noted(self) -> list[str]:
-        """Return the adapters whose snapshot does not cover all of their ops."""
+        """Return the adapters with ended ops that no snapshot covers, neither one on disk nor one being written."""
         return list(self._due_at)
 
     def due(self, now: float) -> str | None:
-        """Return the adapter whose snapshot has been due longest; None if none is due or one is being written."""
+        """Return the adapter whose snapshot has been due longest.
+
+        None: none is due, one is being written, or writing the last one was too recent for its share of the time.
+        """
         if not self._due_at or now < self._not_before or self._writing is not None:
             return None
         adapter_id = min(self._due_at, key=self._due_at.__getitem__)
@@ -67,7 +70,8 @@ class Snapshots:
     def next_due(self) -> float | None:
         """Return when to call :meth:`due` again; None if no adapter needs a snapshot.
 
-        While a snapshot is being written, this is an interval later, because the end of writing wakes no one.
+        While a snapshot is being written, this is ``snapshot_seconds`` from now, because the end of writing wakes no
+        one.
         """
         if not self._due_at:
             return None
@@ -76,7 +80,8 @@ class Snapshots:
         return max(self._not_before, min(self._due_at.values()))
 
     async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """Make the snapshot cover the ops up to ``seq``: :meth:`take` a new one if an op has changed the adapter.
+        """Make the snapshot cover the ops up to ``seq``: :meth:`take` a new one if an op has changed the adapter or
+        there is no snapshot yet.
 
         Otherwise only the record of the present snapshot is advanced. Without this, the journal of a tenant that only
         evaluates would grow with every forward pass and never be pruned.
@@ -88,7 +93,11 @@ class Snapshots:
         await self.take(adapter_id, seq, failed_seq)
 
     async def take(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """Copy the adapter now, with all ops up to ``seq`` applied, and write it to disk in the background."""
+        """Copy the adapter, with all ops up to ``seq`` applied, and write the copy to disk in the background.
+
+        A snapshot that is being written is waited for first. If writing fails, that is logged, and a new snapshot
+        becomes due.
+        """
         self.forget(adapter_id)
         await self._turn.acquire()
         started = time.monotonic()
@@ -124,11 +133,11 @@ class Snapshots:
         return context.model.trainer.snapshot(adapter_id), context.kinds.find(adapter_id).dump(adapter_id)
 
     async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
-        """Take a snapshot like :meth:`take`, and wait until it is on disk."""
+        """Take a snapshot like :meth:`take`, and wait until it is on disk or writing it has failed."""
         await self.take(adapter_id, seq, failed_seq)
         await self.finish_writing()
 
     async def finish_writing(self) -> None:
-        """Wait until the snapshot that is being written, if any, is on disk."""
+        """Wait until the snapshot that is being written, if any, is on disk or has failed."""
         if self._writing is not None:
             await self._writing
