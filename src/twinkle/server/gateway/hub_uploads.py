@@ -41,7 +41,7 @@ class _Upload:
 
 
 class HubUploads:
-    """The uploads of all tenants. They are in memory only: a restart forgets them; only the newest are kept."""
+    """The uploads of all tenants. Only memory holds them: a restart forgets them, and beyond 1024 old ones go."""
 
     def __init__(self, threads: FairPool) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
@@ -52,8 +52,8 @@ class HubUploads:
     ) -> str:
         """Start an upload and return its id. QuotaError if the tenant has too many uploads that are not done.
 
-        ``key``: an idempotency key; an earlier upload of the tenant with this key is not repeated. ``address``: the
-        checkpoint's path as the tenant knows it, which replaces the directory in messages.
+        ``key``: an idempotency key; if the tenant has an upload with this key, its id is returned and none is started.
+        ``address``: the checkpoint's path as the tenant knows it, which replaces the directory in messages.
         """
         own = {name: upload for name, upload in self._uploads.items() if upload.tenant_id == tenant_id}
         for name, upload in own.items():

@@ -43,8 +43,8 @@ class Identity:
     async def identify(self, key: str | None, prefix: str = "tml-") -> KeyDescription:
         """Return the key of a request and its tenant. ``key`` is an API key, or a token that stands for one.
 
-        An API key must begin with ``prefix``. In open mode each such key is a tenant of its own; otherwise it must be one
-        that this server issued. UnauthorizedError if not.
+        An API key must begin with ``prefix``. In open mode each such key is a tenant of its own; otherwise it must be
+        one that this server issued. UnauthorizedError if not.
         """
         if self._is_token(key):
             return await self._read(key)

@@ -87,8 +87,8 @@ class SilentSessions:
         """Call ``create`` and return its result.
 
         If the tenant is at its limit of sessions or adapters, evict adapters or end sessions that are silent until
-        ``create`` succeeds; QuotaError if that is not enough. ``own_session``: the session that ``create`` is for, whose
-        adapters are not evicted.
+        ``create`` succeeds; QuotaError if that is not enough. ``own_session``: the session that ``create`` is for,
+        whose adapters are not evicted.
         """
         try:
             return await self._gateway.with_row_room(tenant_id, create)
@@ -111,7 +111,8 @@ class SilentSessions:
     async def _evict_one(self, tenant_id: str, own_session: str) -> None:
         """Evict one adapter of a silent session that has no unfinished ops and no recent requests.
 
-        The session that has been silent for longest comes first. QuotaError if none could be evicted; it names the sessions that hold the tenant's adapters.
+        The session that has been silent for longest comes first. QuotaError if none could be evicted; it names
+        the sessions that hold the tenant's adapters.
         """
         silent = await self._silent(tenant_id, own_session)
         runs = await self._gateway.store.runs.live_of_tenant(tenant_id)

@@ -175,8 +175,8 @@ class _Copying:
     async def _add(self, path: CheckpointPath, copied: CheckpointRecord, most: int | None) -> CheckpointRecord:
         """Add the record of a copy and return it, or that of a concurrent request that was faster.
 
-        If the record cannot be added, its files are deleted, unless another record has the same ones. ``most``: bytes of
-        checkpoints that the tenant may have.
+        If the record cannot be added, its files are deleted, unless another record has the same ones. ``most``: bytes
+        of checkpoints that the tenant may have.
         """
         try:
             await self.gateway.store.checkpoints.add(copied, most_bytes=most, event="checkpoint_copy")

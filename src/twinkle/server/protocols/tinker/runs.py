@@ -221,7 +221,7 @@ async def _signed_url(
 
 
 async def _signed_checkpoint(call: Call[bytes], use: Use, token: str) -> CheckpointRecord:
-    """Return the checkpoint of a signed address; NotFoundError if it was deleted, or replaced by one of that name."""
+    """Return the checkpoint of a signed address; NotFoundError if it was deleted or replaced, or expired."""
     claims = await call.gateway.signed_urls.read(use, token)
     path = CheckpointPath.parse(claims["path"])
     record = await call.gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
