@@ -155,12 +155,15 @@ class Routes:
     def get(
         self, path: str, owner: Owner, *, public: bool = False, traced: bool = True, any_host: bool = False
     ) -> Decorator[bytes]:
-        """Declare a route that only reads, and may be cancelled if its client disconnects. ``public``: it needs no key."""
+        """Declare a route that only reads, and may be cancelled if its client disconnects.
+
+        ``public``: no key is needed, or the handler checks it.
+        """
         facts = RouteFacts(owner, ends_with_client=True, traced=traced, any_host=any_host)
         return self._handling("GET", path, facts, None, public)
 
     def delete(self, path: str, owner: Owner, *, public: bool = False) -> Decorator[bytes]:
-        """Declare a route that deletes something; no body is read. ``public``: its handler checks the key, if at all."""
+        """Declare a route that deletes something. No body is read. ``public``: the handler checks the key."""
         return self._handling("DELETE", path, RouteFacts(owner), None, public)
 
     def put(self, path: str, owner: Owner, body: Body[T]) -> Decorator[T]:
@@ -179,7 +182,7 @@ class Routes:
         streams: Streams = never_streams,
         traced: bool = True,
     ) -> Decorator[T]:
-        """Declare a POST route. ``public``: it needs no key, or its handler checks it. Other options: :class:`RouteFacts`."""
+        """Declare a POST route. ``public``: no key is needed, or the handler checks it. Others: :class:`RouteFacts`."""
         facts = RouteFacts(owner, body.schema, body.limit, ends_with_client, soon, streams, traced)
         return self._handling("POST", path, facts, body, public)
 

@@ -119,7 +119,7 @@ def _away(last: ModelReport) -> ModelReport:
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
-    """Return the report of a model from its replicas' reports. Numbers are added, but the largest merge ratio counts."""
+    """Return a model's report from those of its replicas: numbers are added, but of merge ratios the largest counts."""
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     tenants = {tenant for report in reports for tenant in report.adapters}
