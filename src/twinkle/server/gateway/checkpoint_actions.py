@@ -1,4 +1,4 @@
-"""Deleting checkpoints, changing their expiry and making them public. For tenants: only the owner may do this."""
+"""Deleting a checkpoint, changing its expiry and making it public, for its owner; and deleting expired ones."""
 
 import time
 from functools import partial

@@ -41,7 +41,10 @@ class _Upload:
 
 
 class HubUploads:
-    """The uploads of all tenants. Only memory holds them: a restart forgets them, and beyond 1024 old ones go."""
+    """The uploads of all tenants. They are in memory only: a restart forgets them.
+
+    If there are more than 1024, the oldest are forgotten, too, once they are done.
+    """
 
     def __init__(self, threads: FairPool) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()

@@ -44,7 +44,7 @@ class Identity:
         """Return the key of a request and its tenant. ``key`` is an API key, or a token that stands for one.
 
         An API key must begin with ``prefix``. In open mode each such key is a tenant of its own; otherwise it must be
-        one that this server issued. UnauthorizedError if not.
+        a valid key of this server. UnauthorizedError if these conditions are not met.
         """
         if self._is_token(key):
             return await self._read(key)
@@ -86,7 +86,7 @@ class Identity:
         return write_token(claims, self._secret)
 
     async def revoke(self, key: str | None) -> None:
-        """Revoke a key, which is that of the request; UnsupportedError in open mode."""
+        """Revoke the given key, with which the request was sent; UnsupportedError in open mode."""
         described = await self.describe(key)
         if described.key_id is None:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")

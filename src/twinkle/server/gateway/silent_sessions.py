@@ -152,9 +152,10 @@ class SilentSessions:
         raise QuotaError("active sessions", limit, limit, _SESSIONS, f"{advice}; {_HOW_TO_END}")
 
     async def _silent(self, tenant_id: str, except_session: str = "") -> list[SessionRecord]:
-        """Return the tenant's silent sessions but one that have no unfinished ops, the longest silent one first.
+        """Return the tenant's silent sessions that have no unfinished ops, the longest silent one first.
 
-        The list is empty if this process has not run for long enough without a break to judge silence.
+        ``except_session`` is left out. The list is empty if this process has not run for long enough without a
+        break to judge silence.
         """
         if not self._gateway.running_time.ran_for(self._seconds):
             return []

@@ -54,7 +54,7 @@ class RouteFacts:
     any_host: bool = False
 
 
-# The facts of paths that have no route: any process answers 404. The limit is that of the largest JSON bodies.
+# The facts of paths without a declared route: any process answers, mostly with 404.
 NO_ROUTE = RouteFacts(anybody, limit=4 * JSON_BYTES, ends_with_client=True)
 
 

@@ -35,7 +35,7 @@ class ServerProcess:
 def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
     """Record that this process serves the directory, until the context or the process ends.
 
-    DataDirInUseError if another process has recorded that. The context gives a function that records the URL.
+    DataDirInUseError if another process serves it. The context gives a function that records the URL.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
@@ -84,7 +84,7 @@ def stop(data_dir: Path) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; TwinkleServerError if the port is taken. Call it first, so that one learns it at once."""
+    """Return a bound socket; TwinkleServerError if that fails. Call it first, so that a taken port is known at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -162,7 +162,7 @@ async def capacity_info(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants. Nothing here shows what a single tenant does."""
+    """Return numbers of the whole server and of each model. They are over all tenants, not by tenant."""
     models = await status_of_models(call.gateway)
     resources = {
         "sessions": await call.gateway.store.sessions.active(),
@@ -374,6 +374,6 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
 
 @routes.get(f"{_TWINKLE}/checkpoints/{{run_id}}/{{kind}}/{{name}}/archive", anybody)
 async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
-    """Send all files of a checkpoint as one tar file."""
+    """Send the files of a checkpoint as one tar file, without the server's own file of checksums."""
     record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
     return await tar_response(call, record, call.tenant_id, root=archive_title(record))

@@ -35,7 +35,7 @@ _LONGEST = timedelta(days=366)
 async def audit(call: Call[bytes], event_type: EventType = "all", day: date | None = None) -> Response:
     """List events of a type, oldest first. ``day``: only events of this day in UTC.
 
-    Only the tenant's newest ten thousand events, of any type, are looked at.
+    Of the tenant's events in that time only the newest ten thousand, of any type, are looked at.
     """
     since, until = 0.0, _END_OF_TIME
     if day is not None:

@@ -79,7 +79,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants. Nothing here shows what a single tenant does."""
+    """Return numbers of this process and of each model. They are over all tenants, not by tenant."""
     return json_response(
         {
             "uptime_seconds": time.time() - call.gateway.started_at,

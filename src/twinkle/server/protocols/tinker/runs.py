@@ -182,7 +182,7 @@ async def archive_url(call: Call[bytes], run_id: str, kind: str, name: str) -> R
 
 @routes.get("/archives/{token}", anybody, public=True)
 async def archive(call: Call[bytes], token: str) -> Response:
-    """Send all files of a checkpoint, at the top level of one tar file."""
+    """Send the files of a checkpoint, without the server's file of checksums, at the top level of one tar file."""
     record = await _signed_checkpoint(call, "archive", token)
     return await tar_response(call, record, record.tenant_id, root="", last=_COMPLETE)
 

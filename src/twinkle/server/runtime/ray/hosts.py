@@ -223,7 +223,7 @@ class ModelReplica(Host):
 
 
 class ProcessorReplica(Host):
-    """One replica of the processor service: the processors of some sessions, with a worker process for each session."""
+    """One replica of the processor service: processors of some sessions, with a worker process for each session."""
 
     async def __init__(self, config: ServerConfig, name: str, *companions: object) -> None:  # type: ignore[misc]
         """Start the service. ``companions``: the other replicas, which Serve deploys as arguments of the first."""

@@ -111,7 +111,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def remove(config: ServerConfig, cluster: Cluster) -> None:
-    """Take this server's applications down; each finishes the work that runs. Other applications stay.
+    """Take this server's applications down; each finishes the work that runs. Those of others stay.
 
     The gateway goes last. On a cluster of ours it is not deleted but ends with the cluster and its proxies: a proxy
     without a gateway answers 404, at which clients give up instead of trying again.
@@ -228,6 +228,6 @@ def _check_answers(url: str) -> None:
             return
         time.sleep(_POLL_SECONDS)
     raise TwinkleServerError(
-        f"the applications run, but nothing answers at {url}: Serve was already running on this cluster and still "
-        "listens on its earlier address; set http_options to that, or run `serve shutdown` first"
+        f"the applications run, but nothing answers at {url}: perhaps Serve was already running on this cluster and "
+        "still listens on its earlier address; then set http_options to that, or run `serve shutdown` first"
     )

@@ -24,7 +24,7 @@ class Replicas:
         return recorded if recorded in self.names else self.chosen(identifier)
 
     def chosen(self, identifier: str) -> str:
-        """Return a replica by the hash of an identifier: the same for the same identifier, all about equally often."""
+        """Return the replica that an identifier's hash selects: always the same one, and each for about as many."""
         number = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest())
         return self.names[number % len(self.names)]
 

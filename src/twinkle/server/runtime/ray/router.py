@@ -71,7 +71,7 @@ class Router:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Until then, a body above 16 KiB counts against its tenant's limit of uploads."""
+        """Answer one request. Until then, a body that may exceed 16 KiB counts among its tenant's uploads."""
         upload = BodyUpload(self._uploading)
         try:
             await self._counted(scope, receive, send, upload)
