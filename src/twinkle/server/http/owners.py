@@ -41,7 +41,7 @@ class OfRun:
 
 @dataclass(frozen=True)
 class OfNewRun:
-    """The address of an adapter that is to be created on ``base_model``, or if that is None, on the checkpoint's."""
+    """The address of an adapter to be created on ``base_model``, or if that is None, on the checkpoint's base model."""
 
     run_id: str
     base_model: str | None

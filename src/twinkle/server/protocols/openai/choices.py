@@ -129,7 +129,7 @@ class ToolCallFilter:
         return passed, calls
 
     def close(self) -> str:
-        """Return the rest of the text. An unfinished call is text; white space at the end is dropped after calls."""
+        """Return the rest of the text. An unfinished call is text; white space at the end goes if there were calls."""
         rest = self._spaced(self._held)
         self._held = ""
         return rest if self.calls else rest + self._blanks
@@ -167,7 +167,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class TokenLogprob:
     """The log-probability of a sampled token.
 
-    ``top``: the likeliest tokens at its position. ``offset``: the characters of the sample's text before it.
+    ``top``: the likeliest tokens at its position. ``offset``: number of characters of the sample's text before it.
     """
 
     token: int

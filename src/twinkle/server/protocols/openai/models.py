@@ -19,7 +19,7 @@ _OWNER = "twinkle"  # the owner that base models are listed with
 
 
 class ModelNotFoundError(UserError):
-    """There is no model of this name to sample from. Runs and private checkpoints of others raise it, too."""
+    """There is no model of this name to sample from, or it is another tenant's run or private checkpoint."""
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:

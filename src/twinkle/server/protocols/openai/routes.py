@@ -77,7 +77,7 @@ routes = Routes(answer_error=_answer_error)
 
 
 def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
-    """Declare a route that generates text; this is cancelled when its client disconnects."""
+    """Declare a route that generates text. The generation is cancelled when its client disconnects."""
     body = json_body(wanted, 4 * JSON_BYTES)
     return routes.post(path, by_openai_model, body, ends_with_client=True, streams=streams_if_asked)
 

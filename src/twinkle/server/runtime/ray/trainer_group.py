@@ -192,7 +192,8 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
 def _answers(calls: Sequence[Any]) -> list[Any]:
     """Return the answers of the ranks to ``calls``, one for each rank that is asked.
 
-    If all failed, raise the error of one. If a rank died or only some failed, the ranks are no longer in the same state: then this process ends.
+    If all failed, raise the error of one. If a rank died or only some failed, the ranks are no longer in the same
+    state: then this process ends.
     """
     answers: dict[Any, Any] = {}
     failed = False
