@@ -382,7 +382,10 @@ class Gateway:
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:
-        """Accept an op of a Tinker run and return its request id. If the run is not live, that future has failed."""
+        """Accept an op of a Tinker run and return its request id.
+
+        If the run is not live, the op is not accepted, and the future under the id that is returned has failed.
+        """
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:

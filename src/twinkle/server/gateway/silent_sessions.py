@@ -32,7 +32,7 @@ _HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClie
 
 
 class Host(Protocol):
-    """The part of the gateway that is needed here."""
+    """The part of the gateway that :class:`SilentSessions` uses."""
 
     @property
     def config(self) -> ServerConfig: ...

@@ -21,7 +21,7 @@ UNLOADING = "it is being unloaded, as its client asked"  # stored as the note of
 
 
 class Host(Protocol):
-    """The part of the gateway that is needed here."""
+    """The part of the gateway that :class:`Unloading` uses."""
 
     @property
     def store(self) -> Store: ...

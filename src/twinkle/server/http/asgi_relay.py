@@ -54,7 +54,7 @@ class HttpHead:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """A whole answer."""
+    """A whole answer: its head and its body."""
 
     head: HttpHead
     body: bytes

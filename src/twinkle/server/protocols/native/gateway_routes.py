@@ -57,7 +57,7 @@ _PUBLIC_OWNER = "public"  # shown instead of the tenant that owns a public check
 
 
 class CreateSessionRequest(fields.Request):
-    """The client's request, with limits on the size of the metadata."""
+    """The body of create_session, with limits on the size of the metadata."""
 
     metadata: fields.AnyMetadata | None = None
 

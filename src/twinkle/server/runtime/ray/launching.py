@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def asks_for_token(self) -> bool:
-        """Return whether the cluster asks for a token. A task on it looks, because it has the variables of its node."""
+        """Return whether the cluster asks for a token. A task on it reads this from the variables of its node."""
         mode: str | None = ray.get(ray.remote(num_cpus=0)(_auth_mode).remote())
         return mode == "token"
 
