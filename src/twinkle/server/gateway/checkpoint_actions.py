@@ -1,4 +1,4 @@
-"""The operations that only the owner of a checkpoint may perform: delete it, change its expiry, make it public."""
+"""Deleting a checkpoint, changing its expiry and making it public, for its owner; and deleting expired ones."""
 
 import time
 from functools import partial
@@ -14,9 +14,10 @@ from twinkle.server.types import CheckpointRecord
 
 
 class CheckpointActions:
-    """The owner's operations on checkpoints.
+    """The owner's operations on checkpoints, and the deletion of expired checkpoints by maintenance.
 
-    A checkpoint of another tenant, public or not, raises the same NotFoundError as one that does not exist.
+    For the owner's operations, another tenant's checkpoint, public or not, raises the same NotFoundError as one that
+    does not exist.
     """
 
     def __init__(self, store: Store, files: DataDir, threads: FairPool) -> None:
@@ -51,7 +52,7 @@ class CheckpointActions:
             raise NotFoundError("checkpoint", str(path))
 
     async def _own(self, path: CheckpointPath, tenant_id: str, *, even_expired: bool = False) -> CheckpointRecord:
-        """Return a checkpoint that belongs to the tenant; NotFoundError for any other."""
+        """Return a checkpoint of the tenant; NotFoundError for others, and for expired ones unless ``even_expired``."""
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if record is None or record.tenant_id != tenant_id or (expired(record) and not even_expired):
             raise NotFoundError("checkpoint", str(path))

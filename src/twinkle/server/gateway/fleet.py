@@ -1,8 +1,8 @@
 """The fleet: all model services of a server, in this process or in others.
 
-A gateway asks the fleet for status reports, and tells it that a session has ended. In the embedded runtime the gateway
-is its own fleet, because the services are in its process; on Ray the fleet asks the other processes. Requests about
-one adapter do not pass here: they go directly to the service that holds the adapter.
+A gateway asks the fleet for status reports and metrics, and tells it that a session has ended or a run is evicted. A
+gateway whose process has the services, as in the embedded runtime, is its own fleet; on Ray the fleet asks the other
+processes. Clients' requests about one adapter do not pass here: they go to the service that holds the adapter.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class Services:
     native: NativeRuns
 
     def release_versions(self, version_ids: Iterable[str]) -> None:
-        """Let the sampler drop these versions, because no sampling session uses them any more."""
+        """Tell the sampler, if there is one, to drop these versions as soon as no request uses them."""
         if self.sampling is not None:
             for version_id in version_ids:
                 self.sampling.release_version(version_id)
@@ -39,14 +39,14 @@ class Services:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The current status of one base model. ``numbers`` are sums over all tenants."""
+    """The current status of one base model. ``numbers`` are about all tenants together."""
 
     name: str
     aliases: tuple[str, ...]
     max_context_length: int
     sampleable: bool
     healthy: bool
-    recovering: bool  # some adapters are still being replayed after a restart
+    recovering: bool  # some adapters are still being replayed after a restart, or a replica does not answer
     detail: str  # explains the health, for people to read
     numbers: Mapping[str, object]
     adapters: Mapping[str, int]  # number of live adapters by tenant
@@ -59,7 +59,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class TenantReport:
-    """The current live adapters and waiting ops of one tenant on one base model."""
+    """The live adapters of one tenant on one base model, and the numbers of ops that wait there: its own and all."""
 
     adapters: Mapping[str, AdapterStatus]  # live adapters by run id
     queue: QueueStatus
@@ -69,13 +69,13 @@ class Fleet(Protocol):
     """How a gateway reaches all model services of the server."""
 
     async def reports(self) -> Mapping[str, ModelReport]:
-        """Return the status of each base model by its name, in the order of the configuration."""
+        """Return the status of base models by name, in configured order. A model never heard from is left out."""
 
     async def of_tenant(self, tenant_id: str) -> Mapping[str, TenantReport]:
         """Return what a tenant has on each base model, by the model's name."""
 
     async def metrics(self) -> "Mapping[str, Sequence[Metric]]":
-        """Return the metrics that other processes have recorded, by the name of the process."""
+        """Return the metrics of replicas in other processes, by the name of the replica; empty if there are none."""
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Evict the adapters and release the versions of a session that has ended."""
@@ -85,7 +85,7 @@ class Fleet(Protocol):
 
 
 def stopped_in(services: Services, *, ending: bool = False) -> str | None:
-    """Return which service loop of a model has stopped, as text for people; None if all run.
+    """Return the first service loop of a model that has stopped, as text for people; None if all run.
 
     Requests that are accepted for a stopped loop would wait for ever. ``ending``: the server is shutting down, so that
     only a loop that failed counts as stopped.

@@ -1,8 +1,8 @@
 """The gateway: identifies the caller, checks ownership, and chooses the service that handles a request.
 
-Its methods are plain async methods, one for each question that a route asks; routes turn HTTP into these calls and
-back. All of them belong to the event loop. The gateway holds no state that is not in the database, apart from
-the heartbeats since the last maintenance, and caches.
+Routes turn HTTP into calls of its methods and back; maintenance calls it, too. All methods belong to the event loop.
+What it holds in memory only, such as heartbeats since the last maintenance, uploads to a hub and caches, is lost in a
+restart.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ class Gateway:
         services: the services of this process, by the name of their base model.
         fleet: the fleet for which this gateway answers; None: the services of this process.
         fleet_of_all: for the gateway of a replica, whose ``fleet`` is only its own services: the way to all replicas.
-        replica: the name of this replica.
+            None: the same as ``fleet``.
+        replica: the name of this replica; empty if other processes do not call it by name.
         memory: the memory budgets that the services of this process share; None: new ones.
         """
         self.config = config
@@ -139,7 +140,7 @@ class Gateway:
             await self._release(sampling_session)
 
     async def evict(self, run: RunRecord, why: str) -> None:
-        """Evict an adapter, if a service of this process has its base model.
+        """Evict the adapter of a live run, if this process serves its base model; otherwise do nothing.
 
         The run of a base model that is not served now stays live in the database, until a server serves it again.
         """
@@ -165,7 +166,10 @@ class Gateway:
     # --- which model --------------------------------------------------------------------------------------------------
 
     def model(self, name: str) -> Services:
-        """Return the services of a base model by its name or alias; a suffix such as ``:peft:262144`` is ignored."""
+        """Return the services of a base model by its name or alias; a suffix such as ``:peft:262144`` is ignored.
+
+        UnknownNameError if this process does not serve it.
+        """
         known = known_name(name, self._names)
         if known is None:
             raise UnknownNameError("base_model", name, self._served)
@@ -174,7 +178,7 @@ class Gateway:
     def serving(self, model_name: str) -> Services:
         """Return the services of a base model that a database record names.
 
-        UnsupportedError if the configuration no longer lists the model.
+        UnsupportedError if this process does not serve the model, as when the configuration no longer lists it.
         """
         services = self.services.get(model_name)
         if services is None:
@@ -183,9 +187,9 @@ class Gateway:
         return services
 
     async def listed_models(self) -> dict[str, ModelReport]:
-        """Return the reports of all models, by the names that the configuration lists.
+        """Return the reports of models, by the names that the configuration shows to clients.
 
-        A model that does not answer now is left out.
+        A model from which no report has ever come is left out; one that does not answer now has its last report.
         """
         reports = await self.fleet.reports()
         by_name = {name: report for report in reports.values() for name in report.names}
@@ -210,8 +214,8 @@ class Gateway:
     async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
         """Call ``create`` and return its result.
 
-        If it fails because the tenant has too many rows in the database, delete rows of its oldest ended sessions and
-        try once more.
+        If it fails because the tenant has too many rows of sessions or sampling sessions in the database, delete rows
+        of its oldest ended sessions and try once more; QuotaError if there are none to delete.
         """
         try:
             return await create()
@@ -261,7 +265,10 @@ class Gateway:
         reason: FinishReason | None = None,
         detail: str | None = None,
     ) -> None:
-        """End a session and evict its adapters, whose last state is kept as a checkpoint for a while."""
+        """End a session with its processors, evict its adapters, and release its versions.
+
+        The last state of each adapter is kept as a checkpoint for a while.
+        """
         await self.store.sessions.end(session.session_id, state, time.time(), reason, detail)
         self._heartbeats.pop(session.session_id, None)
         if self.processors is not None:
@@ -269,7 +276,7 @@ class Gateway:
         await self.fleet.release_session(session, state)
 
     async def _release(self, sampling_session: SamplingSessionRecord) -> None:
-        """Release the version of a sampling_session session, unless other sampling_session sessions use it.
+        """Release the version of a sampling session, unless an active session may still sample from its files.
 
         As long as its files exist, a later request can load the version again.
         """
@@ -284,7 +291,8 @@ class Gateway:
     async def resume_interrupted_evictions(self) -> None:
         """Evict live adapters whose session has ended, and continue unloads that clients asked for.
 
-        Such adapters are left over when the server stopped, or the database was unavailable, during an eviction.
+        Both concern base models that this process serves. Such adapters are left over when the server stopped, or the
+        database was unavailable, during an eviction.
         """
         for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
@@ -374,7 +382,10 @@ class Gateway:
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:
-        """Accept an op of a Tinker run and return its request id. If the run is not live, its future has failed."""
+        """Accept an op of a Tinker run and return its request id.
+
+        If the run is not live, the op is not accepted, and the future under the id that is returned has failed.
+        """
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:
@@ -446,7 +457,7 @@ class Gateway:
             await self.store.sessions.touch(beats)
 
     def release_waiters(self) -> None:
-        """Answer every long poll now: the server is about to end."""
+        """End the waits of all long polls now, because this process is about to end."""
         self.stopping = True
         self.unloading.release_waiters()
         self.tenants.pools.release_waiters()
@@ -458,13 +469,13 @@ class Gateway:
             sampling.release_waiters()
 
     async def maintain(self, now: float) -> None:
-        """Do all maintenance, where one process is the whole server."""
+        """Do all maintenance, where one process is the whole server, except answering operators' requests."""
         await self.flush_heartbeats()
         await self.expire(now)
         await self.maintain_services(now)
 
     async def maintain_services(self, now: float) -> None:
-        """Do the maintenance of the services of this process."""
+        """Do the maintenance of this process's services; delete outdated ops, custom losses and audit entries."""
         await self.usage_recorder.maintain(now)
         await self.resume_interrupted_evictions()
         await self._cancel_samples_of_vanished_clients(now)
@@ -481,7 +492,11 @@ class Gateway:
         await self.store.audit.prune(now - limits.audit_retention_seconds)
 
     async def _cancel_samples_of_vanished_clients(self, now: float) -> None:
-        """Cancel samples whose client is gone: no heartbeat of the session and no poll for a sample for a while."""
+        """Cancel samples whose client is gone.
+
+        It is gone if no sample of its session was polled for ``silent_session_seconds``, and the session has ended or
+        sent no heartbeat for that long either.
+        """
         seconds = self.config.limits.silent_session_seconds
         if not self.running_time.ran_for(seconds):
             return
@@ -493,10 +508,12 @@ class Gateway:
                     logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
 
     async def expire(self, now: float) -> None:
-        """End silent sessions that have no unfinished ops; delete expired checkpoints, unused versions and old rows.
+        """End sessions that time out; delete expired checkpoints, unused versions, and rows of sessions ended long ago.
+
+        A session times out after ``session_timeout_seconds`` without a heartbeat, if it has no unfinished ops.
 
         If this process was paused or the wall clock was set since the last call, a session's silence proves nothing:
-        then all sessions count as heard from now, and nothing expires this time.
+        then all active sessions count as heard from now, and nothing expires this time.
         """
         if self.running_time.take_interruption():
             forgiven = await self.store.sessions.extend_deadlines_after_downtime(now)

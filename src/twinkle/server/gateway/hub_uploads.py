@@ -28,7 +28,10 @@ class _Upload:
     task: asyncio.Task[str]
 
     def message_for_tenant(self, error: BaseException) -> str:
-        """Return the error's text without the server's paths; of errors that are not ours only the type's name."""
+        """Return the error's text, with the checkpoint's address in place of its directory, cut to 1000 characters.
+
+        Of an error that is not a TwinkleError, the text shows only the name of its type.
+        """
         if not isinstance(error, TwinkleError):
             return f"the upload failed ({type(error).__name__}); try again, or ask the operator of the server"
         text = str(error)
@@ -38,7 +41,10 @@ class _Upload:
 
 
 class HubUploads:
-    """The uploads of all tenants. They are in memory only: a restart forgets them."""
+    """The uploads of all tenants. They are in memory only: a restart forgets them.
+
+    If there are more than 1024, the oldest are forgotten, too, once they are done.
+    """
 
     def __init__(self, threads: FairPool) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
@@ -49,8 +55,8 @@ class HubUploads:
     ) -> str:
         """Start an upload and return its id. QuotaError if the tenant has too many uploads that are not done.
 
-        ``key``: an idempotency key; the id of an earlier upload with the same key is returned. ``address``: the
-        checkpoint's path as the tenant knows it, which replaces the directory in messages.
+        ``key``: an idempotency key; if the tenant has an upload with this key, its id is returned and none is started.
+        ``address``: the checkpoint's path as the tenant knows it, which replaces the directory in messages.
         """
         own = {name: upload for name, upload in self._uploads.items() if upload.tenant_id == tenant_id}
         for name, upload in own.items():

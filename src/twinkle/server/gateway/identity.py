@@ -22,7 +22,7 @@ _TOKEN_PURPOSE = "tokens of clients"
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """The facts about a key that its holder may see. ``key_id`` is None in open mode, where no keys are issued."""
+    """The facts about a key that its holder may see. ``key_id`` is None in open mode, where any key is accepted."""
 
     key_id: str | None
     name: str
@@ -30,7 +30,7 @@ class KeyDescription:
 
     @property
     def number(self) -> int:
-        """Return the key's id as a number, for clients that expect one."""
+        """Return a number made from the key's id, in open mode from the tenant's, for clients that expect one."""
         return int((self.key_id or self.tenant_id).rpartition("-")[2][:15], 16)
 
 
@@ -43,7 +43,8 @@ class Identity:
     async def identify(self, key: str | None, prefix: str = "tml-") -> KeyDescription:
         """Return the key of a request and its tenant. ``key`` is an API key, or a token that stands for one.
 
-        In open mode every key that begins with ``prefix`` is a tenant of its own.
+        An API key must begin with ``prefix``. In open mode each such key is a tenant of its own; otherwise it must be
+        a valid key of this server. UnauthorizedError if these conditions are not met.
         """
         if self._is_token(key):
             return await self._read(key)
@@ -58,7 +59,7 @@ class Identity:
         return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
 
     async def is_valid(self, key_id: str | None) -> bool:
-        """Return whether the key with this id is not revoked. In open mode there are no keys, and the answer is yes."""
+        """Return whether a key with this id exists and is not revoked. In open mode the answer is always True."""
         if self._auth.mode == "open":
             return True
         return key_id is not None and await self._keys.find_by_id(key_id) is not None
@@ -85,7 +86,7 @@ class Identity:
         return write_token(claims, self._secret)
 
     async def revoke(self, key: str | None) -> None:
-        """Revoke the key that the request was sent with."""
+        """Revoke the given key, with which the request was sent; UnsupportedError in open mode."""
         described = await self.describe(key)
         if described.key_id is None:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")
@@ -95,7 +96,10 @@ class Identity:
         return self._auth.jwt and key is not None and key.startswith(_TOKEN_PREFIX)
 
     async def _read(self, token: str) -> KeyDescription:
-        """Return the key that a token stands for; UnauthorizedError if the token has expired or the key is revoked."""
+        """Return the key that a token stands for.
+
+        UnauthorizedError if the token is not ours or has expired, or the key is revoked.
+        """
         claims = read_token(token, self._secret)
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
@@ -126,7 +130,10 @@ class SignedUrls:
         return write_token({**claims, "use": use, "key_id": key_id, "exp": expires}, self._secret), expires
 
     async def read(self, use: Use, token: str) -> Mapping[str, Any]:
-        """Return the claims of a token; ForbiddenError if it is not ours, has expired, or its key was revoked."""
+        """Return the claims of a token.
+
+        ForbiddenError if it is not ours, is for another use, has expired, or its key was revoked.
+        """
         claims = read_token(token, self._secret)
         if claims is None or claims["use"] != use:
             raise ForbiddenError("this address was not signed by this server, or was changed: ask for a new one")

@@ -15,8 +15,9 @@ _FORGOTTEN_SECONDS = 86_400.0
 async def answer_operators(
     gateway: Gateway, now: float, is_ours: Callable[[OperatorRequest], bool] = lambda _request: True
 ) -> None:
-    """Execute all unanswered requests in order. The answer to one that fails is its error message.
+    """Execute the unanswered requests that are for this process, in order; delete requests older than a day.
 
+    A request that fails is answered with its error message, or with "internal error" if the failure was unexpected.
     ``is_ours``: returns whether a request is for this process, where the server has several.
     """
     requests = gateway.store.operator_requests

@@ -1,7 +1,7 @@
-"""Telemetry of one server process: created before anything else, closed after everything else.
+"""Telemetry of one server process: created before its state is opened, and closed just before the state is closed.
 
 Most metrics are counted as things happen. The readings here are looked up at the moment of a scrape or an export: the
-current state of the gateway, its services and the database.
+current state of the gateway, its services, the machine and the database.
 """
 
 import asyncio
@@ -40,12 +40,13 @@ class Telemetry:
     """The metrics and traces of one process.
 
     usage: the counters of what tenants use; None where usage is not counted.
-    replica: the name of this process; None where one process is the whole server.
+    replica: the name of this process, if it is a gateway on Ray; None in other processes.
     """
 
     def __init__(self, config: TelemetryConfig | None = None, export_seconds: float = Timings.export) -> None:
-        """Raise ConfigError for mistakes in the configuration, before the slow part of the server's start.
+        """Read the token for /metrics, and prepare the export if it is enabled.
 
+        ConfigError for a bad token file, MissingDependencyError if a package for the export is not installed.
         ``export_seconds``: the time limit of one export.
         """
         self.config = config or TelemetryConfig()
@@ -69,14 +70,14 @@ class Telemetry:
         return [*await self._read_process(gateway), *await _read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
-        """Return the metrics of the whole server: this process, the database, and all other processes that answer."""
+        """Return the metrics of this process and the database; in a gateway on Ray also of the replicas that answer."""
         own = self.metrics.families(await self.read(gateway))
         if self.replica is None:
             return own
         return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
 
     async def families_of_process(self, gateway: Gateway) -> list[Metric]:
-        """Return the metrics of this process, for another process that merges those of all processes."""
+        """Return the metrics of this process without the database's. A gateway merges those of several processes."""
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
@@ -148,7 +149,7 @@ _DATABASE_SECONDS = 1.0  # a scrape does not wait longer for a database that doe
 
 
 async def _read_state(gateway: Gateway) -> list[Reading]:
-    """Return the readings of the database, which all processes of a server share."""
+    """Return the readings of the database; only that it is down, if it does not answer within a second."""
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):
             sessions = await gateway.store.sessions.active()

@@ -25,7 +25,7 @@ class RunningTime:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``shortest``: the shortest silence, in seconds, that will be judged. Much shorter breaks do not matter."""
+        """Choose the time between ticks by ``shortest``, the shortest silence in seconds that is to be judged."""
         self._clock = clock
         self._monotonic = monotonic
         self._tick = min(_TICK_SECONDS, shortest / 4)
@@ -52,7 +52,7 @@ class RunningTime:
         self._last = wall, monotonic
 
     def take_interruption(self) -> bool:
-        """Return whether there was a break since the last call."""
+        """Return whether there was a break since the last call of this method."""
         if self._last is not None:
             self.tick()  # after a break, the ticking task may not have run yet
         interrupted, self._interrupted = self._interrupted, False

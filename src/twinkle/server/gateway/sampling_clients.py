@@ -3,8 +3,8 @@
 A client learns from its stream of completions which samples are done (see ``services.sampling.completions``). Samples
 are not journalled: one that is lost in a restart would never appear in the stream, and its client would wait for ever.
 Therefore the sequence numbers that a client uses are written to the database before they are used, a block at a time.
-After a restart the server reports the numbers that it does not know as done. The client fetches such a sample, gets the
-answer that it is gone, and sends it again.
+After a restart the server reports those of them that it does not know as done. The client fetches such a sample, gets
+the answer that it is gone, and sends it again.
 """
 
 import asyncio
@@ -62,11 +62,11 @@ class SamplingClients:
             self._writing.pop(client, None)
 
     def _numbers_to_cover(self, client: _Client, seq_id: int, lowest: int) -> range:
-        """Return the numbers to put on record so that ``seq_id`` is among them.
+        """Return the numbers to put on record for a client that uses ``seq_id``.
 
         The range ends with the block of the highest number used so far. It begins one block before that, or at
         ``lowest``, the lowest number that the client may wait for, if that is earlier. It never has more than
-        ``_MOST`` numbers and never leaves the client's own.
+        ``_MOST`` numbers, so a ``seq_id`` far below the highest is left out, and never leaves the client's own.
         """
         own = range(client[1] * SEQ_IDS_PER_CLIENT, (client[1] + 1) * SEQ_IDS_PER_CLIENT)
         highest = max(seq_id, self._covered.get(client, range(0)).stop - 1)

@@ -2,8 +2,8 @@
 
 SDKs send a heartbeat every ten seconds and hardly ever end a session: a script that is done just stops. Its session
 stays active for ``session_timeout_seconds``, half an hour by default, so that a client that lost its network still
-finds its adapters. It ends earlier only when its own tenant is at a limit: then sessions that have been silent for
-``silent_session_seconds`` lose their adapters, one at a time, until the tenant's new request fits.
+finds its adapters. It may end earlier when its own tenant is at a limit: then sessions that have been silent for
+``silent_session_seconds`` lose their adapters or are ended, one at a time, until the tenant's new request fits.
 """
 
 import logging
@@ -32,7 +32,7 @@ _HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClie
 
 
 class Host(Protocol):
-    """The part of the gateway that is needed here."""
+    """The part of the gateway that :class:`SilentSessions` uses."""
 
     @property
     def config(self) -> ServerConfig: ...
@@ -79,7 +79,7 @@ class SilentSessions:
     def is_silent(self, session: SessionRecord) -> bool:
         """Return whether an active session has sent no heartbeat for ``limits.silent_session_seconds``.
 
-        The times of heartbeats at other processes may be 15 s old.
+        Heartbeats at other processes count once these have written them to the database, by default every 15 s.
         """
         return session.state == "active" and time.time() - self._gateway.last_seen(session) > self._seconds
 
@@ -87,7 +87,8 @@ class SilentSessions:
         """Call ``create`` and return its result.
 
         If the tenant is at its limit of sessions or adapters, evict adapters or end sessions that are silent until
-        ``create`` succeeds. ``own_session``: the session that ``create`` is for, whose adapters are not evicted.
+        ``create`` succeeds; QuotaError if that is not enough. ``own_session``: the session that ``create`` is for,
+        whose adapters are not evicted.
         """
         try:
             return await self._gateway.with_row_room(tenant_id, create)
@@ -108,9 +109,10 @@ class SilentSessions:
                         raise
 
     async def _evict_one(self, tenant_id: str, own_session: str) -> None:
-        """Evict one adapter of the session that has been silent for longest and has no unfinished ops.
+        """Evict one adapter of a silent session that has no unfinished ops and no recent requests.
 
-        QuotaError if there is none; it names the sessions that hold the tenant's adapters.
+        The session that has been silent for longest comes first. QuotaError if none could be evicted; it names
+        the sessions that hold the tenant's adapters.
         """
         silent = await self._silent(tenant_id, own_session)
         runs = await self._gateway.store.runs.live_of_tenant(tenant_id)
@@ -134,7 +136,10 @@ class SilentSessions:
         raise QuotaError("adapters", limit, limit, _ADAPTERS, f"{advice}; {_HOW_TO_END}")
 
     async def _end_one(self, tenant_id: str) -> None:
-        """End the session that has been silent for longest; if none is silent, QuotaError with the newest sessions."""
+        """End the session without unfinished ops that has been silent for longest.
+
+        QuotaError, which names the newest sessions, if there is none.
+        """
         silent = await self._silent(tenant_id)
         if silent:
             logger.info("session %s expired early: its tenant needed the place", silent[0].session_id)
@@ -149,7 +154,8 @@ class SilentSessions:
     async def _silent(self, tenant_id: str, except_session: str = "") -> list[SessionRecord]:
         """Return the tenant's silent sessions that have no unfinished ops, the longest silent one first.
 
-        The list is empty if this process has not run for long enough without a break to judge silence.
+        ``except_session`` is left out. The list is empty if this process has not run for long enough without a
+        break to judge silence.
         """
         if not self._gateway.running_time.ran_for(self._seconds):
             return []
@@ -162,7 +168,7 @@ class SilentSessions:
 
 
 def _named(names: Iterable[str]) -> str:
-    """Return the first few names as text, with the number of the others."""
+    """Return the first five names as text, with the number of the others."""
     listed = list(names)
     rest = len(listed) - _NAMED
     return ", ".join(listed[:_NAMED]) + (f" and {rest} others" if rest > 0 else "")

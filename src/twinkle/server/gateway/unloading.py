@@ -21,7 +21,7 @@ UNLOADING = "it is being unloaded, as its client asked"  # stored as the note of
 
 
 class Host(Protocol):
-    """The part of the gateway that is needed here."""
+    """The part of the gateway that :class:`Unloading` uses."""
 
     @property
     def store(self) -> Store: ...
@@ -68,7 +68,7 @@ class Unloading:
     async def outcome(self, run: RunRecord, timeout: float) -> Outcome | None:
         """Return the outcome of an unload request, waiting up to ``timeout`` seconds; None while it is not done.
 
-        NotFoundError if the client has not asked to unload this run.
+        NotFoundError if the run is live and its client has not asked to unload it.
         """
         request_id = str(RequestId.for_unload(run.run_id))
         if run.run_id not in self._tasks and self._is_live(run):

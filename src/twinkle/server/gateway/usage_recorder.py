@@ -1,4 +1,4 @@
-"""Bookkeeping about tenants that maintenance does regularly: usage, disk space, and the names of their keys."""
+"""What maintenance records about tenants: usage, disk space, and the names of their keys."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ class UsageRecorder:
             await self._store.usage.note_storage(utc_day(now), await self._store.usage.storage())
 
     async def check_space(self, tenant_id: str) -> None:
-        """Raise QuotaError if the tenant's disk space is used up."""
+        """Raise QuotaError if the tenant has a limit for bytes of checkpoints and has reached it."""
         limit = self._tenants.limits(tenant_id).max_checkpoint_bytes_per_tenant
         used = 0 if limit is None else await self._store.usage.storage_of(tenant_id)
         if limit is not None and used >= limit:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints: into another session, or into a new run in another project.
+"""Copies of checkpoints: into a run of a session that the client names, or into a new session of a project.
 
 A copy shares no files with its source, which may be deleted afterwards. The run that holds a copy has no adapter and
 cannot train: its checkpoints are there to be loaded. Models that are created from a checkpoint are made here, too.
@@ -175,7 +175,8 @@ class _Copying:
     async def _add(self, path: CheckpointPath, copied: CheckpointRecord, most: int | None) -> CheckpointRecord:
         """Add the record of a copy and return it, or that of a concurrent request that was faster.
 
-        If the record cannot be added, its files are deleted. ``most``: bytes of checkpoints that the tenant may have.
+        If the record cannot be added, its files are deleted, unless another record has the same ones. ``most``: bytes
+        of checkpoints that the tenant may have.
         """
         try:
             await self.gateway.store.checkpoints.add(copied, most_bytes=most, event="checkpoint_copy")

@@ -54,7 +54,7 @@ class HttpHead:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """A whole answer."""
+    """A whole answer: its head and its body."""
 
     head: HttpHead
     body: bytes
@@ -135,7 +135,8 @@ def _scope(request: HttpRequest) -> Scope:
 def replayed(body: bytes, then: Receive | None = None) -> Receive:
     """Return an ASGI ``receive`` that returns a body which was read before, and then calls ``then``.
 
-    None: after the body it blocks for ever. A task that waits there for the client to disconnect is cancelled instead.
+    ``then`` None: after the body it blocks for ever. A task that waits there for the client to disconnect is
+    cancelled instead.
     """
     is_read = False
 

@@ -1,6 +1,6 @@
 """The limit on bytes of request bodies that a tenant has in the server at one time.
 
-A body counts from its first byte until its request is answered.
+A body counts from its first byte, or its whole announced length from the start, until its request is answered.
 """
 
 from collections.abc import Callable

@@ -67,7 +67,7 @@ class Connections:
     """The registry of all connections of the process: their number by address, and those without a request."""
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None] = lambda limit: None) -> None:
-        """``refused``: called with the name of the limit each time that one refuses a connection or request."""
+        """Begin without connections. ``refused``: called with the name of a limit that refuses or closes something."""
         self.limits = limits
         self.refused = refused
         self._open: set[BoundedProtocol] = set()
@@ -78,7 +78,8 @@ class Connections:
     def admit(self, connection: "BoundedProtocol", address: str, now: float) -> "ConnectionRefusal | None":
         """Register a new connection, or return the refusal if a limit is reached.
 
-        At the limit of all connections, the longest idle connection is closed to make room.
+        At the limit of all connections, the longest idle connection is closed to make room, if it has been idle for at
+        least a second.
         """
         limits = self.limits
         if self._by_address[address] >= limits.per_address:
@@ -299,7 +300,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- timeouts -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Close a connection whose client has paused for too long while sending a request or reading an answer."""
+        """Close a connection whose client pauses too long: in a request, in reading an answer, or between requests."""
         now = self.loop.time()
         if self._is_unread(now):
             self._registry.refused("unread_answers")

@@ -1,8 +1,9 @@
-"""Owners: functions that find out which run, sampling session or model a request concerns.
+"""Owners: functions that find out which run, sampling session, model or processors a request concerns.
 
 Each route names one of these functions as its owner. It reads the path and the body of a request and returns an
 address, by which the Ray runtime finds the replica that must answer. None: any process can answer. Owners check
-nothing: a request that they cannot understand has no address, and the process that received it answers with the error.
+nothing: a request that they cannot understand has no address, or that of any replica of its model; whichever process
+gets it answers with the error.
 """
 
 import json
@@ -40,7 +41,7 @@ class OfRun:
 
 @dataclass(frozen=True)
 class OfNewRun:
-    """The address of an adapter that is to be created, on a base model or on that of a checkpoint."""
+    """The address of an adapter to be created on ``base_model``, or if that is None, on the checkpoint's base model."""
 
     run_id: str
     base_model: str | None
@@ -122,7 +123,7 @@ def anybody(_envelope: Envelope) -> None:
 
 
 def by_model_id(envelope: Envelope) -> Address | None:
-    """Return the run in ``model_id`` of a JSON or protobuf body; without one, the run that the body asks to create."""
+    """Return the run in ``model_id`` of a JSON or protobuf body; for JSON without one, the run to be created."""
     request = envelope.request
     try:
         body = decompress(request.body, request.header("content-encoding"), envelope.max_bytes)
@@ -154,7 +155,7 @@ def by_request_id(envelope: Envelope) -> Address | None:
 
 
 def by_sampling_session(envelope: Envelope) -> Address | None:
-    """Return the sampling session in the body, or in its field ``target``."""
+    """Return the sampling session in the body's field ``target``, or in the body itself if it has no such field."""
     fields = envelope.fields
     target = fields.get("target", fields)
     return _named(OfSampler, target.get("sampling_session_id") if isinstance(target, dict) else None)
@@ -192,7 +193,7 @@ def by_adapter(envelope: Envelope) -> Address | None:
 
 
 def by_new_adapter(envelope: Envelope) -> Address | None:
-    """Return the adapter that the body asks to create on the base model in the path."""
+    """Return the adapter that the body asks to create on the base model in the path; if it names none, any replica."""
     run_id, model = envelope.native_run_id, envelope.path["model"]
     return OfModel(model) if run_id is None else OfNewRun(run_id, model)
 

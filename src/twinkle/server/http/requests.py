@@ -47,7 +47,7 @@ _REMEMBERED_HOSTS = 100
 JSON_BYTES = 2**20
 T = TypeVar("T")
 
-# The status of each kind of error: the first entry that matches counts. Any other error is a 500.
+# The status of each kind of error: the first entry that matches counts. Others are a 500; a full disk is a 507.
 _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (UnauthorizedError, 401),
     (ForbiddenError, 403),
@@ -133,7 +133,7 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
     """
     gateway, upload = gateway_of(request), upload_of(request)
     of_tenant = gateway.tenants.limits(upload.tenant_id).max_uploading_bytes_per_tenant
-    # When memory is short, requests with large bodies are refused. Heartbeats, polls and deletes have small bodies and
+    # When memory is short, long bodies are refused on routes that allow more than 4 MiB. Heartbeats, polls and deletes
     # still pass.
     is_work = most is None or most > 4 * JSON_BYTES
     unchecked = SMALL_BODY if "content-length" in request.headers else 0
@@ -183,19 +183,19 @@ def is_loopback(request: Request) -> bool:
 
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
-    """Return the Retry-After header for errors that may pass soon. Both SDKs respect it."""
+    """Return the Retry-After header for errors that may pass soon, None for others. Both SDKs respect it."""
     if isinstance(error, QuotaError | OverloadedError):
         return {"Retry-After": str(error.retry_after)}
     return {"Retry-After": "1"} if status in (429, 503) else None
 
 
 def status_of(error: TwinkleError) -> int:
-    """Return the HTTP status of an error; 500 if it is the server's fault."""
+    """Return the HTTP status of an error; 500 if its type is not listed in ``_STATUS``."""
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
 def note_refusal(error: Exception) -> None:
-    """Count a request that a limit refused, for /metrics."""
+    """Count the request for /metrics, if the error says that a limit refused it."""
     if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
         note_refusing_limit(error.key)
 
@@ -223,7 +223,7 @@ class RefuseRebinding:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make the application answer errors with a status and a text without tracebacks, keys or the server's paths."""
+    """Make the application answer errors with a status and a text in JSON; unexpected errors without details."""
 
     async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwinkleError)
@@ -244,7 +244,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
 
     async def invalid(_request: Request, error: Exception) -> Response:
-        """Answer a mistake in the path or the query. FastAPI does not read bodies here."""
+        """Answer the first mistake in the path or the query with 400. FastAPI does not read bodies here."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         value = repr(first["input"])[:120]

@@ -1,8 +1,8 @@
 """Declaring routes: every fact about a route is declared once, together with its handler.
 
 OpenAPI, the limits of bodies, tracing, the check of Host headers and the routing on Ray all read these facts. A route
-can only be declared with an owner, and the application takes its routes only from :class:`RouteTable`, so that there is
-no route without facts.
+can only be declared with an owner, and the application takes its routes from :class:`RouteTable`, so that they all have
+facts; only FastAPI's own /openapi.json has none.
 """
 
 import inspect
@@ -34,8 +34,8 @@ class RouteFacts:
     owner: finds the replica that answers, on Ray.
     schema: the body in OpenAPI: a type, the media type of a body that is not JSON, or None.
     limit: the most bytes of a body; None: only the limit for all requests applies (``limits.max_request_bytes``).
-    ends_with_client: whether the work is cancelled when its client disconnects, because it reads, waits or samples only
-    for that client. All other requests are finished once they have begun: otherwise an op could be journalled and
+    ends_with_client: whether the work may be cancelled when its client disconnects, because it reads, waits or samples
+    only for that client. Work of other requests is finished once it has begun: otherwise an op could be journalled and
     never run.
     soon: whether a replica always answers within half a minute. After that time a relaying process gives up, because
     the replica must be down.
@@ -54,7 +54,7 @@ class RouteFacts:
     any_host: bool = False
 
 
-# The facts of paths that have no route: any process answers 404. The limit is that of the largest JSON bodies.
+# The facts of paths without a declared route: any process answers, mostly with 404.
 NO_ROUTE = RouteFacts(anybody, limit=4 * JSON_BYTES, ends_with_client=True)
 
 
@@ -62,7 +62,7 @@ NO_ROUTE = RouteFacts(anybody, limit=4 * JSON_BYTES, ends_with_client=True)
 class Body(Generic[T]):
     """How the body of a request is decoded for its handler.
 
-    read: decodes the bytes, in a thread if the body is large; None: the handler gets the bytes.
+    read: decodes the bytes, in a thread if the body is large or compressed; None: the handler gets the bytes.
     by_handler: the body is not read before the handler runs. The handler may read it itself, within the same limit.
     """
 
@@ -91,7 +91,8 @@ def unread_body(limit: int | None = JSON_BYTES) -> Body[bytes]:
 class Call(Generic[T]):
     """One request as handlers get it.
 
-    ``tenant_id`` is empty on public routes. ``raw``: the bytes of the body. ``body``: the decoded body.
+    ``tenant_id`` is empty on public routes. ``raw``: the bytes of the body, empty if the handler reads it. ``body``:
+    the decoded body.
     """
 
     request: Request
@@ -135,15 +136,15 @@ class _PlainRoute(APIRoute):
 class Routes:
     """The routes of one area of the API, declared by decorators.
 
-    A decorated handler stays a plain function: it may be decorated with several paths, and may be called directly. The
-    tenant is identified before the body is read. The parameters of a handler after its :class:`Call` are
-    parameters of path and query, which FastAPI reads.
+    A decorated handler stays a plain function: it may be decorated with several paths, and may be called directly.
+    Except on public routes, the tenant is identified before the body is read. The parameters of a handler after its
+    :class:`Call` are parameters of path and query, which FastAPI reads.
     """
 
     def __init__(self, prefix: str = "", *, key_prefix: str = "tml-", answer_error: AnswerError | None = None) -> None:
         """Prepare an area without routes.
 
-        key_prefix: how keys must begin in open mode, where any key is a tenant of its own.
+        key_prefix: how keys must begin. A request with our header Twinkle-Authorization may have any key.
         answer_error: writes errors in the format of this area; None: the application's error handlers do.
         """
         self.declared: list[Route] = []
@@ -154,12 +155,15 @@ class Routes:
     def get(
         self, path: str, owner: Owner, *, public: bool = False, traced: bool = True, any_host: bool = False
     ) -> Decorator[bytes]:
-        """Declare a route that only reads; it is cancelled when its client disconnects. ``public``: it needs no key."""
+        """Declare a route that only reads, and may be cancelled if its client disconnects.
+
+        ``public``: no key is needed, or the handler checks it.
+        """
         facts = RouteFacts(owner, ends_with_client=True, traced=traced, any_host=any_host)
         return self._handling("GET", path, facts, None, public)
 
     def delete(self, path: str, owner: Owner, *, public: bool = False) -> Decorator[bytes]:
-        """Declare a route that deletes something. It has no body."""
+        """Declare a route that deletes something. No body is read. ``public``: the handler checks the key."""
         return self._handling("DELETE", path, RouteFacts(owner), None, public)
 
     def put(self, path: str, owner: Owner, body: Body[T]) -> Decorator[T]:
@@ -178,7 +182,7 @@ class Routes:
         streams: Streams = never_streams,
         traced: bool = True,
     ) -> Decorator[T]:
-        """Declare a route that starts some work. :class:`RouteFacts` explains the options."""
+        """Declare a POST route. ``public``: no key is needed, or the handler checks it. Others: :class:`RouteFacts`."""
         facts = RouteFacts(owner, body.schema, body.limit, ends_with_client, soon, streams, traced)
         return self._handling("POST", path, facts, body, public)
 
@@ -228,7 +232,7 @@ class RouteTable:
                     self._plain.setdefault((method, route.endpoint.path), route)
 
     def find(self, method: str, path: str) -> tuple[RouteFacts, Mapping[str, str]]:
-        """Return the facts of the route that matches, and the parameters in its path."""
+        """Return the facts of the route that matches, and the parameters in its path; NO_ROUTE if none matches."""
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain.facts, {}

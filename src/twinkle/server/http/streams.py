@@ -50,7 +50,7 @@ async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnEr
 def json_stream(bodies: Bodies, framing: Framing) -> Response:
     """Return a response that sends each body as it comes.
 
-    The generator ``bodies`` is closed at once when the client disconnects or stops reading.
+    The generator ``bodies`` is closed when the client disconnects, or has read nothing for a minute.
     """
     stream = StreamedResult(_framed(bodies, framing), framing.media_type, undelivered())
     stream.headers.update(_HEADERS)
@@ -76,7 +76,7 @@ async def until_failure(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
 
 
 async def _send_part(send: Send, part: bytes) -> None:
-    """Send a part of a body. ``send`` waits while the client reads slowly; TimeoutError if that takes too long."""
+    """Send a part of a body. ``send`` waits while the client reads slowly; TimeoutError if that takes a minute."""
     async with asyncio.timeout(UNREAD_SECONDS):
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
@@ -164,7 +164,7 @@ class SentResult(Response):
 
 
 def sent_result(body: bytes, media_type: str, delivering: Delivering) -> Response:
-    """Return a response with a whole body, which is sent in one piece if it is small, otherwise in parts."""
+    """Return a response with a whole body, which is sent in one piece up to 64 KiB, otherwise in parts."""
     if len(body) <= _SMALL:
         return SentResult(body, media_type, delivering)
     return StreamedResult(_parts_of(body), media_type, delivering, len(body))

@@ -41,7 +41,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 def let_threads_alternate() -> None:
-    """Shorten the interpreter's switch interval from 5 ms, so that compute thread and event loop wait less."""
+    """Shorten the interpreter's switch interval from 5 to 0.5 ms, so that compute thread and event loop wait less."""
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
@@ -79,10 +79,11 @@ class Process:
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         replica: str = "",
     ) -> Services:
-        """Make the services of one model.
+        """Make the services of one model, and add them to ``services``.
 
-        ``is_ours`` says which of the model's runs are recovered here, on this ``replica``. ``sampler_apart``: the
-        sampler computes elsewhere, so samples need not take turns with training.
+        ``merge``: whether ops of different adapters may be computed together. ``is_ours`` says which of the
+        model's runs are recovered here, on this ``replica``. ``sampler_apart``: the sampler computes elsewhere, so
+        samples need not take turns with training.
         """
         config, limits, memory = self.config, self.config.limits, self.memory
         compute = Compute()
@@ -130,9 +131,10 @@ class Process:
     def open_gateway(
         self, app: FastAPI, processors: Processors | None = None, fleet: Fleet | None = None, replica: str = ""
     ) -> Gateway:
-        """Give the application a gateway. If this process has services, the gateway answers for these alone.
+        """Make the gateway of this process, as ``app.state.gateway``, and start to export metrics if configured.
 
-        ``fleet``: the services of all processes; None: there are no other processes.
+        In a process with services, the gateway reports on these alone. ``fleet``: the way to the services of all
+        processes; None: there are no other processes.
         """
         self.gateway = Gateway(
             self.config,
@@ -151,7 +153,7 @@ class Process:
         return self.gateway
 
     async def start(self) -> None:
-        """Recover the state of the last process, and begin to work."""
+        """Start the services, which recover what the last process left, and watch memory and running time."""
         self.run(self.memory.guard.watch())
         await self.gateway.usage_recorder.read_key_names()
         for entry in self.services.values():
@@ -171,7 +173,7 @@ class Process:
         gc.freeze()
 
     def run(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Start tasks that run as long as the process."""
+        """Start tasks that run until :meth:`cancel_tasks`."""
         self._tasks += [asyncio.create_task(each) for each in work]
 
     def cancel_tasks(self) -> None:
@@ -179,7 +181,7 @@ class Process:
             task.cancel()
 
     async def stop(self) -> None:
-        """Finish the work that runs, write every adapter to disk, and end the services."""
+        """Finish the work that runs, write a snapshot of every changed adapter, and end the services."""
         for entry in self.services.values():
             if entry.sampling is not None:
                 await entry.sampling.stop()

@@ -1,4 +1,4 @@
-"""The embedded runtime: all services in one process under uvicorn, compute in its own thread."""
+"""The embedded runtime: the services of all models in one process under uvicorn; each model has a compute thread."""
 
 import asyncio
 import logging
@@ -36,7 +36,10 @@ _OPEN_FILES = 65_536
 
 
 def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the work that runs and write every adapter to disk."""
+    """Serve until SIGTERM or SIGINT, then finish the work that runs and write snapshots of changed adapters.
+
+    TwinkleServerError if a service loop ends with an error: then the server stops, too.
+    """
     let_threads_alternate()
     _allow_many_connections()
     listener = listen(config.http_options.host, config.http_options.port)
@@ -152,7 +155,7 @@ async def _running(
 
 
 async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
-    """Stop the server when a service loop ends: without it the server would accept requests and never run them."""
+    """Stop the server when a service loop fails: without it the server would accept requests and never run them."""
     loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
     broken = [asyncio.create_task(service.loop.broken()) for service in loops]
     try:
@@ -161,7 +164,7 @@ async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> N
         for task in broken:
             task.cancel()
     what = " and ".join(task.result() for task in done)
-    fail(f"{what} stopped by an error that the log shows; start the server again: nothing acknowledged is lost")
+    fail(f"{what} stopped by an error that the log shows; start the server again: no acknowledged op is lost")
 
 
 async def _maintain(gateway: Gateway) -> None:
@@ -175,7 +178,7 @@ async def _maintain(gateway: Gateway) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files: each waiting future holds a connection, and shells commonly allow a thousand."""
+    """Raise the limit of open files to at most 65,536: each long poll holds one, and shells often allow a thousand."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

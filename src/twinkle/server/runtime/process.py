@@ -18,14 +18,14 @@ from twinkle.server.state.files.guards import DirectoryLock, try_lock
 LISTENING = "listening on"  # begins the line of the announcement that holds the URL
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
 _FILE = "server.json"
-_WAIT_SECONDS = 360.0  # for a server to finish its work and write every adapter to disk
+_WAIT_SECONDS = 360.0  # for a server to finish its work and write snapshots of changed adapters
 _PAUSE = 0.2
 _LOOK_SECONDS = 1.0  # to wait for the lock: ``running`` in another process holds it for a moment
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that serves a data directory. ``url`` is None while it starts."""
+    """A process that serves a data directory. ``url`` is None until the process has recorded it, late in its start."""
 
     pid: int
     url: str | None = None
@@ -33,9 +33,9 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
-    """Record that this process serves the directory, until the context or the process ends. Others are refused.
+    """Record that this process serves the directory, until the context or the process ends.
 
-    The context gives a function that records the URL.
+    DataDirInUseError if another process serves it. The context gives a function that records the URL.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
@@ -66,7 +66,10 @@ def running(data_dir: Path) -> ServerProcess | None:
 
 
 def stop(data_dir: Path) -> bool:
-    """Ask the server of the directory to stop and wait until it has; return False if there is none."""
+    """Ask the server of the directory to stop and wait until it has; return False if there is none.
+
+    TwinkleServerError if it still runs after six minutes.
+    """
     server = running(data_dir)
     if server is None:
         return False
@@ -81,7 +84,7 @@ def stop(data_dir: Path) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Call it before anything slow, so that a taken port is reported at once."""
+    """Return a bound socket; TwinkleServerError if that fails. Call it first, so that a taken port is known at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

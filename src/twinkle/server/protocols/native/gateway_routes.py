@@ -1,6 +1,7 @@
-"""Routes of the native protocol that do not concern one model: sessions, health and status, runs, checkpoints, metrics.
+"""Routes of the native protocol beside verbs and samples: sessions, health, status, runs, checkpoints, metrics.
 
-Runs and checkpoints of all protocols are listed here, also those of Tinker's SDK; and Tinker's routes list these.
+Runs and checkpoints of all protocols are listed here, also those of Tinker's SDK; and Tinker's routes list those of the
+native protocol.
 """
 
 import time
@@ -56,7 +57,7 @@ _PUBLIC_OWNER = "public"  # shown instead of the tenant that owns a public check
 
 
 class CreateSessionRequest(fields.Request):
-    """The client's request, with limits on the size of the metadata."""
+    """The body of create_session, with limits on the size of the metadata."""
 
     metadata: fields.AnyMetadata | None = None
 
@@ -107,7 +108,7 @@ def _idempotency_key(request: Request) -> str | None:
 
 @routes.get("/-/routes", anybody, public=True)
 async def route_prefixes(call: Call[bytes]) -> Response:
-    """List the applications of this server by their prefix. Clients poll this until the server has started."""
+    """List the applications of this server by prefix; processors are always listed. Clients poll this at the start."""
     reports = await call.gateway.fleet.reports()
     models = {f"{PREFIX}/model/{name}": "model" for name in reports}
     samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
@@ -161,7 +162,7 @@ async def capacity_info(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants. Nothing here shows what a single tenant does."""
+    """Return numbers of the whole server and of each model. They are over all tenants, not by tenant."""
     models = await status_of_models(call.gateway)
     resources = {
         "sessions": await call.gateway.store.sessions.active(),
@@ -212,7 +213,7 @@ async def delete_checkpoint(call: Call[bytes], run_id: str, checkpoint_id: str) 
 
 @routes.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}", anybody)
 async def checkpoint_path(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
-    """Return the address of a checkpoint, in both fields. The server's directories are not shown to clients."""
+    """Return the address of a checkpoint in both fields, ``path`` and ``twinkle_path``; clients see no directories."""
     path = _path(run_id, checkpoint_id)
     await call.gateway.checkpoint(path, call.tenant_id)
     return wire_response(run_types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
@@ -271,7 +272,7 @@ def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoin
 
 @routes.get(_METRICS, anybody, traced=False)
 async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
-    """Return the points after number ``since``, oldest first."""
+    """Return up to ``limit`` points after number ``since``, oldest first."""
     run = await call.gateway.run_record(run_id, call.tenant_id)
     points = await call.gateway.store.run_metrics.since(run.run_id, since, limit + 1)
     answer = partial(_response, points[:limit], since, len(points) > limit)
@@ -309,7 +310,7 @@ def _point(point: MetricPoint) -> run_types.MetricPoint:
 
 @routes.get(f"{_TWINKLE}/adapters", anybody)
 async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
-    """List the adapters of all runs, the one with the newest request first, and the lengths of the queues."""
+    """List the tenant's runs, latest request first, with where their adapters are, and the lengths of the queues."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     reports = await call.gateway.fleet.of_tenant(call.tenant_id)
     live: dict[str, AdapterStatus] = {}
@@ -346,7 +347,7 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
 
 @routes.get(f"{_TWINKLE}/sessions", anybody)
 async def sessions(call: Call[bytes], limit: Few = 50, offset: Offset = 0) -> Response:
-    """List sessions, newest first. Times are seconds since the epoch.
+    """List the tenant's sessions, newest first. Times are seconds since the epoch.
 
     An active session that has sent no heartbeat for a while, and has not expired yet, is listed as ``silent``.
     """
@@ -373,6 +374,6 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
 
 @routes.get(f"{_TWINKLE}/checkpoints/{{run_id}}/{{kind}}/{{name}}/archive", anybody)
 async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
-    """Send all files of a checkpoint as one tar file."""
+    """Send the files of a checkpoint as one tar file, without the server's own file of checksums."""
     record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
     return await tar_response(call, record, call.tenant_id, root=archive_title(record))

@@ -57,7 +57,7 @@ def wire_response(body: BaseModel, status: int = 200) -> Response:
 
 
 def services_of(gateway: Gateway, model: str) -> Services:
-    """Return the services of the base model in a path; NotFoundError if it is not served."""
+    """Return the services of the base model in a path; NotFoundError if this process does not serve it."""
     try:
         return gateway.model(model)
     except UnknownNameError as error:
@@ -90,14 +90,17 @@ class AdapterCall:
 
     @classmethod
     async def of_call(cls, call: Call[Any], model: str) -> "AdapterCall":
-        """Return the adapter call of an HTTP request; its session and its model must exist."""
+        """Return the adapter call of an HTTP request; its session must be active, and its model served."""
         session_id = await session_of(call)
         return cls(call.gateway, services_of(call.gateway, model), call.tenant_id, session_id)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def add_adapter(self, request: AddAdapterRequest) -> tuple[str, Outcome]:
-        """Create an adapter; return its run id and the outcome. A repeated request gets the same answer."""
+        """Create an adapter; return its run id and the outcome. A repeated request gets the same answer.
+
+        InvalidInputError if the session had an adapter of this name that was evicted.
+        """
         gateway, name = self.gateway, request.adapter_name
         run_id = ids.native_run_id(self.session_id, name)
         if not ids.is_native_run(run_id):
@@ -130,7 +133,7 @@ class AdapterCall:
     async def _run(self, adapter_name: str, *, live: bool) -> RunRecord:
         """Return the run of an adapter of this session on this model.
 
-        ``live``: NotFoundError if the adapter is evicted and accepts no ops any more.
+        NotFoundError if there is none. ``live``: also if the adapter is evicted and accepts no ops any more.
         """
         model, training = self.services.model, self.services.training
         run = await self.gateway.run_record(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)

@@ -148,7 +148,7 @@ class AskedSamples:
         return await (await self.understood()).answer()
 
     async def lines(self) -> AsyncGenerator[Line, None]:
-        """Yield the lines of a stream."""
+        """Yield the lines of a stream; InvalidInputError unless one sample of one input is asked for."""
         if self.params.num_samples != 1:
             raise InvalidInputError("num_samples", self.params.num_samples, "1: a stream is one sample")
         if self.params.max_tokens == 0:
@@ -242,7 +242,7 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
 
 
 def _feature(row: Row, field: str) -> Row:
-    """Return a row with its columns as arrays, (T,) each, and its other keys unchanged."""
+    """Return a row with ``input_ids`` and its ``_COLUMNS`` as arrays, (T,) each, and its other keys unchanged."""
     tokens = _integers(row["input_ids"], f"{field}.input_ids")
     columns = {"input_ids": tokens}
     for name in _COLUMNS:

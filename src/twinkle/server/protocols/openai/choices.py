@@ -93,8 +93,8 @@ class ToolCall:
 class ToolCallFilter:
     """Takes tool calls out of text that comes in pieces: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
-    Hermes and Qwen models write calls in this form. A call that cannot be parsed stays text; white space around calls
-    is dropped.
+    Hermes and Qwen models write calls in this form. A call that cannot be parsed stays text. White space before a call
+    is dropped, and so is white space at the end of a text that had calls.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class ToolCallFilter:
         return passed, calls
 
     def close(self) -> str:
-        """Return the rest of the text. An unfinished call is text; white space after the last call is dropped."""
+        """Return the rest of the text. An unfinished call is text; white space at the end goes if there were calls."""
         rest = self._spaced(self._held)
         self._held = ""
         return rest if self.calls else rest + self._blanks
@@ -167,7 +167,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class TokenLogprob:
     """The log-probability of a sampled token.
 
-    ``top``: the likeliest tokens at its position. ``offset``: where in the text of the sample the token begins.
+    ``top``: the likeliest tokens at its position. ``offset``: number of characters of the sample's text before it.
     """
 
     token: int

@@ -19,7 +19,7 @@ _OWNER = "twinkle"  # the owner that base models are listed with
 
 
 class ModelNotFoundError(UserError):
-    """There is no model of this name to sample from. Models of other tenants raise the same error."""
+    """There is no model of this name to sample from, or it is another tenant's run or private checkpoint."""
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
@@ -47,7 +47,7 @@ async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | Check
 
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
-    """Return the current weights of a live run; for a run that has ended, its newest checkpoint."""
+    """Return the current weights of a live run; for one that has ended, its newest checkpoint that can be sampled."""
     live = await of_live_run(gateway, run, tenant_id)
     if live is not None:
         return live
@@ -65,7 +65,11 @@ async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
 
 
 async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
-    """Return base models, then the tenant's own runs, then its checkpoints for sampling, the newest first."""
+    """Return base models for sampling, then the tenant's own runs, then its checkpoints of kind sampler_weights.
+
+    Runs come with the latest request first, without failed ones; checkpoints with the newest first, without expired
+    ones. Of each at most the first 1000 are listed.
+    """
     bases = [
         _body(name, gateway.started_at, _OWNER)
         for name, model in (await gateway.listed_models()).items()

@@ -1,6 +1,7 @@
 """The bodies of chat and text completion requests.
 
-They are read strictly: a field that is unknown, or that this server does not support, is refused with its name.
+They are read strictly: a field that is unknown is refused with its name, and so is one that this server does not
+support, unless its value has no effect. A few fields are accepted and ignored.
 """
 
 import json
@@ -36,7 +37,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _content(value: object) -> object:
-    """Return the text of a message, which may be a list of parts."""
+    """Return the text of a message, which may be null or a list of text parts. ValueError for other parts."""
     if value is None:
         return ""
     if not isinstance(value, list):

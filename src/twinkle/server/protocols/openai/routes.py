@@ -42,7 +42,7 @@ def _error_answer(
 
 
 def _refusal(error: Exception, request: Request) -> tuple[int, dict[str, object]]:
-    """Return the status and the body of the answer to an error. A failure of the server is answered without details."""
+    """Return the status and the body of the answer to an error. An unexpected error is answered without details."""
     note_refusal(error)
     text = str(error)
     match error:
@@ -77,7 +77,7 @@ routes = Routes(answer_error=_answer_error)
 
 
 def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
-    """Declare a route that generates text; it is cancelled when its client disconnects."""
+    """Declare a route that generates text. The generation is cancelled when its client disconnects."""
     body = json_body(wanted, 4 * JSON_BYTES)
     return routes.post(path, by_openai_model, body, ends_with_client=True, streams=streams_if_asked)
 
@@ -116,7 +116,7 @@ async def model(call: Call[bytes], model: str) -> Response:
 
 
 async def _target(call: Call[FieldsT]) -> Target:
-    """Find the weights to sample from; raise all errors that can be known before the work of tokenizing the text."""
+    """Find the weights to sample from; raise errors that are known before the text is tokenized."""
     _ = call.body.params, call.body.top  # these properties raise for values that do not fit together
     target = await models.resolve(call.gateway, call.body.model, call.tenant_id)
     _ = target.codec  # raises for a model without a tokenizer

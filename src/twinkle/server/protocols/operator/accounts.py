@@ -33,7 +33,10 @@ _LONGEST = timedelta(days=366)
 
 @routes.get("/audit", anybody)
 async def audit(call: Call[bytes], event_type: EventType = "all", day: date | None = None) -> Response:
-    """List events, oldest first, at most the newest ten thousand. ``day``: only events of this day in UTC."""
+    """List events of a type, oldest first. ``day``: only events of this day in UTC.
+
+    Of the tenant's events in that time only the newest ten thousand, of any type, are looked at.
+    """
     since, until = 0.0, _END_OF_TIME
     if day is not None:
         midnight = datetime(day.year, day.month, day.day, tzinfo=UTC)
@@ -59,7 +62,7 @@ def _entry(entry: AuditEntry) -> dict[str, object]:
 
 @routes.get("/billing/usage/events", anybody)
 async def events(call: Call[bytes], starting_on: str = "", ending_before: str = "") -> Response:
-    """List usage by day; hours are not recorded. A day that is partly within the window is listed as a whole."""
+    """List usage by day; hours are not recorded. A day that lies partly between the two times is listed as a whole."""
     start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
     if not start < end <= start + _LONGEST:
         raise InvalidInputError("ending_before", ending_before, f"after {starting_on}, by {_LONGEST.days} days at most")

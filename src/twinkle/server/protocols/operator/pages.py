@@ -1,4 +1,4 @@
-"""Pages for a browser: the dashboard, and a page without scripts that lists all routes of this server.
+"""Pages for a browser: the dashboard, and a page without scripts that lists the routes of this server.
 
 The dashboard's files are the same for everyone and need no key. Its scripts fetch the data from the API with the
 user's key.

@@ -79,7 +79,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants. Nothing here shows what a single tenant does."""
+    """Return numbers of this process and of each model. They are over all tenants, not by tenant."""
     return json_response(
         {
             "uptime_seconds": time.time() - call.gateway.started_at,
@@ -127,7 +127,7 @@ async def ready(call: Call[bytes]) -> Response:
 @routes.get(f"{PREFIX}/twinkle/healthz/deep", anybody, public=True, traced=False)
 @routes.get(f"{PREFIX}/healthz/deep", anybody, public=True, traced=False)
 async def deep(call: Call[bytes]) -> Response:
-    """Return for every model whether its service loops run, and whether a step on its device is stuck."""
+    """Return for each model that has ever reported whether its service loops run, and whether a step is stuck."""
     reports = (await call.gateway.fleet.reports()).items()
     models = {name: health_of(report) for name, report in reports}
     healthy = all(model["healthy"] for model in models.values())
@@ -135,7 +135,7 @@ async def deep(call: Call[bytes]) -> Response:
 
 
 def failure_of(gateway: Gateway) -> str | None:
-    """Return which service loops of this process have stopped, as text; None if all run.
+    """Return which service loops of this process have stopped, one for each model, as text; None if all run.
 
     A loop that has stopped starts again only with the process.
     """

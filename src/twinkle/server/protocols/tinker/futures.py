@@ -78,7 +78,7 @@ async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
 
 @routes.post("/cancel_future", by_request_id, json_body(CancelFutureRequest))
 async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
-    """Cancel a sample that its client no longer needs. A sample that is done or unknown is not an error."""
+    """Cancel a sample that its client no longer needs. If it is done, or its number was never used, nothing happens."""
     gateway, tenant_id, request_id = call.gateway, call.tenant_id, call.body.request_id
     request = RequestId.parse(request_id)
     if not request.is_sample:

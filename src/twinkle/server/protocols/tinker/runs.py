@@ -182,7 +182,7 @@ async def archive_url(call: Call[bytes], run_id: str, kind: str, name: str) -> R
 
 @routes.get("/archives/{token}", anybody, public=True)
 async def archive(call: Call[bytes], token: str) -> Response:
-    """Send all files of a checkpoint, at the top level of one tar file."""
+    """Send the files of a checkpoint, without the server's file of checksums, at the top level of one tar file."""
     record = await _signed_checkpoint(call, "archive", token)
     return await tar_response(call, record, record.tenant_id, root="", last=_COMPLETE)
 
@@ -221,7 +221,7 @@ async def _signed_url(
 
 
 async def _signed_checkpoint(call: Call[bytes], use: Use, token: str) -> CheckpointRecord:
-    """Return the checkpoint of a signed address; NotFoundError if it was deleted, or replaced by one of that name."""
+    """Return the checkpoint of a signed address; NotFoundError if it was deleted or replaced, or expired."""
     claims = await call.gateway.signed_urls.read(use, token)
     path = CheckpointPath.parse(claims["path"])
     record = await call.gateway.store.checkpoints.get(path.run_id, path.kind, path.name)

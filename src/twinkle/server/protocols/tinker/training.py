@@ -31,7 +31,7 @@ async def forward_backward(call: Call[bytes]) -> Response:
 
 @routes.post("/forward", by_model_id, raw_body(limit=None), soon=True)
 async def forward(call: Call[bytes]) -> Response:
-    """Run a forward pass, for older SDKs. Newer SDKs send forward_backward with the field ``forward_only`` instead."""
+    """Submit a forward pass, for older SDKs. Newer SDKs send forward_backward with the field ``forward_only``."""
     return await _pass(call, OpKind.FORWARD)
 
 
@@ -63,7 +63,7 @@ async def submit_op(call: Call[Op]) -> Response:
 
 @routes.post("/load_weights", by_model_id, raw_body(requests.LoadWeightsRequest), soon=True)
 async def load_weights(call: Call[bytes]) -> Response:
-    """Load a checkpoint into a model, or into a new model if the body names a session instead of a model."""
+    """Submit the load of a checkpoint into a model, or into a new model if the body names a session instead."""
     if not requests.names_session(call.raw):
         return await _submit(call, requests.to_op(requests.LoadWeightsRequest, call.raw))
     wanted = fields.parse(requests.CreateFromRequest, call.raw)
@@ -87,7 +87,7 @@ async def create_model(call: Call[requests.CreateModelRequest]) -> Response:
 
 @routes.post("/unload_model", by_model_id, json_body(requests.UnloadModelRequest), soon=True)
 async def unload_model(call: Call[requests.UnloadModelRequest]) -> Response:
-    """Evict a model's adapter before its session ends."""
+    """Begin to evict a model's adapter, before its session ends."""
     model_id = call.body.model_id
     request_id = await call.gateway.unloading.ask(model_id, call.tenant_id)
     return json_response({"request_id": request_id, "model_id": model_id})

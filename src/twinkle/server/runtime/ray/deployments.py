@@ -20,9 +20,9 @@ from twinkle.server.runtime.ray.layout import GATEWAY, replica_names, wanted_rep
 from twinkle.server.runtime.ray.sampler_engine import devices_of
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
-# Requests in progress on one replica. Each waiting future holds one, so Serve's default of 5 would stall everything.
+# Requests in progress on one replica. Each long poll holds one, so Serve's default of 5 would stall everything.
 _ONGOING = 4096
-# For a replica to finish its work and write every adapter to disk. If it is killed instead, nothing is lost either.
+# For a replica to finish its work and write snapshots. If it is killed instead, no acknowledged op is lost either.
 _SHUTDOWN_SECONDS = 300.0
 # Options that are passed from the configuration to Serve unchanged.
 _SERVE_OPTIONS = (
@@ -124,7 +124,8 @@ def gpus_wanted(config: ServerConfig, has_gpus: bool) -> float:
 def gpus_of_replica(one: ApplicationSpec, args: ModelArgs, has_gpus: bool) -> float:
     """Return the GPUs of a model's replica: the configured number, else one if the model computes on a GPU.
 
-    It does if its device says so, or if no device is configured and the cluster has GPUs.
+    It does if its device says so, or if no device is configured and the cluster has GPUs. By default a replica
+    with a mock, or with a group of processes that compute for it, has none itself.
     """
     given = resources_of(one).num_gpus
     if given is not None:

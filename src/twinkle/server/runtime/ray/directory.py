@@ -44,7 +44,7 @@ def destination_of(request: HttpRequest, max_bytes: int) -> Destination:
 
 
 class Directory:
-    """Finds replicas for one process. Owners that it has found are cached: none changes while the process lives."""
+    """Finds replicas for one process. The replica of a run or sampling session is cached: it does not change."""
 
     def __init__(self, config: ServerConfig, layout: Layout, store: Store) -> None:
         self._layout = layout

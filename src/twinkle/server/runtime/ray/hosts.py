@@ -1,4 +1,4 @@
-"""The processes of the Ray runtime: each is a gateway, a model with its adapters, or processors.
+"""The Serve replicas of a server on Ray: each is a gateway, a model with its adapters, or processors.
 
 Serve runs the constructor of a replica (which may be a coroutine), its methods and its ASGI application on one event
 loop. Which of these classes receive HTTP, and with which options they are deployed, is in
@@ -103,15 +103,18 @@ class Host:
         return await self._process.telemetry.families_of_process(self._process.gateway)
 
     async def check_health(self) -> None:
-        """Raise if the replica must be replaced. Serve calls this by the clock, and before the first request."""
+        """Close Serve's open port, if :class:`LoopbackOnly` asks for it.
+
+        Serve calls this by the clock, and before the first request. An override raises to have the replica replaced.
+        """
         self._loopback.enforce()
 
 
 class GatewayReplica(Host):
     """A gateway: the front door of the server, or of a sampler, whose engine is in the model's process or in an actor.
 
-    It answers requests for which the state is enough, and sends on all others. One gateway at a time, the one with the
-    lease, runs maintenance for the whole server.
+    It answers requests for which the state is enough, and sends on others. Of the server's front doors one at a time,
+    the one with the lease, expires sessions and checkpoints for the whole server.
     """
 
     async def __init__(self, config: ServerConfig, runs_maintenance: bool) -> None:  # type: ignore[misc]
@@ -206,7 +209,7 @@ class ModelReplica(Host):
             raise TwinkleServerError((await self.report()).detail)
 
     async def __del__(self) -> None:
-        """Finish the work that runs, and write every adapter to disk."""
+        """Finish the work that runs, and write a snapshot of every changed adapter."""
         self._process.cancel_tasks()
         self._gateway.release_waiters()
         await self._process.stop()
@@ -220,7 +223,7 @@ class ModelReplica(Host):
 
 
 class ProcessorReplica(Host):
-    """One replica of the processor service: datasets and loaders of some sessions, with a worker process for each."""
+    """One replica of the processor service: processors of some sessions, with a worker process for each session."""
 
     async def __init__(self, config: ServerConfig, name: str, *companions: object) -> None:  # type: ignore[misc]
         """Start the service. ``companions``: the other replicas, which Serve deploys as arguments of the first."""
@@ -274,13 +277,13 @@ def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel
 
 
 def _only_one(data_dir: Path, name: str) -> DirectoryLock:
-    """Take the lock of this replica's name. Blocks until its predecessor has written its adapters to disk."""
+    """Take the lock of this replica's name. Blocks until its predecessor has ended; DataDirInUseError after 360 s."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     return DirectoryLock(data_dir, name=f"lock.{name}", wait_seconds=_EARLIER_SECONDS)
 
 
 def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
-    """Return the tokenizer folders of served models by name. The models themselves are in other processes."""
+    """Return the tokenizer folders of served models by name, None for a mock. The models are in other processes."""
     folders: dict[str, str | None] = {}
     for served in config.served_models:
         is_mock = served.model.backend == "mock"
@@ -315,7 +318,7 @@ class LoopbackOnly:
 
 
 def _close_open_listeners() -> int:
-    """Close all sockets of this process that listen on every interface, and return how many there were."""
+    """Shut down all sockets of this process that listen on every interface, and return how many there were."""
     closed = 0
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # it is not a socket, or closed meanwhile

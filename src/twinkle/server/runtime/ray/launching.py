@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def asks_for_token(self) -> bool:
-        """Return whether the cluster asks for a token. A task on it looks, because it has the variables of its node."""
+        """Return whether the cluster asks for a token. A task on it reads this from the variables of its node."""
         mode: str | None = ray.get(ray.remote(num_cpus=0)(_auth_mode).remote())
         return mode == "token"
 
@@ -54,7 +54,10 @@ def _auth_mode() -> str | None:
 
 @contextlib.contextmanager
 def connected(config: ServerConfig, start: bool = True) -> Iterator[Cluster]:
-    """Connect to the cluster of RAY_ADDRESS or of `ray start` on this machine; if there is none, ``start`` one."""
+    """Connect to the cluster of RAY_ADDRESS or of `ray start` on this machine, until the context ends.
+
+    If there is none, start one, or raise TwinkleServerError if ``start`` is false.
+    """
     try:
         context = _connect(config, None if start else "auto")
     except ConnectionError as error:
@@ -80,7 +83,7 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 
 @contextlib.contextmanager
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
-    """Deploy the applications and give the server's URL. They are taken down at the end in any case."""
+    """Deploy the applications and give the server's URL. At the end, also after an error, :func:`remove` is called."""
     http = config.http_options
     port = _port(config)
     host = "127.0.0.1" if http.host == "localhost" else http.host
@@ -108,7 +111,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def remove(config: ServerConfig, cluster: Cluster) -> None:
-    """Take the applications down; each finishes the work that runs. Other applications of the cluster stay.
+    """Take this server's applications down; each finishes the work that runs. Those of others stay.
 
     The gateway goes last. On a cluster of ours it is not deleted but ends with the cluster and its proxies: a proxy
     without a gateway answers 404, at which clients give up instead of trying again.
@@ -124,7 +127,7 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
 
 
 def statuses(config: ServerConfig) -> dict[str, str]:
-    """Return the status that Serve reports for each application."""
+    """Return the status that Serve reports for each application of the server; NOT_DEPLOYED if it reports none."""
     found = serve.status().applications
     return {
         one.name: found[one.name].status.value if one.name in found else NOT_DEPLOYED for one, _ in _served_at(config)
@@ -158,11 +161,11 @@ def wait_for_signal() -> None:
 
 
 def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]:
-    """Return the applications and their routes.
+    """Return the applications to deploy and their routes. A gateway is added if the configuration has none.
 
-    The gateway is mounted at the root, because OpenAI's /v1 is not below its prefix; Serve still sends requests below
-    another application's route to that application. An application without a route is reached through the gateway; a
-    sampler without a route is not deployed by itself.
+    The gateway is mounted at the root, because OpenAI's /v1 is not below its route_prefix; Serve still sends requests
+    below another application's route to that application. An application without a route is reached through the
+    gateway; a sampler without a route is not deployed by itself.
     """
     entries: list[tuple[ApplicationSpec, str | None]] = []
     if not any(isinstance(one.args, ServerArgs) for one in config.applications):
@@ -178,7 +181,7 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
 def _wait_until_running(names: Sequence[str]) -> None:
     """Wait until all applications run. Print every change of status, and from time to time the reason for waiting.
 
-    Such a reason is for example that the cluster lacks resources.
+    Such a reason is for example that the cluster lacks resources. TwinkleServerError if an application fails.
     """
     started = told = time.monotonic()
     seen: dict[str, str] = {}
@@ -225,6 +228,6 @@ def _check_answers(url: str) -> None:
             return
         time.sleep(_POLL_SECONDS)
     raise TwinkleServerError(
-        f"the applications run, but nothing answers at {url}: Serve was already running on this cluster and still "
-        "listens on its earlier address; set http_options to that, or run `serve shutdown` first"
+        f"the applications run, but nothing answers at {url}: perhaps Serve was already running on this cluster and "
+        "still listens on its earlier address; then set http_options to that, or run `serve shutdown` first"
     )

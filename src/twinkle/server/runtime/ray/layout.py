@@ -13,7 +13,7 @@ class Replicas:
     """The names of the replicas of one base model, or of the processors. They are the same in every process."""
 
     names: tuple[str, ...]
-    model: str = ""  # the name under which it is served
+    model: str = ""  # the name under which the model is served; empty for processors
 
     def owner(self, identifier: str, recorded: str) -> str:
         """Return the replica that has a run or a sampling session. ``recorded``: the replica in its record.
@@ -24,12 +24,12 @@ class Replicas:
         return recorded if recorded in self.names else self.chosen(identifier)
 
     def chosen(self, identifier: str) -> str:
-        """Return a replica by the hash of an identifier: always the same for one, and all replicas equally often."""
+        """Return the replica that an identifier's hash selects: always the same one, and each for about as many."""
         number = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest())
         return self.names[number % len(self.names)]
 
     def emptiest(self, identifier: str, runs: Mapping[str, int]) -> str:
-        """Return the replica for a new run: one of those with the fewest ``runs``."""
+        """Return the replica for a new run: one of those with the fewest. ``runs``: live runs by replica."""
         fewest = min(runs.get(name, 0) for name in self.names)
         return Replicas(tuple(name for name in self.names if runs.get(name, 0) == fewest)).chosen(identifier)
 
@@ -71,7 +71,7 @@ def wanted_replicas(application: ApplicationSpec) -> int:
 
 
 def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:
-    """Return the model with device ``cuda`` instead of ``cuda:N``: Ray shows a process only its own GPU."""
+    """Return the model's configuration with device ``cuda`` for ``cuda:N``: Ray shows a process only its own GPU."""
     device = served.model.compute_device
     if device is None or not device.startswith("cuda:"):
         return served

@@ -1,5 +1,7 @@
 """Middleware for Serve's HTTP proxies: it answers 503 while the server's applications start or stop.
 
+It also refuses requests for most of Serve's own paths (``/-/``) that may come from a DNS rebinding attack.
+
 A proxy listens before anything is deployed and by itself answers 404 until then. The SDKs take 404 to mean that what
 they asked for is gone, and give up; after 503 they try again. Serve's proxies find :func:`middlewares` by an
 environment variable, which :mod:`~twinkle.server.runtime.ray.running` sets for clusters that it starts.
@@ -27,7 +29,11 @@ def middlewares() -> list[Middleware]:
 
 
 class NotServed:
-    """Replaces Serve's own 404 by 503. A 404 of our application, which answers every path, is JSON and is passed on."""
+    """Replaces a 404 that is not JSON by 503: it is Serve's own. A 404 of our application is JSON and is passed on.
+
+    Answers for paths below ``/-/`` are not replaced. Except for the health check, such a request is refused with 400 if
+    it may come from a DNS rebinding attack.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,7 +62,7 @@ def _is_serves(start: Message) -> bool:
 
 
 def _is_rebound(scope: Scope) -> bool:
-    """Return whether a request over the loopback address has another Host header: a web page may try DNS rebinding.
+    """Return whether a request over the loopback address may be DNS rebinding: its Host does not name this machine.
 
     The proxy does not know ``auth.mode`` or ``public_url``, with which another host might be right; then Serve's own
     paths are refused nevertheless.

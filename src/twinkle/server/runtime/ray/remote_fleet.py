@@ -1,4 +1,4 @@
-"""The model services and processors of a server, for a process that has none of them and calls their replicas."""
+"""The model services and processors of a server, for other processes, which call them in their replicas."""
 
 import asyncio
 import logging
@@ -50,11 +50,11 @@ class RemoteFleet:
         }
 
     async def metrics(self) -> dict[str, Sequence[Metric]]:
-        """Return metrics by replica, except of replicas that do not answer, and of gateways, which have no names."""
+        """Return metrics by replica, except of replicas that do not answer, and of gateways, which cannot be called."""
         return await self._answers(list(self._replicas), lambda replica: replica.metrics())
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Tell all replicas that a session ended. A replica that does not answer learns it when it is back."""
+        """Tell the replicas of all models that a session ended. One that does not answer learns it when it is back."""
         told = [self._replicas[name].release_session(session, state) for name in self._of_models]
         results = await asyncio.gather(
             *(asyncio.wait_for(each, _RELEASE_SECONDS) for each in told), return_exceptions=True
@@ -64,7 +64,7 @@ class RemoteFleet:
                 logger.warning("%s could not be told that session %s %s: %s", name, session.session_id, state, result)
 
     async def evict(self, run: RunRecord, why: str) -> None:
-        """Evict a run in the replica that has it. If the replica does not answer, the run stays: the caller checks."""
+        """Evict a run in the replica that has it. If it does not answer, the run stays live: the caller checks."""
         group = self._layout.models.get(run.model_name)
         if group is None:
             return  # its base model is not served now
@@ -75,7 +75,7 @@ class RemoteFleet:
             logger.warning("%s did not evict %s: %s", name, run.run_id, error)
 
     async def _answers(self, names: Sequence[str], ask: Callable[[Replica], Awaitable[T]]) -> dict[str, T]:
-        """Return the answers of replicas by name. Those that do not answer in time are left out."""
+        """Return the answers of replicas by name. Those that do not answer within two seconds are left out."""
 
         async def in_time(name: str) -> T | None:
             try:
@@ -114,12 +114,12 @@ class RemoteProcessors:
 
 
 def _away(last: ModelReport) -> ModelReport:
-    """Return the last report of a replica that does not answer now, marked as unhealthy."""
+    """Return the last report of a replica that does not answer now: unhealthy, recovering, without numbers."""
     return replace(last, healthy=False, recovering=True, detail="a replica does not answer", numbers={}, adapters={})
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
-    """Return the report of a model from those of its replicas. Numbers are added; the largest merge ratio counts."""
+    """Return a model's report from those of its replicas: numbers are added, but of merge ratios the largest counts."""
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     tenants = {tenant for report in reports for tenant in report.adapters}

@@ -1,8 +1,9 @@
 """A sampler whose engine is in another process, and is replaced when that process dies.
 
 Two threads call the engine: versions are published in the compute thread of training, everything else runs in that of
-sampling. Unfinished requests are kept here, each with a seed, and versions with their weights. When an engine dies, its
-replacement gets both and draws the same tokens again. Tokens that were already streamed are not streamed twice.
+sampling. Unfinished requests are kept here, each with a seed, and versions with their weights or directory. When an
+engine dies, its replacement gets both and draws the same tokens again. Tokens that were already streamed are not
+streamed twice. A request that was under way in four deaths fails.
 """
 
 import logging
@@ -69,7 +70,7 @@ class _UnderWay:
 
 
 class RemoteSampler:
-    """A :class:`~twinkle.sampler.types.Sampler` that may be used from several threads."""
+    """A :class:`~twinkle.sampler.types.Sampler` that calls an engine in another process. Several threads may use it."""
 
     def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend) -> None:
         """Use ``engine`` until it dies. ``start`` returns the next engine and blocks until that is ready.
@@ -158,7 +159,7 @@ class RemoteSampler:
         return list(taken)
 
     def _replace(self, dead: Any, error: Exception) -> None:
-        """Start the next engine, unless another thread has already replaced the dead one."""
+        """Start the next engine, unless another thread has done so. After three failed starts this process ends."""
         with self._lock:
             if self._engine is not dead:
                 return
@@ -175,7 +176,11 @@ class RemoteSampler:
         end_process("there is no sampler any more")
 
     def _started_again(self) -> Any:
-        """Return a new engine that has all versions and requests of the last one."""
+        """Return a new engine with the versions and requests of the last one.
+
+        A version that cannot be loaded any more is left out. A request that cannot be submitted, or was under way in
+        too many deaths, fails.
+        """
         engine = self._start()
         for version_id, version in list(self._versions.items()):
             try:

@@ -52,7 +52,7 @@ def end_process(why: str) -> NoReturn:
 
 
 class Replica(Protocol):
-    """One replica of a model, or of the processor service. Every method raises :class:`ReplicaGoneError`."""
+    """One replica of a model, or of the processor service. Calls raise :class:`ReplicaGoneError` if it is gone."""
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         """Answer a client's request. If the client disconnects, the call is cancelled, and the replica notices."""

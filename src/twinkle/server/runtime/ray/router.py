@@ -56,7 +56,7 @@ class Router:
         max_body_bytes: int,
         own: str = "",
     ) -> None:
-        """Route requests of one process. ``own``: the name of its replica; empty: it is not one that has a name."""
+        """Route requests of one process. ``own``: the name of its replica; empty for a gateway."""
         self._app = app
         self._directory = directory
         self._replicas = replicas
@@ -71,7 +71,7 @@ class Router:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Until then, a long body counts against its tenant's limit of uploads."""
+        """Answer one request. Until then, a body that may exceed 16 KiB counts among its tenant's uploads."""
         upload = BodyUpload(self._uploading)
         try:
             await self._counted(scope, receive, send, upload)
@@ -86,7 +86,7 @@ class Router:
             if _announced(scope) > SMALL_BODY:
                 tenant_id = await self._tenant(scope)
                 if tenant_id is None:
-                    await self._app(scope, receive, send)  # it refuses the request without reading the body
+                    await self._app(scope, receive, send)  # it refuses the request, unless the route is public
                     return
                 upload.belongs_to(tenant_id)
                 limit = self._app.state.gateway.tenants.limits(tenant_id).max_uploading_bytes_per_tenant
@@ -113,7 +113,7 @@ class Router:
         self._app.state.telemetry.metrics.counter(instruments.REFUSALS, limit).inc()
 
     async def _tenant(self, scope: Scope) -> str | None:
-        """Return the tenant of a request with a long body; None if its key is not valid here."""
+        """Return the tenant of a request with a long body; None if its key or its Host header is refused."""
         request = Request({**scope, "app": self._app})
         try:
             refuse_rebinding(request)
@@ -136,7 +136,7 @@ class Router:
                 reply = await replica.answer(request)
         except (ReplicaGoneError, TimeoutError) as error:
             logger.info("%s %s: %s", request.method, request.path, error)
-            reply = _refusal(503, "the model is being brought back after a failure: nothing is lost, try again")
+            reply = _refusal(503, "the model is being brought back after a failure: accepted ops are kept, try again")
         await _send(send, reply)
 
     async def _stream(self, request: HttpRequest, replica: Replica, send: Send) -> None:

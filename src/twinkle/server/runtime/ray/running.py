@@ -1,8 +1,8 @@
 """``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime, and the protection of the cluster.
 
 Anyone who reaches the ports of a Ray cluster can run any code on it, if they have its token or if it asks for none. So
-a cluster that we start listens on the loopback address only and asks for a token. The variables for this are set before
-Ray is imported, because Ray reads them then.
+a cluster that we start listens on the loopback address only and asks for a token, unless the environment says
+otherwise. The variables for this are set before Ray is imported, because Ray reads them then.
 """
 
 import sys

@@ -55,7 +55,7 @@ class EngineDevices:
 
 
 class SamplerEngine:
-    """The actor. Ray runs its calls one at a time, in the order in which they are submitted."""
+    """The actor that holds a sampling engine. Ray runs its calls one at a time, in the order of submission."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         set_variables(variables)  # before torch looks at them

@@ -1,9 +1,9 @@
-"""A trainer of several processes: one Ray actor for each rank. All get the same calls in the same order.
+"""A trainer of several processes: one Ray actor for each rank.
 
 The training service calls it from its compute thread, like a trainer in its own process. The rows of a batch are
-divided among ranks by tokens; every other call goes to all ranks, and the answer of the first stands for all. A rank
-that dies or fails alone leaves the others in the middle of a call: then this process ends too, Serve replaces it, and
-journal and snapshots bring back all acknowledged ops.
+divided among ranks by tokens. Other calls that change something, or read weights, go to all ranks in the same order,
+and the answer of the first stands for all. A rank that dies or fails alone leaves the others in the middle of a call:
+then this process ends too, Serve replaces it, and journal and snapshots bring back all acknowledged ops.
 """
 
 import functools
@@ -55,7 +55,7 @@ class _Rank:
             return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
     def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Return the results and the objectives, which passes may have changed, or a :class:`Failure`."""
+        """Run passes; return their results and objectives, which they may have changed, or a :class:`Failure`."""
         results = self.call(method, (items,), {})
         return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
@@ -71,7 +71,7 @@ def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["T
 
 
 class TrainerGroup(TrainingBackend):
-    """A trainer of several ranks. They stay together, so a batch is one step. Each rank manages its own memory."""
+    """A trainer of several ranks, which work on every batch together. Each rank manages its own memory."""
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = tuple(ranks)
@@ -79,7 +79,7 @@ class TrainerGroup(TrainingBackend):
         self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """Ask the first rank only. The check changes nothing, so the other ranks may be in a call meanwhile."""
+        """Check a spec on the first rank only. This changes nothing, so the other ranks may be in a call meanwhile."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
@@ -102,7 +102,7 @@ class TrainerGroup(TrainingBackend):
         return 0
 
     def numbers(self) -> TrainerNumbers:
-        """Return the numbers that this process knows without asking the ranks."""
+        """Return the numbers that this process knows without asking the ranks; the others are 0."""
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -190,9 +190,10 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """Return the answers of all ranks. If all ranks failed, raise the error of one.
+    """Return the answers of the ranks to ``calls``, one for each rank that is asked.
 
-    If only some failed, the ranks are no longer in the same state: then this process ends.
+    If all failed, raise the error of one. If a rank died or only some failed, the ranks are no longer in the same
+    state: then this process ends.
     """
     answers: dict[Any, Any] = {}
     failed = False

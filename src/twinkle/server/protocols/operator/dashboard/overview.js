@@ -39,7 +39,7 @@ export function adapters(place, _path, report) {
   return { refresh };
 }
 
-// All numbers except the tenant's own ops are sums over all tenants. A model that is unreachable has no `status`.
+// All numbers except the tenant's own ops are over all tenants. An unreachable model has an empty `status` or none.
 function model(name, queue, status = {}) {
   const tiles = [
     ["your waiting ops", String(queue.own)],
