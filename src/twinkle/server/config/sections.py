@@ -111,7 +111,7 @@ class HttpOptions(Section):
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach the server."""
+        """Return whether the server listens on an address that only this machine can reach."""
         return names_this_machine(self.host)
 
 
@@ -130,12 +130,13 @@ class AuthConfig(Section):
     """Who may use the server."""
 
     mode: Literal["open", "keys"] = "open"
-    """open: any key that begins with tml- is accepted, and each key is a separate tenant. keys: only keys created with
-    `twinkle-server keys create` are accepted."""
+    """open: any key that begins with tml- is accepted (from Twinkle's own client, any key), and each key is a separate
+    tenant. keys: only keys created with `twinkle-server keys create` are accepted."""
     allow_open_on_network: bool = False
     """Allow `mode: open` on an address that other machines can reach."""
     jwt: bool = False
-    """Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead."""
+    """Clients may exchange their key for a short-lived token (`POST auth/token`) and send that instead. Keys are still
+    accepted."""
     jwt_seconds: int = Field(default=3600, ge=600, le=86_400)
     """Lifetime of such a token in seconds; SDKs renew it five minutes before it expires."""
 
@@ -158,7 +159,8 @@ class ClientsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one tenant may use. Queues and unfetched results are counted separately for each base model."""
+    """What one tenant may use, where a key does not name another scope. Queues and unfetched results are counted
+    separately for each base model."""
 
     max_request_bytes: Count = 64 * 2**20
     """Maximum size of one request body, before and after decompression."""
@@ -251,7 +253,7 @@ class LimitsConfig(Section):
     until they are used again. null: a quarter of the memory that the process may use."""
     memory_reserve_bytes: Count | None = None
     """Bytes of memory of the machine or control group to keep free. New work that would need them is refused with 503.
-    null: a twentieth of that memory, at least 256 MiB and at most 4 GiB."""
+    null: a twentieth of that memory, at least 256 MiB and at most 4 GiB, but never more than a quarter of it."""
     max_json_result_bytes: Count = 256 * 2**20
     """Size of one JSON answer, estimated before it is written. Larger results are available as protobuf."""
     sampler_version_retention_seconds: Seconds = _DAY
@@ -299,7 +301,7 @@ class TenantConfig(Section):
 
 
 class PersistenceConfig(Section):
-    """Where sessions, runs, futures and the index of the journal are kept."""
+    """Where the server's records are kept: sessions, runs, futures, keys, the index of the journal and the like."""
 
     url: DatabaseUrl | None = Field(default=None, repr=False)  # it may hold a password
     """Database of the server's state; null: `state.db` in `data_dir`. Everything else is in `data_dir` in any case."""
@@ -336,15 +338,15 @@ class TelemetryConfig(Section):
     resource_attributes: dict[str, str] = Field(default_factory=dict)
     """Attributes added to everything that is exported."""
     metrics: Literal["local", "token", "off"] = "local"
-    """Who may read /metrics. local: callers on this machine, and others with the token. token: only callers with the
-    token. off: nobody."""
+    """Who may read /metrics. local: callers on this machine, and others with the token; with `public_url` or behind a
+    proxy no caller counts as local. token: only callers with the token. off: nobody."""
     metrics_token_file: SecretFile | None = None
     """File with the token that a scraper sends as Authorization: Bearer, at least 16 characters. It is read at
     start."""
     tenants_in_metrics: int = Field(default=0, ge=0, le=1000)
-    """How many tenants get their own usage series; all others share one series. 0: no series by tenant."""
+    """How many tenants get their own usage series; all others are summed up as `other`. 0: no series by tenant."""
     stuck_step_seconds: Seconds = 600.0
-    """If a step on the device takes longer than this, the deep health check fails."""
+    """Seconds. If a step on the device takes longer than this, the deep health check fails."""
 
 
 class LoggingConfig(Section):

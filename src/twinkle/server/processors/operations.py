@@ -98,7 +98,10 @@ def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
 
 
 def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:
-    """Set a dataset's template. The argument that holds it has another name in IterablePackingDataset."""
+    """Set a dataset's template: ``template_cls`` for an IterablePackingDataset, else ``template_func``.
+
+    It is an object, or a class that is made with the other arguments.
+    """
     name = "template_cls" if live.class_name == "IterablePackingDataset" else "template_func"
     if name not in arguments:
         raise InvalidInputError(f"arguments of {live.class_name}.set_template", sorted(arguments), f"also {name}")
@@ -119,7 +122,10 @@ def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
 
 
 def next_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonText:
-    """Return the next rows, or with ``by_reference`` a reference to them. Either way the batch is numbered and kept."""
+    """Return a loader's next batch, or with ``by_reference`` a reference to it; either way it is numbered and kept.
+
+    UnsupportedError for a reference to a batch that is no list of rows, as after set_processor.
+    """
     rows = live.course.next(live.thing)
     text = to_json(rows)
     try:
