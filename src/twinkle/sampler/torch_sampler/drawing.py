@@ -61,7 +61,7 @@ class DrawnRows:
 
     @property
     def tokens(self) -> Tensor:
-        """(M,)"""
+        """Return the drawn token ids, (M,)."""
         return self.values_3M[0].long()
 
 
@@ -184,7 +184,10 @@ def _rows(rows: list[int], of: int, device: torch.device) -> Tensor | slice | No
 
 
 def divisor(temperature: float) -> float:
-    """Return the number that divides logits whose highest is 0; at temperature 0 only the highest keeps any weight."""
+    """Return the number that divides logits whose highest is 0: the temperature, but at least 1e-30.
+
+    At temperature 0 only the highest logit keeps any weight.
+    """
     return max(temperature, _COLDEST)
 
 

@@ -100,8 +100,7 @@ class ModelArgs(Section):
 
 
 class SamplerArgs(Section):
-    """Arguments of a sampler (`import_path: sampler`). A torch sampler uses the trainer's weights unless it has its own
-    process."""
+    """Arguments of a sampler (`import_path: sampler`). A torch sampler in its model's process shares the weights."""
 
     model_id: Name
     """The `model_id` of a model application."""

@@ -159,8 +159,7 @@ class ClientsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one tenant may use, where a key does not name another scope. Queues and unfetched results are counted
-    separately for each base model."""
+    """What one tenant may use, unless a key says otherwise. Queues and unfetched results are counted by base model."""
 
     max_request_bytes: Count = 64 * 2**20
     """Maximum size of one request body, before and after decompression."""

@@ -123,7 +123,7 @@ class ProcessorService:
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Return the rows of a batch to which ``__next__`` returned a reference. Columns that training reads are arrays."""
+        """Return the rows of a batch to which ``__next__`` gave a reference. Columns that training reads are arrays."""
         session = self._session(tenant_id, session_id)
         header = {"op": "batch", "processor_id": processor_id, "number": number}
         body = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
