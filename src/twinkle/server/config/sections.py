@@ -164,7 +164,8 @@ class LimitsConfig(Section):
     max_request_bytes: Count = 64 * 2**20
     """Maximum size of one request body, before and after decompression."""
     max_uploading_bytes_per_tenant: Count = 256 * 2**20
-    """Total body size of requests that are not answered yet. A body counts as soon as its first byte arrives."""
+    """Total body size of requests that are not answered yet. A body counts from its start, with the size that
+    Content-Length announces. A tenant's only body always fits."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
     """Size of the request line and headers of one request, with or without a key. Not checked on Ray, see server.md."""
     max_connections_per_address: Count = 16_384
@@ -177,9 +178,10 @@ class LimitsConfig(Section):
     """Live adapters: runs that have not been evicted."""
     max_session_rows_per_tenant: Count = 5000
     """Session records, active or ended; training runs have a separate limit of the same size. At the limit, the oldest
-    ended records without checkpoints are deleted."""
+    ended records without checkpoints are deleted, if their session was not seen for an hour."""
     max_sampling_session_rows_per_tenant: Count = 20_000
-    """Records of sampling sessions. At the limit, the oldest ones whose session has ended are deleted."""
+    """Records of sampling sessions. At the limit, the oldest ones whose session has ended, and was not seen for an hour,
+    are deleted."""
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""
     max_queued_bytes_per_tenant: Count = 2**30
@@ -213,7 +215,8 @@ class LimitsConfig(Section):
     max_custom_losses_per_tenant: Count = 100
     """Losses made with `create_custom_loss`. A loss counts until its session ends."""
     max_processors_per_tenant: Count = 20
-    """Datasets, loaders, templates and the like that live on the server."""
+    """Datasets, loaders, templates and the like that live on the server. On Ray, each replica of processors counts
+    separately, here and in the limits of processors below."""
     max_processor_sessions_per_tenant: Count = 4
     """Sessions that have processors. Each of them has its own worker process."""
     processor_memory_gib: float = Field(default=4.0, ge=2)
@@ -225,16 +228,16 @@ class LimitsConfig(Section):
     max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
     """Bytes of JSON of the batches that dataloaders keep so that later requests can refer to them."""
     max_referenced_batch_bytes: Count = 2 * 2**30
-    """The same limit for all tenants of the server together."""
+    """The same limit for all tenants together."""
     processor_call_seconds: Seconds = 600.0
     """Seconds that a call of a processor may take. After that, its worker process is killed."""
     session_timeout_seconds: Seconds = 1800.0
-    """Seconds without a heartbeat after which a session expires and its adapters are evicted. Their state stays on
-    disk."""
+    """Seconds without a heartbeat after which a session without unfinished ops expires and its adapters are evicted.
+    Their state stays on disk."""
     silent_session_seconds: Seconds = 60.0
-    """Seconds without a heartbeat or request after which a session counts as silent (SDKs send a heartbeat every 10 s).
-    At the limit of adapters or sessions, a tenant's silent sessions make room first. Samples of a silent session that
-    no client polls for are cancelled."""
+    """Seconds without a heartbeat after which a session counts as silent (SDKs send a heartbeat every 10 s). At the
+    limit of adapters or sessions, a tenant's silent sessions without unfinished ops make room first; adapters of a
+    session that still sends ops stay. Samples of a silent session that no client polls for are cancelled."""
     parked_adapter_seconds: Seconds = 7 * _DAY
     """Seconds that the last state of an evicted adapter stays on disk as a checkpoint, so that a client can resume."""
     result_retention_seconds: Seconds = 600.0
@@ -254,7 +257,8 @@ class LimitsConfig(Section):
     """Bytes of memory of the machine or control group to keep free. New work that would need them is refused with 503.
     null: a twentieth of that memory, at least 256 MiB and at most 4 GiB, but never more than a quarter of it."""
     max_json_result_bytes: Count = 256 * 2**20
-    """Size of one JSON answer, estimated before it is written. Larger results are available as protobuf."""
+    """Size of one JSON answer that holds results. In Tinker's protocol it is estimated beforehand, and a larger result
+    is available as protobuf; a larger answer to a native sampling request is refused."""
     sampler_version_retention_seconds: Seconds = _DAY
     """Seconds that an unnamed sampler version is kept after its session has ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY
