@@ -165,7 +165,7 @@ class Sampler(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether ``step`` has something to do."""
+        """Return whether requests are unfinished, so that ``step`` has something to do."""
         ...
 
     def step(self) -> list[Finished | Progress]:

@@ -79,7 +79,7 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """Return how many blocks sequences may own."""
+        """Return how many blocks sequences may own: all but block 0 and those set aside."""
         return len(self._owners) - self._set_aside
 
     @property

@@ -216,7 +216,7 @@ class Job:
         return holds_one_of(strings, sequence.tokens[first:], tokenizer)
 
     def progress(self) -> list[Progress]:
-        """Return the tokens drawn since the last call."""
+        """Return the tokens of each sample that were drawn since the last call, for streaming."""
         return [self._progress(each) for each in self.sequences if each.streamed < len(each.logprobs)]
 
     def result(self) -> SampleResult:

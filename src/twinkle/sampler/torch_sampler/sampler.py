@@ -260,7 +260,7 @@ class TorchSampler:
         return None
 
     def _free_memory(self) -> None:
-        """Free memory that only later passes would use."""
+        """Free memory that is kept for later passes: gathered weights, and blocks that torch has cached."""
         self._pass.forget_versions()
         torch.cuda.empty_cache()
 

@@ -180,7 +180,7 @@ class LimitsConfig(Section):
     """Session records, active or ended; training runs have a separate limit of the same size. At the limit, the oldest
     ended records without checkpoints are deleted, if their session was not seen for an hour."""
     max_sampling_session_rows_per_tenant: Count = 20_000
-    """Records of sampling sessions. At the limit, the oldest ones whose session has ended, and was not seen for an hour,
+    """Records of sampling sessions. At the limit, the oldest ones whose session has ended and was not seen for an hour
     are deleted."""
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""

@@ -25,7 +25,7 @@ _LOAD_OPTIONS = ("revision", "token")
 
 @dataclass(frozen=True)
 class JsonText:
-    """A result that is already JSON."""
+    """The result of a function as JSON text, which is sent as it is."""
 
     text: str
 

@@ -112,7 +112,7 @@ class ProcessorService:
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
-        """Make a processor and return its id."""
+        """Make the processor that ``body`` describes, in the session's worker, and return its id."""
         session = self._sessions.setdefault(session_id, _Session(tenant_id))
         answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
         return answer.decode()

@@ -75,7 +75,7 @@ class WorkerProcess:
 
     @property
     def why(self) -> str:
-        """Return the reason why the process ended."""
+        """Return why the process ended: the reason given to :meth:`kill`, else its signal or exit status."""
         if self._why is not None:
             return self._why
         code = self._process.returncode

@@ -108,7 +108,7 @@ LOGPROB_KL = _histogram(
     "For the same passes: an estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
 )
 QUEUE_DEPTH = _gauge(
-    "twinkle_queue_depth", "model queue", "queue training: ops that wait to run; sampling: samples not finished."
+    "twinkle_queue_depth", "model queue", "Ops that wait to run (queue training), or unfinished samples (sampling)."
 )
 MERGE_RATIO = _gauge("twinkle_merge_ratio", "model", "Passes in a batch of passes, on average since the start.")
 PADDING_SHARE = _gauge("twinkle_padding_ratio", "model", "Share of padding among all rows computed since the start.")

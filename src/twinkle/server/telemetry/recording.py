@@ -69,7 +69,7 @@ class _BatchSeries:
 
 
 class Outcomes:
-    """The values of the label outcome."""
+    """The values of the label ``outcome`` in metrics of ops and samples."""
 
     SUCCEEDED = "succeeded"
     USER_ERROR = "user_error"
@@ -138,7 +138,7 @@ class TrainingRecorder:
     # --- anywhere -----------------------------------------------------------------------------------------------------
 
     def started(self, op: Op) -> None:
-        """Note that the op runs, in a batch or beside batches."""
+        """Note that the op runs, in a batch or beside batches, and record how long it waited."""
         live = self._live.get(op.request_id)
         if live is not None:
             live.start(self._wait[op.kind])
@@ -215,7 +215,7 @@ class SamplingRecorder:
         self._live[request.request_id] = _Live(span)
 
     def started(self, request_id: str) -> None:
-        """Note that the engine has the request."""
+        """Note that the engine has the request, and record how long the request waited for that."""
         live = self._live.get(request_id)
         if live is not None:
             live.start(self._wait)

@@ -118,7 +118,7 @@ class OpSpan:
         self._part = self._tracer.start_span("run", self._context)
 
     def join(self, batch: SpanContext) -> None:
-        """Note that the op runs in this batch."""
+        """Link the span of the op's run with this batch."""
         self._part.add_link(batch)
 
     def end(self, outcome: str, *, failed: bool) -> None:

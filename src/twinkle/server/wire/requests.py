@@ -183,7 +183,7 @@ def check_access_token(token: object) -> None:
 
 
 class SequencedRequest(Sequenced):
-    """The base class of requests that become ops."""
+    """The base class of JSON requests that become ops; ``kind``: the kind of op."""
 
     kind: ClassVar[OpKind]
 
