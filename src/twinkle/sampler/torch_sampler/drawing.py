@@ -118,7 +118,7 @@ class DrawPlan:
 
 
 def draw_tokens(logits_MV: Tensor, draws: Sequence[Draw], choices: int) -> DrawnRows:
-    """Draw one token for each row of logits, by the draw of the same number; ``choices`` as in :meth:`DrawPlan.draw`."""
+    """Draw one token for each row of logits, by the draw of that number; ``choices`` as in :meth:`DrawPlan.draw`."""
     uniform_M1 = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64)[:, None]
     plan = DrawPlan.for_draws(draws, logits_MV.device)
     return plan.draw(logits_MV, to_device(uniform_M1, logits_MV.device), choices)
