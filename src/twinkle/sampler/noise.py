@@ -1,6 +1,6 @@
 """Random numbers without a generator: each is a pure function of its seed, its sample and its position.
 
-A sample is therefore the same whatever else is computed in the same batch, in any order, on any device. The function
+The random numbers of a sample are therefore the same in any batch, in any order and on any device. The function
 applies the 64-bit finalizer of SplitMix64 in turn to each part of the key; it relies on numpy's unsigned integers
 wrapping around.
 """

@@ -15,7 +15,8 @@ class SamplingParams:
 
     ``max_tokens=None``: as many as the context has left. ``temperature=0``: greedy. ``top_k=-1``: off. ``seed=None``: a
     random one. Generation ends after the first token of ``stop_tokens``, after the token that completes one of
-    ``stop_strings``, and, with ``stop_at_eos``, after the model's own end token; that token is part of the result.
+    ``stop_strings``, and, with ``stop_at_eos``, after an end token of the model or its tokenizer; that token is part of
+    the result.
     """
 
     max_tokens: int | None = None
@@ -36,8 +37,9 @@ class SampleRequest:
     (``prompt_logprobs``), the k likeliest tokens at each position (``topk_prompt_logprobs``), the log-probabilities of
     given tokens (``target_prompt_logprobs``, (T − 1, K), −1 for an empty cell), and k tokens drawn at each position at
     the request's temperature (``prompt_alt_tokens``). These log-probabilities are raw, that is, at temperature 1.
-    ``prompt_logprobs_last_n`` limits the first two to the last n tokens. ``stream``: tokens are also reported as they
-    are drawn, see :class:`Progress`. Requests with different ``scope`` never share cached prompts.
+    ``prompt_logprobs_last_n`` limits the first two to the last n tokens. ``topk_sample_logprobs``: how many of the
+    likeliest tokens are reported for each generated token. ``stream``: tokens are also reported as they are drawn, see
+    :class:`Progress`. Requests with different ``scope`` never share cached prompts.
     """
 
     request_id: str
@@ -78,8 +80,9 @@ class DrawnTokens:
 class SampledSequence:
     """One generated sample of N tokens.
 
-    ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary. ``topk_logprobs``, if asked for,
-    holds the likeliest tokens of that distribution at each of the N positions.
+    ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary; at temperature 0, of the
+    untempered one. ``topk_logprobs``, if asked for, holds the likeliest tokens of that distribution at each of the N
+    positions.
     """
 
     tokens: IntArray
@@ -133,7 +136,7 @@ class Progress:
 
 
 class Sampler(Protocol):
-    """An engine that generates with many adapter versions. All methods are called from one thread.
+    """An engine that generates with a base model and many adapter versions. All methods are called from one thread.
 
     A version is an immutable copy of an adapter's weights. ``step`` gives the device to the sampler for a short turn.
     """
@@ -153,7 +156,7 @@ class Sampler(Protocol):
     def version_ids(self) -> list[str]: ...
 
     def submit(self, request: SampleRequest) -> None:
-        """Accept a request. Raise UserError if it can never be served."""
+        """Accept a request. Raise UserError if it cannot be served as it is."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -162,9 +165,9 @@ class Sampler(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether ``step`` has something to do."""
+        """Return whether requests are unfinished, so that ``step`` has something to do."""
         ...
 
     def step(self) -> list[Finished | Progress]:
-        """Work for a short turn (about a tenth of a second at most). Return finished requests and streamed tokens."""
+        """Work for a short turn, about a tenth of a second. Return finished requests and streamed tokens."""
         ...

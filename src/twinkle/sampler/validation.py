@@ -19,7 +19,7 @@ MAX_CELLS = 2**24  # positions times width: the most cells that one option may a
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that the model and the cache set for a request."""
+    """The limits that the model, the cache and the tokenizer of a sampler set for a request."""
 
     vocab_size: int
     context: int  # tokens of prompt and completion together

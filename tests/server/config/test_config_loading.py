@@ -295,7 +295,7 @@ def test_runtime_not_given_with_applications(load):
     config, notes = load("applications: [{name: server, import_path: server}]")
     assert config.runtime == "ray"
     assert notes == [
-        "runtime: not given, ray is used, as for every file with applications; embedded would be one process"
+        "runtime: not given, ray is used, as for files with applications but no runtime; embedded is one process"
     ]
 
 

@@ -88,7 +88,7 @@ def test_an_older_file(load):
         "telemetry_config: became telemetry",
         "persistence_config: became persistence",
         "server_type: dropped, one server speaks both protocols",
-        "runtime: not given, ray is used, as for every file with applications; embedded would be one process",
+        "runtime: not given, ray is used, as for files with applications but no runtime; embedded is one process",
         "persistence_config.mode: became SQLite (it was file); persistence.url names the file, "
         "data_dir/state.db by default",
         "persistence_config.file_path: dropped, the state is in the SQLite file of persistence.url, "

@@ -27,7 +27,7 @@ Pairs = list[list[tuple[int, float]]]
 
 
 class CompletionTemplate(Protocol):
-    """The part of a :class:`~twinkle.template.Template` that joins prompt and completion."""
+    """The part of a :class:`~twinkle.template.Template` that decodes a completion and joins it to its prompt."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -47,7 +47,7 @@ def as_sampling_params(given: object) -> SamplingParams:
 
 def refuse_unsupported(params: SamplingParams) -> None:
     if params.repetition_penalty != 1.0:
-        raise UnsupportedError("repetition_penalty: the torch sampler draws from the model's own distribution")
+        raise UnsupportedError("repetition_penalty: only 1.0, samplers draw from the model's own distribution")
 
 
 def engine_request(
@@ -59,7 +59,10 @@ def engine_request(
     *,
     stream: bool = False,
 ) -> engine_types.SampleRequest:
-    """Return the request for input number ``index``. Each input has its own seed, so equal inputs get other samples."""
+    """Return the request for input number ``index``.
+
+    A seed is increased by ``index``, so that equal inputs get different samples.
+    """
     drawing = engine_types.SamplingParams(
         max_tokens=1 if params.max_tokens == 0 else params.max_tokens,  # engines need ≥ 1; the token is discarded
         temperature=params.temperature,

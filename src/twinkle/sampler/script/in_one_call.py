@@ -1,7 +1,7 @@
 """Sampling in one call, from prompts to responses, with any engine: the code that the samplers of scripts share.
 
-It runs the loop of ``submit`` and ``step`` that a server runs in its service loop. On a worker group every worker
-answers some of the inputs.
+It runs the loop of ``submit`` and ``step`` that a server runs in its service loop. On a worker group each worker
+answers its share of the inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _request_numbers = count()
 
 
 class ReceivesWeights(Protocol):
-    """A sampler that accepts the weights of adapters."""
+    """A sampler of a script that accepts the weights of adapters, such as ``LocalSampler``."""
 
     def receive_weights(
         self, adapter_name: str, weights: Mapping[str, Tensor], peft_config: Mapping[str, Any]

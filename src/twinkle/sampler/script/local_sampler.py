@@ -35,7 +35,7 @@ _at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
 
 @remote_class()
 class LocalSampler:
-    """A sampler that generates with the adapters of a :class:`MultiLoraTransformersModel`, with their present weights.
+    """A sampler that generates with the base model and the adapters of a :class:`MultiLoraTransformersModel`.
 
     model: a model of this process, whose weights the sampler uses; or a model on a worker group, in which case the
     sampler loads its own copy of the base model, and adapters come by :meth:`receive_weights`.
@@ -105,6 +105,6 @@ class LocalSampler:
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: ReceivesWeights, adapter_name: str) -> None:
-    """Send the present weights of an adapter to the sampler. On Ray they go from worker to worker directly."""
+    """Send the present weights of the model's adapter to the sampler. On Ray they go from worker to worker directly."""
     weights = model.get_state_dict(adapter_name=adapter_name)
     sampler.receive_weights(adapter_name, weights, model.get_peft_config_dict(adapter_name=adapter_name))

@@ -2,7 +2,7 @@
 
 Adapter weights come by ``receive_weights`` or from directories. Every change makes a new version, so that vLLM's prefix
 cache never mixes prompts computed with different weights. Prompt scores are computed by a second copy of the base
-model; vLLM is also compared with that copy when it starts.
+model; vLLM is also compared with that copy when it starts and whenever it gets a version.
 """
 
 import atexit
@@ -42,6 +42,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
     engine_args: vLLM's own arguments by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU,
     ``gpu_memory_utilization`` is required: it is the share that vLLM takes, and the copy of the model gets the rest.
+    With ``memory_budget_bytes``, ``kv_cache_memory_bytes`` may be given instead.
     device_mesh: how workers share the inputs; every worker has its own engine on all devices that it sees.
     template: encodes trajectories, and joins prompt and completion.
     dtype: "bf16" or "fp32", like the trainer's.
@@ -116,7 +117,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
     ) -> list[SampleResponse]:
         """Sample as :meth:`LocalSampler.sample` does, with an adapter that was received or that is in a directory.
 
-        An adapter that vLLM cannot apply is an error.
+        An adapter that vLLM does not apply as the model's copy does is an error.
 
         use_base_model: use no adapter, even if one is named. return_encoded: accepted and ignored; responses always
         hold the encoded feature.
@@ -141,7 +142,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
 
 def _rest_of_gpu(engine_args: Mapping[str, Any]) -> int:
-    """Return how many bytes vLLM leaves free on this process's first GPU."""
+    """Return how many bytes vLLM leaves free on this process's GPU, less a reserve of 2 %."""
     share = engine_args.get("gpu_memory_utilization")
     if not isinstance(share, float) or not 0 < share < 1 - _RESERVE:
         allowed = f"a number between 0 and {1 - _RESERVE}, so that a copy of the model fits beside it"

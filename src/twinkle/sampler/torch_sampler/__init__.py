@@ -1,4 +1,4 @@
-"""The sampler in plain torch: continuous batching over a paged cache, with every adapter version in one batch."""
+"""The sampler in plain torch: continuous batching over a paged cache, with different adapter versions in one batch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

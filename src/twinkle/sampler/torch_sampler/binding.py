@@ -39,7 +39,7 @@ class LoraBinder:
         self._last = None
 
     def layers(self, runs: Sequence[RowsOf]) -> tuple[LayerAdapters, ...]:
-        """Return one entry for each decoder layer."""
+        """Return the LoRA of each decoder layer for consecutive rows of these versions (None: the base model)."""
         key = tuple((id(version), rows) for version, rows in runs)
         if self._last is None or self._last[0] != key:
             self._last = key, self._bind(runs)

@@ -2,8 +2,8 @@
 
 A block holds ``BLOCK`` consecutive tokens of one sequence, for all layers. Sequences that continue one prompt share
 its blocks; a sequence that has to write into a shared block gets a copy first. Block 0 has no owner and always holds
-zeros: it pads block tables of unequal length. A block is zeroed when it is taken, because masked attention multiplies
-its old contents by zero, and zero times a NaN left by another tenant would be NaN.
+zeros: it pads block tables of unequal length. A block that is taken empty is zeroed before its first use, because
+masked attention multiplies its old contents by zero, and zero times a NaN left by another tenant would be NaN.
 
 Full blocks can be found again by their contents (see ``prefix_cache``). Such a remembered block counts as free once it
 has no owners, but it is reused only when no other block is free, the one that has been without owners longest first.
@@ -45,7 +45,10 @@ def blocks_for(tokens: int) -> int:
 
 
 class KeyValueCache:
-    """``keys[layer]`` and ``values[layer]`` are (B, BLOCK, J, D) views of one buffer."""
+    """The blocks of the cache, with the number of owners of each, and the names of remembered blocks.
+
+    ``keys[layer]`` and ``values[layer]`` are (B, BLOCK, J, D) views of one buffer.
+    """
 
     def __init__(
         self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, budget_bytes: int
@@ -76,7 +79,7 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """Return how many blocks sequences may own."""
+        """Return how many blocks sequences may own: all but block 0 and those set aside."""
         return len(self._owners) - self._set_aside
 
     @property
@@ -117,7 +120,7 @@ class KeyValueCache:
         return self._owners[block] > 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each block. A block without owners becomes free."""
+        """Remove one owner from each block. A block without owners counts as free; if remembered, it can be found."""
         for block in reversed(blocks):  # so that the end of a sequence is reused before its beginning
             self._owners[block] -= 1
             if self._owners[block] == 0 and block in self._prefixes:
@@ -133,7 +136,7 @@ class KeyValueCache:
         return self._prefixes.find(version, name)
 
     def forget(self, version: int) -> None:
-        """Forget all remembered blocks of a version; no request will look for them again."""
+        """Forget all remembered blocks of a version, so that no request finds them again."""
         for block in self._prefixes.forget(version):
             if block in self._idle:
                 del self._idle[block]

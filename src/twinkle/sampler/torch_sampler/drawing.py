@@ -61,7 +61,7 @@ class DrawnRows:
 
     @property
     def tokens(self) -> Tensor:
-        """(M,)"""
+        """Return the drawn token ids, (M,)."""
         return self.values_3M[0].long()
 
 
@@ -118,7 +118,7 @@ class DrawPlan:
 
 
 def draw_tokens(logits_MV: Tensor, draws: Sequence[Draw], choices: int) -> DrawnRows:
-    """Draw one token for each row of a single pass."""
+    """Draw one token for each row of logits, by the draw of that number; ``choices`` as in :meth:`DrawPlan.draw`."""
     uniform_M1 = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64)[:, None]
     plan = DrawPlan.for_draws(draws, logits_MV.device)
     return plan.draw(logits_MV, to_device(uniform_M1, logits_MV.device), choices)
@@ -184,7 +184,10 @@ def _rows(rows: list[int], of: int, device: torch.device) -> Tensor | slice | No
 
 
 def divisor(temperature: float) -> float:
-    """Return the number that divides logits whose highest is 0; at temperature 0 only the highest keeps any weight."""
+    """Return the number that divides logits whose highest is 0: the temperature, but at least 1e-30.
+
+    At temperature 0 only the highest logit keeps any weight.
+    """
     return max(temperature, _COLDEST)
 
 

@@ -39,8 +39,9 @@ class Tokenizer(Protocol):
 class Sequence:
     """One sample of a job: its tokens (prompt and generated) and its cache blocks.
 
-    The keys and values of the first ``cached`` tokens are in ``blocks``. The schedule owns the fields ``running``,
-    ``turn``, ``length_class`` (how positions are encoded) and ``names`` (of its full blocks, see ``prefix_cache``).
+    The keys and values of the first ``cached`` tokens are in ``blocks``. Only the schedule changes these two, and the
+    fields ``running``, ``turn``, ``length_class`` (how positions are encoded) and ``names`` (of its full blocks, see
+    ``prefix_cache``).
     """
 
     job: "Job"
@@ -114,12 +115,12 @@ class Job:
 
     @property
     def scope(self) -> str:
-        """Return the scope of the request (on a server: its tenant); places are shared fairly among scopes."""
+        """Return the scope of the request (on a server: its tenant). The schedule treats scopes fairly."""
         return self.request.scope
 
     @property
     def longest(self) -> int:
-        """Return how many tokens a sample may have in the cache. Its last token is never computed, so not counted."""
+        """Return how many tokens a sample may have in the cache. Its last token is never computed, so not cached."""
         return self.prompt_length + self.request.max_tokens - 1
 
     @property
@@ -215,7 +216,7 @@ class Job:
         return holds_one_of(strings, sequence.tokens[first:], tokenizer)
 
     def progress(self) -> list[Progress]:
-        """Return the tokens drawn since the last call."""
+        """Return the tokens of each sample that were drawn since the last call, for streaming."""
         return [self._progress(each) for each in self.sequences if each.streamed < len(each.logprobs)]
 
     def result(self) -> SampleResult:

@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of one piece."""
+    """The results of one :class:`Piece`: a token for each of its draws, and the scores if it asks for them."""
 
     drawn: tuple[Drawn, ...] = ()
     scores: Scores | None = None

@@ -87,7 +87,7 @@ class PromptScores:
             self.drawn.logprobs[by_row] = scores.drawn.logprobs
 
     def _rows(self, start: int, stop: int) -> range:
-        """Return the rows among these that are scored."""
+        """Return those of the rows ``start``…``stop`` (exclusive) that are scored."""
         return range(max(start, self.first - 1), min(stop, len(self._request.prompt) - 1))
 
 

@@ -1,9 +1,10 @@
 """A sampler on the trainer's own model: no second copy of the base, and log-probabilities by the trainer's own code.
 
 ``step`` is one turn on the device. It first makes the versions of its sequences resident, because training may have
-paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one token for each
-sequence whose other tokens are all in the cache, then a piece of the prompts that are not computed yet. Between turns
-only the tokens and the cache remain. The sampler is used from one thread, the compute thread, in turns with training.
+paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one token (with CUDA
+graphs, several) for each sequence whose other tokens are all in the cache, then a piece of the prompts that are not
+computed yet. Between turns only the tokens and the cache remain. The sampler is used from one thread, the compute
+thread, in turns with training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ class TorchSampler:
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
     ) -> None:
-        """Take part of the trainer's memory for a cache of keys and values.
+        """Take part of the trainer's memory for a cache of keys and values, unless the architecture cannot use one.
 
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
         kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it.
@@ -165,7 +166,7 @@ class TorchSampler:
         return {id(version) for version in chosen}
 
     def _advance(self, eligible: Eligible) -> bool:
-        """Draw for every decoding sequence, then compute a piece of the prompts. Return False if nothing was to do."""
+        """Draw for each decoding sequence, then compute a piece of the prompts. Return False if nothing was to do."""
         self._schedule.admit(eligible)
         # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
         # frees room for the second.
@@ -259,7 +260,7 @@ class TorchSampler:
         return None
 
     def _free_memory(self) -> None:
-        """Free memory that only later passes would use."""
+        """Free memory that is kept for later passes: gathered weights, and blocks that torch has cached."""
         self._pass.forget_versions()
         torch.cuda.empty_cache()
 

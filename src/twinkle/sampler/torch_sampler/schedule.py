@@ -169,7 +169,10 @@ class Schedule:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def decode_steps(self, eligible: Eligible, ahead: int = 1) -> list[Step]:
-        """Plan one token for every sequence whose other tokens are all in the cache, with room for ``ahead`` tokens."""
+        """Plan one token for each eligible running sequence whose other tokens are all in the cache.
+
+        Each gets room for ``ahead`` tokens; sequences that are preempted to make room are left out.
+        """
         steps: dict[Sequence, Step] = {}
         for sequence in list(self._running):
             if sequence.running and eligible(sequence.job) and self._decodes(sequence):
@@ -179,11 +182,11 @@ class Schedule:
         return list(steps.values())
 
     def room_ahead(self, tokens: int) -> bool:
-        """Return whether every running sequence could get this many more tokens without preempting any."""
+        """Return whether every running sequence could surely get this many more tokens without preempting any."""
         return self._cache is not None and self._cache.free >= len(self._running) * (blocks_for(tokens) + 1)
 
     def prompt_steps(self, eligible: Eligible) -> list[Step]:
-        """Plan pieces of prompts and of preempted sequences, as many as fit into a pass."""
+        """Plan pieces of prompts, and of sequences that were preempted and begin anew, as many as fit into a pass."""
         steps: dict[Sequence, Step] = {}
         tokens = 0
         for sequence in self._in_turn_of_scopes():

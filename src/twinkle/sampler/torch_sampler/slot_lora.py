@@ -1,7 +1,7 @@
 """LoRA for captured graphs: the mapping from rows to versions is in buffers whose addresses never change.
 
-Two kernel launches serve any mix of versions and ranks (see ``slot_lora_kernels``). Their grid is sized for the worst
-case, in which every row has its own version; programs without work return at once.
+For each linear layer, two kernel launches serve any mix of versions of up to ``MAX_RANK`` (see ``slot_lora_kernels``).
+Their grid is sized for the worst case, in which every row has its own version; programs without work return at once.
 
 Shapes: N rows at most, M linear layers (the head is the last), G = N + 1 groups, of which the last has no adapter.
 """

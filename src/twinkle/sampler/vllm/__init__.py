@@ -1,4 +1,4 @@
-"""Sampling with vLLM, which runs in its own processes. The only package that imports vLLM.
+"""Sampling with vLLM, which runs in its own processes. Only this package and ``data_format.sampling`` import vLLM.
 
 engine_args     engine arguments: those that the configuration may set, those that we set, the folder of the base model
 processor       our own drawing, run inside vLLM: the same noise, truncation and log-probabilities as the torch sampler
@@ -6,7 +6,7 @@ message         how a drawn token is encoded in the log-probabilities that vLLM 
 engine          vLLM's asynchronous engine on a thread of its own
 versions        adapter versions as files in memory, each under its own name
 requests        an active request: the tokens of its samples, stop strings, streaming
-self_check      the check that vLLM computes what the trainer computes, with every kind of adapter
+self_check      the check that vLLM computes what the trainer computes, with LoRA on each kind of module
 server_watch    ends vLLM's processes when the server's process is gone
 vllm_sampler    all of these behind the interface of a sampler
 """

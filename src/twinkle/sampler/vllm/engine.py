@@ -46,7 +46,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Failed:
-    """A generation that failed."""
+    """The failure of a generation; :class:`Ended` still follows."""
 
     number: int
     error: TwinkleServerError
@@ -132,7 +132,7 @@ class Engine:
         self._call(lambda: self._llm.reset_prefix_cache())
 
     def close(self) -> None:
-        """End the engine's processes. Generations that were active never end."""
+        """End the engine's processes. For generations that were active nothing more arrives."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(_CLOSE_SECONDS)

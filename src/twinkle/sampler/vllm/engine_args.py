@@ -1,7 +1,7 @@
 """The arguments of vLLM's engine: those that the configuration may set (``engine_args``), and those that we set.
 
 Names are those of vLLM's own ``AsyncEngineArgs``; values pass through unchanged. The operator has to divide the memory,
-because trainer and engine are separate processes that do not see each other's use. On a GPU, the model's
+because trainer and engine are in separate processes that do not see each other's use. On a GPU, the model's
 ``memory_budget_gib`` limits the trainer and ``gpu_memory_utilization`` limits the engine. On CPU,
 ``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top.
 """
@@ -51,7 +51,10 @@ _TAKEN = {
 
 
 def check_engine_args(given: Mapping[str, object]) -> None:
-    """Raise InvalidInputError for a name that vLLM does not have or that the configuration may not set."""
+    """Raise InvalidInputError for a name that vLLM does not have or that the configuration may not set.
+
+    ``enable_lora`` and ``logprobs_mode`` may repeat the values that we set.
+    """
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name, value in given.items():
         if name not in known:
@@ -78,7 +81,10 @@ def make_engine_args(
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
-    """Return how many bytes an engine with these arguments leaves free on its first GPU, if nothing else uses it."""
+    """Return how many bytes an engine with these arguments leaves free on its GPU, less 1 GiB for drivers.
+
+    Nothing else may use the GPU. InvalidInputError without a ``gpu_memory_utilization`` between 0 and 1.
+    """
     share = given.get("gpu_memory_utilization")
     if not isinstance(share, int | float) or not 0 < share < 1:
         allowed = (

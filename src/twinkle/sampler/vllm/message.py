@@ -9,7 +9,8 @@ highest logit and reports ``log_softmax`` of the logits. So we replace the logit
 - All other tokens have −∞.
 
 Softmax shifts all logits by the same amount, so the differences to the drawn token give back what was written. A
-message without a carrier means that the model's logits were not finite.
+log-probability of the drawn token below −60 is written as −60. A message without a carrier means that the model's
+logits were not finite.
 
 Shapes: M rows, V vocabulary, k likeliest tokens.
 """

@@ -1,4 +1,4 @@
-"""Active requests: the tokens that vLLM has generated for each sample so far."""
+"""Active requests of the vLLM sampler: the tokens that vLLM has generated for each sample so far."""
 
 from dataclasses import dataclass, field
 

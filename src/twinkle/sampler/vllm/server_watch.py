@@ -11,7 +11,7 @@ from threading import Thread
 
 
 def end_with(server: int) -> None:
-    """Kill this process as soon as the process ``server`` is gone."""
+    """Start a thread that kills this process as soon as the process with the id ``server`` is gone."""
     Thread(target=_wait_and_end, args=(server,), name="server-watch", daemon=True).start()
 
 

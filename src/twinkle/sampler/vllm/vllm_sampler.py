@@ -3,7 +3,7 @@
 vLLM only generates. Prompt scores (log-probabilities, likeliest tokens, target tokens, alternatives) are computed by a
 torch sampler on the trainer's own model, from the same frozen weights, because vLLM mixes up the adapters of prompts
 that it scores in one batch as soon as one of them may have LoRA on the head. Every version is compared with the trainer
-before it is used, so vLLM never generates with only part of an adapter.
+before it is used: one that vLLM applies only in part is refused, unless its effect is too small to measure.
 
 ``step`` waits a moment for tokens when there is nothing else to do; between calls, training has the thread.
 """
@@ -226,7 +226,10 @@ class VllmSampler:
             raise TwinkleServerError(f"vLLM does not compute the base model as the trainer does: {difference}")
 
     def _applies(self, kind: str) -> bool:
-        """Return whether vLLM applies LoRA on the modules of this name; False if it refuses to load such an adapter."""
+        """Return whether vLLM applies LoRA on the modules of this name.
+
+        False also if it refuses to load such an adapter, or if no made-up weights have an effect that can be measured.
+        """
         name = f"self-check {kind}"
         for write in made_up_adapters(self._trainer.architecture, kind):
             version = self._files.write(0, write, frozenset())

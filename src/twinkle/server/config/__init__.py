@@ -3,8 +3,9 @@
 ``load_config`` reads a file, ``default_config`` returns the configuration of a server without one, and ``describe``
 returns a configuration as commented YAML. From the bottom: ``messages`` (words for what is allowed and what is wrong),
 ``sections``, ``placement`` and ``applications`` (the schema), ``rules`` between sections, ``sources`` (file and
-environment), ``older``, and ``server_config``, which puts them together. May import: the library's ``errors``,
-``environment`` and ``hub``.
+environment), ``without_effect`` (notes on such keys), ``older`` (the older form), ``server_config``, which puts them
+together, and ``reference`` (YAML and tables for readers). May import: the library's ``errors``, ``environment`` and
+``hub``.
 """
 
 from twinkle.errors import ConfigError, ConfigParseError

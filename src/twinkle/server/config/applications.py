@@ -82,9 +82,10 @@ class ModelArgs(Section):
     """On Ray: processes that train the model together, if `device_group` and `device_mesh` do not ask for more. The
     embedded runtime has one."""
     device_group: DeviceGroup | None = None
-    """Devices of the application. The embedded runtime uses one device and takes its kind and index from here."""
+    """Devices of the application. The embedded runtime uses one device and takes its kind and index from here, unless
+    `device` is set."""
     device_mesh: DeviceMesh | None = None
-    """Layout of the devices; the embedded runtime has one."""
+    """Layout of the devices; the embedded runtime has one device."""
 
     @property
     def compute_device(self) -> str | None:
@@ -93,38 +94,39 @@ class ModelArgs(Section):
 
     @property
     def processes(self) -> int:
-        """Return the number of processes that train together."""
+        """Return the number of processes that train the model together: the largest number that a key asks for."""
         in_group = self.device_group.processes if self.device_group else 1
         return max(self.nproc_per_node, in_group, self.device_mesh.size if self.device_mesh else 1)
 
 
 class SamplerArgs(Section):
-    """Arguments of a sampler (`import_path: sampler`). A torch sampler can share the trainer's weights."""
+    """Arguments of a sampler (`import_path: sampler`). A torch sampler in its model's process shares the weights."""
 
     model_id: Name
     """The `model_id` of a model application."""
     sampler_type: Literal["torch", "mock", "vllm"]
-    """torch or vllm for a model with `backend: transformers`, mock for one with `backend: mock`."""
+    """torch or vllm for a model with `backend: transformers`, vllm for `megatron`, mock for `mock`."""
     engine_args: dict[str, object] | None = None
     """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights. If it shares
     a GPU with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both
-    must be set. If vLLM has its own process, `gpu_memory_utilization` is enough."""
+    must be set. If the sampler has its own process and a GPU, `gpu_memory_utilization` is enough."""
     memory_dir: Directory | None = None
     """In-memory directory through which vLLM gets the weights of versions; null: /dev/shm. Only for vllm."""
     nproc_per_node: int = Field(default=1, ge=1)
     """Only 1 is accepted: each replica of the model has one sampling engine."""
     device_group: DeviceGroup | None = None
     """Devices. The embedded runtime uses those of the model. On Ray, a group whose name differs from that of the
-    model's group gives the sampler its own process."""
+    model's group gives the sampler its own process, unless it is a mock."""
     device_mesh: DeviceMesh | None = None
-    """Layout of the devices; the embedded runtime has one."""
+    """Layout of the devices; the embedded runtime has one device."""
 
 
 class ProcessorArgs(Section):
     """Arguments of processors: datasets and loaders on the server (`import_path: processor`)."""
 
     max_workers: int = Field(default=16, ge=1)
-    """Most sessions that may have processors at the same time. Each has its own worker process."""
+    """Most sessions that may have processors at the same time; on Ray, in each replica. Each session has its own worker
+    process."""
     ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = None
     """On Ray: number of replicas, unless deployments[0] sets it. No effect on the embedded runtime."""
     nproc_per_node: int = Field(default=1, ge=1)
@@ -197,7 +199,10 @@ def served_models(applications: Sequence[ApplicationSpec]) -> tuple[ServedModelC
 
 
 def known_name(name: str, known: Container[str]) -> str | None:
-    """Return the known name that ``name`` means; None if there is none. A suffix (``…:peft:262144``) is ignored."""
+    """Return the known name that ``name`` means; None if there is none.
+
+    That is ``name`` itself or, if it is not known, ``name`` without a suffix such as ``:peft:262144``.
+    """
     scheme, separator, rest = name.rpartition("://")
     candidates = (name, scheme + separator + rest.partition(":")[0])
     return next((candidate for candidate in candidates if candidate in known), None)
@@ -209,7 +214,10 @@ def is_path(model_id: str) -> bool:
 
 
 def public_tokenizer_id(model_id: str) -> str | None:
-    """Return the id of the tokenizer that clients on other machines can load; None if there is none."""
+    """Return the id by which clients on other machines can load the model's tokenizer; None if there is none.
+
+    It is the id without ``hf://``. Directories and models of other schemes (``ms://``, ``pypi://``) have none.
+    """
     scheme, _, name = model_id.rpartition("://")
     return name if scheme in ("", "hf") and not is_path(model_id) else None
 

@@ -40,8 +40,8 @@ _PASSWORD_IN_QUERY = re.compile(r"(password=)[^&\s'\"]+", re.I)
 class Section(BaseModel):
     """A section of the configuration. The docstring under a key is its explanation on the reference page.
 
-    Unknown keys are refused, values are not coerced ("5" is not 5, true is not 1; whole numbers are numbers), and a
-    section does not change after it was checked.
+    Unknown keys are refused, values are not coerced ("5" is not 5, true is not 1; but whole numbers are numbers, and
+    text is read as a path where a key needs one), and a section does not change after it was checked.
     """
 
     model_config = ConfigDict(
@@ -50,7 +50,7 @@ class Section(BaseModel):
 
 
 class SparseSection(Section):
-    """A section that is printed without the keys that are null: a page of nulls about Ray would hide the rest."""
+    """A section that ``describe`` prints without its null keys: a page of nulls about Ray would hide the rest."""
 
 
 def refusal(allowed: str) -> PydanticCustomError:
@@ -225,7 +225,7 @@ def _look_up(location: Location, schema: type[BaseModel], data: Any) -> tuple[ty
 
 
 def problem(path: str, value: object, allowed: str) -> ConfigProblem:
-    """Return the problem of a value that is not allowed. Passwords in URLs are not shown."""
+    """Return the problem of a value that is not allowed. A long value is cut; passwords in URLs are not shown."""
     return ConfigProblem(path, _shown(value), allowed)
 
 
@@ -248,7 +248,7 @@ def without_passwords(text: str) -> str:
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of plain mappings, lists and scalars with ``change`` applied to every text in it."""
+    """Return a value of plain mappings, lists and scalars with ``change`` applied to every text in it, except keys."""
     if isinstance(value, dict):
         return {key: change_texts(one, change) for key, one in value.items()}
     if isinstance(value, list):

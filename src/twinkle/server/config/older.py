@@ -67,7 +67,10 @@ def _dropped(why: str) -> OlderKey:
 
 
 def _dropped_if(accepted: Callable[[Any], bool], words: str, why: str, instead: str = "remove the key") -> OlderKey:
-    """Return a key whose values are dropped if they ask for what the server does anyway (``words``), else refused."""
+    """Return a key whose value is dropped if it is ``accepted``, because the server does that anyway, else refused.
+
+    ``words`` name the accepted values, ``why`` says why no key is needed, ``instead`` what to do after a refusal.
+    """
 
     def convert(conversion: Conversion, path: str, value: Any) -> None:
         if accepted(value):
@@ -91,7 +94,10 @@ def _persistence_mode(conversion: Conversion, path: str, value: Any) -> None:
 
 
 def _rate(limits: tuple[str, ...], window: object) -> OlderKey:
-    """Return the key ``tps_limit``, whose value is a number of tokens in ``window`` seconds."""
+    """Return the key ``tps_limit``, whose value is a number of tokens in ``window`` seconds (1 if that is no number).
+
+    It becomes the limits called ``limits``, in tokens a minute.
+    """
     seconds = window if isinstance(window, int | float) and window > 0 else _WINDOW_SECONDS
 
     def convert(conversion: Conversion, path: str, value: Any) -> None:
@@ -231,7 +237,7 @@ def _top_level(conversion: Conversion) -> None:
     if data.get("applications") and "runtime" not in data:
         data["runtime"] = "ray"
         conversion.notes.append(
-            "runtime: not given, ray is used, as for every file with applications; embedded would be one process"
+            "runtime: not given, ray is used, as for files with applications but no runtime; embedded is one process"
         )
     _queue(conversion, data, "task_queue", "task_queue", "task_queue")
     if isinstance(data.get("persistence"), dict):
@@ -250,7 +256,10 @@ def _take(conversion: Conversion, holder: dict[str, Any], prefix: str, keys: Map
 def _take_section(
     conversion: Conversion, holder: dict[str, Any], key: str, at: str, keys: Mapping[str, OlderKey]
 ) -> None:
-    """Take the section ``key`` out of ``holder`` and convert its keys in order; unknown keys become problems."""
+    """Take the section ``key`` out of ``holder`` and convert its keys in order; unknown keys become problems.
+
+    ``at``: the path of the section in the file.
+    """
     section = holder.pop(key, None)
     if section is not None and not isinstance(section, dict):
         conversion.refuse(at, section, f"a section with the keys {', '.join(keys)}")
@@ -342,7 +351,10 @@ def _use_megatron(conversion: Conversion, args: dict[str, Any], path: str) -> No
 
 
 def _limits(conversion: Conversion) -> None:
-    """Add the limits that older keys became. If several keys mean the same limit, the smallest counts, as before."""
+    """Add the limits that older keys became. If several keys mean the same limit, the smallest counts, as before.
+
+    A limit that the file also gives in today's form, with another value, is refused.
+    """
     given = conversion.data.get("limits", {})
     if not isinstance(given, dict):
         return

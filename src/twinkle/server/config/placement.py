@@ -1,6 +1,6 @@
 """Where an application runs: device groups and meshes, and the Ray Serve options of its deployment.
 
-The embedded runtime is one process on one device: a configuration that asks for more is refused (rules.py). Serve's
+The embedded runtime is one process on one device: a model or sampler that asks for more is refused (rules.py). Serve's
 options are checked for both runtimes and take effect on Ray only.
 """
 
@@ -23,7 +23,7 @@ def _device_type(text: str) -> str:
 
 
 def _mesh(value: object) -> object:
-    """Return nested lists of ranks as nested tuples."""
+    """Return nested lists of ranks as nested tuples; ValueError for an empty list or a part that is no rank (≥ 0)."""
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, list | tuple) and value:
@@ -53,13 +53,15 @@ class DeviceGroup(SparseSection):
     name: Text
     """Name of the group."""
     ranks: Ranks = 1
-    """Number of processes, or their ranks."""
+    """Number of processes, or a list of their ranks. On the embedded runtime, the one rank in a list is the number of
+    the GPU."""
     device_type: DeviceType
     """Kind of device."""
     gpus_per_worker: Size = 1
-    """Devices of one process."""
+    """Devices of one process. More than 1 are for vLLM with its own process on Ray."""
     visible_devices: VisibleDevices | None = None
-    """Which devices of the machine; null: all."""
+    """The device of the machine that the embedded runtime uses; null: `ranks` decides. No effect on Ray, which chooses
+    devices itself."""
 
     @property
     def processes(self) -> int:
@@ -67,7 +69,10 @@ class DeviceGroup(SparseSection):
 
     @property
     def device(self) -> str:
-        """Return the one device in torch's notation. An explicit rank or visible device is the index of a GPU."""
+        """Return the group's one or first device in torch's notation, such as ``cuda:1``.
+
+        The index of a GPU is that of ``visible_devices``, else a rank that is listed; without either it has none.
+        """
         chosen = self.visible_devices if self.visible_devices is not None else self.ranks
         named = self.visible_devices is not None or isinstance(self.ranks, tuple)
         index = str(chosen[0]) if isinstance(chosen, tuple) else str(chosen)
@@ -75,7 +80,7 @@ class DeviceGroup(SparseSection):
 
     @property
     def visible_count(self) -> int:
-        """Return how many devices ``visible_devices`` names."""
+        """Return how many devices ``visible_devices`` names; 1 if it is null."""
         named = self.visible_devices
         return len(named) if isinstance(named, tuple) else len(str(named).split(","))
 
@@ -127,14 +132,14 @@ class DeviceMesh(SparseSection):
 
     @property
     def size(self) -> int:
-        """Return the number of all processes."""
+        """Return the number of all processes: the ranks in ``mesh``, or the larger of world_size and the product."""
         if self.mesh is not None:
             return _count(self.mesh)
         given = [getattr(self, name) or 1 for name in _SIZES if name != "world_size"]
         return max(self.world_size or 1, prod(given))
 
     def larger_than_one(self) -> list[str]:
-        """Return the keys that ask for more than one process."""
+        """Return the keys whose size is above 1, and ``mesh`` if it has several ranks."""
         sizes = [name for name in (*_SIZES, *_OTHER_SIZES) if (getattr(self, name) or 1) > 1]
         return sizes if self.mesh is None or _count(self.mesh) == 1 else ["mesh", *sizes]
 
@@ -220,7 +225,7 @@ class DeploymentOptions(SparseSection):
     name: str | None = None
     """Name of the deployment. Only for people who read the file."""
     num_replicas: Size | None = None
-    """Number of replicas."""
+    """Number of replicas; no effect beside `autoscaling_config`."""
     max_ongoing_requests: Size | None = None
     """Most requests in progress on one replica. Each long poll counts as one. null: 4096."""
     max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = None

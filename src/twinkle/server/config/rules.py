@@ -1,7 +1,7 @@
 """Rules between the sections of a configuration. Each rule sees valid sections only.
 
-Most rules refuse what the embedded runtime, one process on one device, cannot do. Values that are valid but cannot be
-launched yet are at the end.
+Some rules hold for both runtimes, such as those about names; others refuse what the chosen runtime cannot do: the
+embedded one is one process on one device. Values that are valid but cannot be launched yet are at the end.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
 
 def network_rules(http: HttpOptions, auth: AuthConfig) -> list[InitErrorDetails]:
-    """Return an error if other machines would reach an open server: it is for this machine only."""
+    """Return an error if other machines would reach an open server and ``allow_open_on_network`` is not set."""
     if auth.mode == "keys" or auth.allow_open_on_network or http.is_loopback:
         return []
     allowed = (
@@ -51,7 +51,7 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[InitErrorDetails]
 
 
 def application_rules(applications: Applications, runtime: str = "embedded") -> list[InitErrorDetails]:
-    """Return the errors of all rules between applications."""
+    """Return the errors of all rules between applications that hold on this runtime, ``embedded`` or ``ray``."""
     on_ray = runtime == "ray"
     rules: list[Callable[[Applications], Broken]] = [
         _one_of_a_kind,
@@ -176,7 +176,10 @@ def _one_device(applications: Applications) -> Broken:
 
 
 def _groups_of_processes(applications: Applications) -> Broken:
-    """Refuse any division of a model on Ray other than data parallel and sharded data parallel training."""
+    """Refuse divisions of a model on Ray other than data parallel and sharded data parallel training.
+
+    A mock must not be divided at all; models with ``backend: megatron`` are not checked here.
+    """
     for at, args in _with(applications, ModelArgs):
         if args.processes == 1 or args.backend == "megatron":
             continue  # the Megatron backend will check how it divides a model, once there is one
@@ -191,7 +194,7 @@ def _groups_of_processes(applications: Applications) -> Broken:
 
 
 def _larger_sizes(mesh: DeviceMesh | None) -> list[tuple[str, object]]:
-    """Return the keys of a mesh that ask for more than one process, with their values."""
+    """Return the keys of a mesh whose size is above 1, and ``mesh`` if it has several ranks, with their values."""
     return [] if mesh is None else [(key, mesh.model_dump(mode="json")[key]) for key in mesh.larger_than_one()]
 
 
@@ -223,15 +226,15 @@ def _samplers_have_their_model(applications: Applications) -> Broken:
 
 
 def _samplers_share_devices(applications: Applications) -> Broken:
-    """Refuse a sampler on another device than its model's, on the embedded runtime."""
+    """Refuse a sampler that names another device than its model does, on the embedded runtime."""
     for at, _, sampler, model in _samplers(applications):
         yield from _shares_device(sampler, model, at)
 
 
 def _one_engine_a_sampler(applications: Applications) -> Broken:
-    """Refuse several engines for a sampler on Ray.
+    """Refuse several engines for a sampler on Ray, and GPUs that its one engine cannot use.
 
-    Each replica of the model has one engine, in its own process or in the engine's.
+    Each replica of the model has one engine: in the replica's process, or in a process of the engine's own.
     """
     for at, application, sampler, model in _samplers(applications):
         if model.backend == "megatron":
@@ -284,7 +287,7 @@ _LATER = "the Megatron backend comes later"
 
 
 def launch_notes(applications: Applications) -> list[str]:
-    """Return a note on each key that prevents a launch."""
+    """Return a note on each valid key that prevents a launch: ``backend: megatron``."""
     return [f"{path}: megatron is valid but cannot be launched yet: {_LATER}" for path in _megatron(applications)]
 
 

@@ -111,7 +111,7 @@ class HttpOptions(Section):
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach the server."""
+        """Return whether the server listens on an address that only this machine can reach."""
         return names_this_machine(self.host)
 
 
@@ -130,12 +130,13 @@ class AuthConfig(Section):
     """Who may use the server."""
 
     mode: Literal["open", "keys"] = "open"
-    """open: any key that begins with tml- is accepted, and each key is a separate tenant. keys: only keys created with
-    `twinkle-server keys create` are accepted."""
+    """open: any key that begins with tml- is accepted (from Twinkle's own client, any key), and each key is a separate
+    tenant. keys: only keys created with `twinkle-server keys create` are accepted."""
     allow_open_on_network: bool = False
     """Allow `mode: open` on an address that other machines can reach."""
     jwt: bool = False
-    """Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead."""
+    """Clients may exchange their key for a short-lived token (`POST auth/token`) and send that instead. Keys are still
+    accepted."""
     jwt_seconds: int = Field(default=3600, ge=600, le=86_400)
     """Lifetime of such a token in seconds; SDKs renew it five minutes before it expires."""
 
@@ -158,12 +159,13 @@ class ClientsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one tenant may use. Queues and unfetched results are counted separately for each base model."""
+    """What one tenant may use, unless a key says otherwise. Queues and unfetched results are counted by base model."""
 
     max_request_bytes: Count = 64 * 2**20
     """Maximum size of one request body, before and after decompression."""
     max_uploading_bytes_per_tenant: Count = 256 * 2**20
-    """Total body size of requests that are not answered yet. A body counts as soon as its first byte arrives."""
+    """Total body size of requests that are not answered yet. A body counts from its start, with the size that
+    Content-Length announces. A tenant's only body always fits."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
     """Size of the request line and headers of one request, with or without a key. Not checked on Ray, see server.md."""
     max_connections_per_address: Count = 16_384
@@ -176,9 +178,10 @@ class LimitsConfig(Section):
     """Live adapters: runs that have not been evicted."""
     max_session_rows_per_tenant: Count = 5000
     """Session records, active or ended; training runs have a separate limit of the same size. At the limit, the oldest
-    ended records without checkpoints are deleted."""
+    ended records without checkpoints are deleted, if their session was not seen for an hour."""
     max_sampling_session_rows_per_tenant: Count = 20_000
-    """Records of sampling sessions. At the limit, the oldest ones whose session has ended are deleted."""
+    """Records of sampling sessions. At the limit, the oldest ones whose session has ended and was not seen for an hour
+    are deleted."""
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""
     max_queued_bytes_per_tenant: Count = 2**30
@@ -212,7 +215,8 @@ class LimitsConfig(Section):
     max_custom_losses_per_tenant: Count = 100
     """Losses made with `create_custom_loss`. A loss counts until its session ends."""
     max_processors_per_tenant: Count = 20
-    """Datasets, loaders, templates and the like that live on the server."""
+    """Datasets, loaders, templates and the like that live on the server. On Ray, each replica of processors counts
+    separately, here and in the limits of processors below."""
     max_processor_sessions_per_tenant: Count = 4
     """Sessions that have processors. Each of them has its own worker process."""
     processor_memory_gib: float = Field(default=4.0, ge=2)
@@ -224,16 +228,16 @@ class LimitsConfig(Section):
     max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
     """Bytes of JSON of the batches that dataloaders keep so that later requests can refer to them."""
     max_referenced_batch_bytes: Count = 2 * 2**30
-    """The same limit for all tenants of the server together."""
+    """The same limit for all tenants together."""
     processor_call_seconds: Seconds = 600.0
     """Seconds that a call of a processor may take. After that, its worker process is killed."""
     session_timeout_seconds: Seconds = 1800.0
-    """Seconds without a heartbeat after which a session expires and its adapters are evicted. Their state stays on
-    disk."""
+    """Seconds without a heartbeat after which a session without unfinished ops expires and its adapters are evicted.
+    Their state stays on disk."""
     silent_session_seconds: Seconds = 60.0
-    """Seconds without a heartbeat or request after which a session counts as silent (SDKs send a heartbeat every 10 s).
-    At the limit of adapters or sessions, a tenant's silent sessions make room first. Samples of a silent session that
-    no client polls for are cancelled."""
+    """Seconds without a heartbeat after which a session counts as silent (SDKs send a heartbeat every 10 s). At the
+    limit of adapters or sessions, a tenant's silent sessions without unfinished ops make room first; adapters of a
+    session that still sends ops stay. Samples of a silent session that no client polls for are cancelled."""
     parked_adapter_seconds: Seconds = 7 * _DAY
     """Seconds that the last state of an evicted adapter stays on disk as a checkpoint, so that a client can resume."""
     result_retention_seconds: Seconds = 600.0
@@ -251,9 +255,10 @@ class LimitsConfig(Section):
     until they are used again. null: a quarter of the memory that the process may use."""
     memory_reserve_bytes: Count | None = None
     """Bytes of memory of the machine or control group to keep free. New work that would need them is refused with 503.
-    null: a twentieth of that memory, at least 256 MiB and at most 4 GiB."""
+    null: a twentieth of that memory, at least 256 MiB and at most 4 GiB, but never more than a quarter of it."""
     max_json_result_bytes: Count = 256 * 2**20
-    """Size of one JSON answer, estimated before it is written. Larger results are available as protobuf."""
+    """Size of one JSON answer that holds results. In Tinker's protocol it is estimated beforehand, and a larger result
+    is available as protobuf; a larger answer to a native sampling request is refused."""
     sampler_version_retention_seconds: Seconds = _DAY
     """Seconds that an unnamed sampler version is kept after its session has ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY
@@ -299,7 +304,7 @@ class TenantConfig(Section):
 
 
 class PersistenceConfig(Section):
-    """Where sessions, runs, futures and the index of the journal are kept."""
+    """Where the server's records are kept: sessions, runs, futures, keys, the index of the journal and the like."""
 
     url: DatabaseUrl | None = Field(default=None, repr=False)  # it may hold a password
     """Database of the server's state; null: `state.db` in `data_dir`. Everything else is in `data_dir` in any case."""
@@ -336,15 +341,15 @@ class TelemetryConfig(Section):
     resource_attributes: dict[str, str] = Field(default_factory=dict)
     """Attributes added to everything that is exported."""
     metrics: Literal["local", "token", "off"] = "local"
-    """Who may read /metrics. local: callers on this machine, and others with the token. token: only callers with the
-    token. off: nobody."""
+    """Who may read /metrics. local: callers on this machine, and others with the token; with `public_url` or behind a
+    proxy no caller counts as local. token: only callers with the token. off: nobody."""
     metrics_token_file: SecretFile | None = None
     """File with the token that a scraper sends as Authorization: Bearer, at least 16 characters. It is read at
     start."""
     tenants_in_metrics: int = Field(default=0, ge=0, le=1000)
-    """How many tenants get their own usage series; all others share one series. 0: no series by tenant."""
+    """How many tenants get their own usage series; all others are summed up as `other`. 0: no series by tenant."""
     stuck_step_seconds: Seconds = 600.0
-    """If a step on the device takes longer than this, the deep health check fails."""
+    """Seconds. If a step on the device takes longer than this, the deep health check fails."""
 
 
 class LoggingConfig(Section):

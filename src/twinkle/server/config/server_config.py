@@ -41,16 +41,18 @@ class ServerConfig(Section):
     """The whole configuration of a server, with all defaults filled in."""
 
     runtime: Literal["embedded", "ray"] = "embedded"
-    """embedded: all services in one process. ray: gateway, models and processors in processes of their own, managed by
-    Ray Serve; a sampler shares its model's process unless its `device_group` has another name. A file that has
-    `applications` but no `runtime` uses ray."""
+    """embedded: one server process, beside which only vLLM and the workers of processors have processes. ray: gateway,
+    models and processors in processes of their own, managed by Ray Serve; a sampler shares its model's process unless
+    its `device_group` has another name, its deployment asks for GPUs, or the model has several processes. A file that
+    has `applications` but no `runtime` uses ray."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
     """Directory for state, journal, snapshots and checkpoints. Each server needs its own."""
     public_url: PublicUrl | None = None
-    """URL at which clients reach the server. It is shown at start, and a server in open mode accepts its host name in
-    the Host header."""
+    """URL at which clients reach the server. It is shown at start and used in links that the server returns, and a
+    server in open mode accepts its host name in the Host header. If it is set, /metrics needs the token."""
     allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
-    """Directories of this machine that requests of the native protocol may name. All others are refused."""
+    """Directories of this machine in which requests of the native protocol may name files. Paths elsewhere are
+    refused."""
     http_options: HttpOptions = HttpOptions()
     """Where the server listens."""
     auth: AuthConfig = AuthConfig()
@@ -58,7 +60,7 @@ class ServerConfig(Section):
     clients: ClientsConfig = ClientsConfig()
     """Settings that clients fetch when they connect."""
     limits: LimitsConfig = LimitsConfig()
-    """What one tenant may use."""
+    """What one tenant may use, and some limits of the whole process."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
     """Limits, weight and priority of single tenants, by tenant id or by the name of their key."""
     persistence: PersistenceConfig = PersistenceConfig()
@@ -101,7 +103,7 @@ class ServerConfig(Section):
 
     @property
     def served_models(self) -> tuple[ServedModelConfig, ...]:
-        """Return the models with their names and samplers, in the order of the file."""
+        """Return the models that the file trains, with their names and samplers, in the order of the file."""
         return served_models(self.applications)
 
     @property
@@ -139,9 +141,10 @@ def load_config(
 ) -> tuple[ServerConfig, list[str]]:
     """Return the configuration in the file ``path``, or the default one if that is None, and notes on it.
 
-    The notes say what became of older keys, and which keys have no effect. The arguments after ``path`` are options of
-    the command line and replace values of the file. ``model`` is for files without applications: it is served with a
-    sampler.
+    The notes say what became of older keys and of environment variables, and which keys have no effect or prevent a
+    launch. The arguments after ``path`` are options of the command line and replace values of the file. ``model``, a
+    model id, is served with a sampler and processors; it is refused with a file that has applications. ConfigError
+    names all problems.
     """
     problems: list[ConfigProblem] = []
     if path is None:
@@ -180,7 +183,10 @@ def default_config(
 
 
 def find_problems(data: dict[str, Any]) -> list[ConfigProblem]:
-    """Return all problems of ``data``; none if it is a valid configuration."""
+    """Return the problems of ``data``; none if it is a valid configuration.
+
+    A rule between sections is checked only if these sections are valid themselves.
+    """
     try:
         ServerConfig.model_validate(data)
     except ValidationError as error:
@@ -222,7 +228,7 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
 
 
 def _without_empty_headings(data: dict[str, Any]) -> dict[str, Any]:
-    """Return ``data`` without empty sections: a heading with nothing under it, which YAML reads as null."""
+    """Return ``data`` without top-level sections that are null: YAML reads a heading with nothing under it as null."""
     fields = ServerConfig.model_fields.items()
     sections = [name for name, field in fields if is_section(field.annotation) or inner_type(field.annotation)]
     return {key: value for key, value in data.items() if value is not None or key not in sections}

@@ -1,7 +1,7 @@
 """Read a YAML file and the environment into a plain mapping, which the schema has not checked yet.
 
-Environment variables stand for keys that the file leaves out. Servers of the older form read more variables; for each
-of those that is still set, a note says why it has no effect.
+Environment variables stand for keys that the file leaves out. Servers of the older form read more variables; if one of
+those is still set, a note says why it has no effect, unless it asks for what the server does anyway.
 """
 
 import io
@@ -45,7 +45,11 @@ _OF_THE_LAUNCH: dict[str, str] = {
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """Return the contents of the file with interpolations resolved, and a problem for each that cannot be."""
+    """Return the contents of the file with interpolations resolved, and problems.
+
+    These are interpolations that cannot be resolved, keys that are not text, and nesting beyond 32 levels.
+    FileNotFoundError without the file; ConfigParseError if it is not a YAML mapping in UTF-8.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -66,7 +70,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[ConfigProblem]]:
 
 
 def _resolve(node: Any, location: tuple[str | int, ...], problems: list[ConfigProblem]) -> Any:
-    """Return plain containers and scalars. A value that cannot be resolved is left out and becomes a problem."""
+    """Return plain containers and scalars. A value that cannot be resolved becomes a problem.
+
+    In a mapping it is left out, in a list it becomes None.
+    """
     if len(location) > _DEEPEST:
         problems.append(ConfigProblem(path_of(location[:3]) + "…", "an endless nesting", f"{_DEEPEST} levels of keys"))
         return None
@@ -89,7 +96,7 @@ def _resolve(node: Any, location: tuple[str | int, ...], problems: list[ConfigPr
 def _get(
     node: DictConfig | ListConfig, key: Any, location: tuple[str | int, ...], problems: list[ConfigProblem]
 ) -> Any:
-    """Return ``node[key]`` with its interpolation resolved."""
+    """Return ``node[key]`` with its interpolation resolved; None, and a problem more, if it cannot be."""
     try:
         return node[key]
     except OmegaConfBaseException as error:
@@ -103,7 +110,10 @@ def _get(
 
 
 def apply_variables(data: dict[str, Any]) -> list[str]:
-    """Add values of this process's variables to ``data`` where it has none; return a note on each that is set."""
+    """Add values of this process's variables to ``data`` where it has none.
+
+    Return notes: on each variable that became a key, and on each variable of servers that has no effect.
+    """
     notes = [f"{name}: has no effect, {why}" for name, why in _without_effect(twinkle_variables())]
     given = read_server_variables()
     seconds = given.long_poll_seconds

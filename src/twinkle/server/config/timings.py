@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timings:
-    """Intervals and time limits in seconds. The defaults suit every server; tests make them shorter."""
+    """Intervals and time limits in seconds. Servers use the defaults; tests use other values."""
 
     maintenance: float = 15.0  # between two rounds of maintenance
     snapshot: float = 5.0  # from an op to the next snapshot of its adapter

@@ -1,4 +1,4 @@
-"""Notes on keys that are valid but have no effect on the runtime that the configuration chooses."""
+"""Notes on keys that are valid but have no effect: on the chosen runtime, beside other keys, or without export."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ _PROCESSOR_PLACEMENT = ("device_group", "device_mesh", "ncpu_proc_per_node", "np
 
 
 class Configuration(Protocol):
-    """The part of a :class:`~twinkle.server.config.ServerConfig` that is needed here."""
+    """The sections of a :class:`~twinkle.server.config.ServerConfig` that :func:`without_effect` reads."""
 
     @property
     def runtime(self) -> str: ...
@@ -32,7 +32,7 @@ class Configuration(Protocol):
 
 
 def without_effect(config: Configuration) -> list[str]:
-    """Return a note for each key that was given and has no effect."""
+    """Return notes on keys that were given and have no effect, such as options of Ray on the embedded runtime."""
     notes = []
     on_ray = config.runtime == "ray"
     if not on_ray:

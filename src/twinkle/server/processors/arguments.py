@@ -40,7 +40,10 @@ DROPPED = object()
 
 
 def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """Return all arguments of a call, each read by its reader. Raise UnknownNameError for one without a reader."""
+    """Return the arguments of a call, each read by its reader, without those that readers of :func:`only` drop.
+
+    Raise UnknownNameError for an argument without a reader. ``what``: the function that is called, for this error.
+    """
     for name in given:
         if name not in readers:
             raise UnknownNameError(f"argument of {what}", name, readers or ("none",))

@@ -51,7 +51,7 @@ class Function:
 
 @dataclass(frozen=True)
 class ClassEntry:
-    """A class: its module, the options of its constructor, and the functions of its objects."""
+    """A class that clients may create: its module, the options of its constructor, and the functions of its objects."""
 
     home: str
     options: Readers

@@ -57,7 +57,7 @@ class Pass:
         return item
 
     def put_back(self, item: Any) -> None:
-        """Make ``item``, which :meth:`next` returned last, the next one again."""
+        """Make :meth:`next` return ``item``, which it returned last, once more."""
         self._put_back = [item]
 
 
@@ -70,9 +70,10 @@ class NoRoomError(Exception):
 
 
 class KeptBatches:
-    """The last batches of a session's loaders as JSON, by loader and number. Numbers count over a loader's whole life.
+    """The last 16 batches of each loader of a session as JSON, by loader and number, counted over the loader's life.
 
     All kept batches of the session together have a limit in bytes: the oldest are dropped to make room for new ones.
+    ``most_of_one``: the most bytes of one batch.
     """
 
     def __init__(self, most_of_one: int) -> None:
@@ -104,8 +105,8 @@ class KeptBatches:
         if 0 <= number < served:
             first = f"now from {kept[0]}" if kept else "now none"
             raise GoneError(
-                f"batch {number} is not kept any more: the last {_KEPT} are, {first}, unless all kept batches of the "
-                "tenant have more bytes than limits.max_referenced_batch_bytes_per_tenant"
+                f"batch {number} is not kept any more: the last {_KEPT} are, {first}, or fewer if "
+                "limits.max_referenced_batch_bytes_per_tenant or max_referenced_batch_bytes leaves no room"
             )
         allowed = f"0 to {served - 1}, the batches served" if served else "none: no batch was served yet"
         raise InvalidInputError("number", number, allowed)
@@ -134,7 +135,7 @@ class Live:
 
 
 class LiveObjects:
-    """All objects of a session."""
+    """All objects of a session by id, and the batches that its loaders keep."""
 
     def __init__(self, batches: KeptBatches) -> None:
         self.batches = batches

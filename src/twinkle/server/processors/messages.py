@@ -1,11 +1,11 @@
 """The messages between a client, the server and a worker.
 
 Server and worker exchange frames over the worker's stdin and stdout. A frame is two lengths, a JSON header and a body
-of bytes: the request of a client, or the answer to it. The server does not parse bodies, so a large one costs it
-nothing but memory.
+of bytes: the request of a client, or the answer to it. The server parses only the rows of batches that training
+requests refer to; any other large body costs it little more than memory.
 
-Results go to clients as JSON (:func:`to_json`). A request that a client sends twice is executed once, and both get the
-same answer (:class:`Answers`).
+Results go to clients as JSON (:func:`to_json`). A request that a client sends twice with the same idempotency key is
+executed once, and both get the same answer (:class:`Answers`).
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class Frame:
 class Settings:
     """The first header that a worker receives.
 
-    ``tokenizers`` maps the names of served models to the folders of their tokenizers; null: a model without one.
+    ``tokenizers`` maps the names of served models to the folders of their tokenizers; None: a model without one.
+    ``answer_bytes``: the most bytes of an answer. ``memory_bytes``: the worker's limit of memory.
     """
 
     allowed_dirs: Sequence[str]
@@ -76,7 +77,8 @@ class FrameTooLargeError(Exception):
 async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
     """Return the next frame from a worker; IncompleteReadError at the end of the stream.
 
-    The lengths come first, so a body of more than ``most_bytes`` is refused before it is in the server's memory.
+    The lengths come first, so a body of more than ``most_bytes`` is refused (FrameTooLargeError) before it is in the
+    server's memory.
     """
     header_bytes, body_bytes = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
     if header_bytes > _MOST_HEADER_BYTES or body_bytes > most_bytes:
@@ -126,7 +128,10 @@ class _Entry:
 
 
 class Answers:
-    """The newest answers to one session's requests, by idempotency key. Clients repeat a request soon or never."""
+    """The newest answers to one session's requests, by idempotency key: at most 64, and about 16 MiB.
+
+    Older ones are forgotten: clients repeat a request soon or never.
+    """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -134,8 +139,9 @@ class Answers:
     async def once(self, key: str | None, digest: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
         """Run ``work`` if this key is new, else wait for the work that the key began; return or raise its outcome.
 
-        ``digest`` is that of the request: a key that comes again with another digest is refused. The work goes on if
-        the client that waits for it disconnects.
+        Without a key, ``work`` always runs. A key counts as new again if its work was refused by a limit. ``digest`` is
+        that of the request: a key that comes again with another digest is refused. The work goes on if the client that
+        waits for it disconnects.
         """
         if key is None:
             return await asyncio.shield(asyncio.ensure_future(work()))

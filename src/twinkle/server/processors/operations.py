@@ -25,7 +25,7 @@ _LOAD_OPTIONS = ("revision", "token")
 
 @dataclass(frozen=True)
 class JsonText:
-    """A result that is already JSON."""
+    """The result of a function as JSON text, which is sent as it is."""
 
     text: str
 
@@ -98,7 +98,10 @@ def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
 
 
 def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:
-    """Set a dataset's template. The argument that holds it has another name in IterablePackingDataset."""
+    """Set a dataset's template: ``template_cls`` for an IterablePackingDataset, else ``template_func``.
+
+    It is an object, or a class that is made with the other arguments.
+    """
     name = "template_cls" if live.class_name == "IterablePackingDataset" else "template_func"
     if name not in arguments:
         raise InvalidInputError(f"arguments of {live.class_name}.set_template", sorted(arguments), f"also {name}")

@@ -1,7 +1,7 @@
 """The processor service: the worker of each session, and the limits of tenants.
 
-The body of a request goes to its session's worker unread, and the answer goes back unread. The gateway has checked
-before that the session belongs to the tenant.
+The body of a client's request goes to its session's worker unparsed, and the answer goes back unparsed; only batches
+that training requests refer to are parsed here. The gateway has checked before that the session belongs to the tenant.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class ProcessorService:
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
-        """Make a processor and return its id."""
+        """Make the processor that ``body`` describes, in the session's worker, and return its id."""
         session = self._sessions.setdefault(session_id, _Session(tenant_id))
         answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
         return answer.decode()
@@ -123,7 +123,7 @@ class ProcessorService:
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Return the rows of a batch to which ``__next__`` returned a reference. Columns of numbers are arrays."""
+        """Return the rows of a batch to which ``__next__`` gave a reference. Columns that training reads are arrays."""
         session = self._session(tenant_id, session_id)
         header = {"op": "batch", "processor_id": processor_id, "number": number}
         body = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
@@ -132,7 +132,7 @@ class ProcessorService:
 
     @property
     def budget(self) -> Budget:
-        """Return the bytes of batches that all workers keep for references, and their limit."""
+        """Return the bytes of batches that the workers of this service keep for references, and their limit."""
         used = sum(session.kept_bytes for session in self._sessions.values())
         return Budget("referenced_batches", used, self._limits.max_referenced_batch_bytes)
 
@@ -231,7 +231,7 @@ class ProcessorService:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _check_room(self, session: _Session) -> None:
-        """Raise QuotaError if the tenant has as many processors as it may have.
+        """Raise QuotaError if the tenant has as many processors as it may have; ShuttingDownError during a shutdown.
 
         The caller must not await anything between this check and counting the new processor: two requests at the same
         time could both pass the check.
@@ -281,7 +281,7 @@ class ProcessorService:
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:
-    """Parse rows one by one, so that other threads can run in between. Columns of numbers become arrays at once."""
+    """Parse rows one by one, so that other threads can run in between. Columns that training reads become arrays."""
     return [_row(json.loads(line)) for line in lines.split(b"\n") if line]
 
 

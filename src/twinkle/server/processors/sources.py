@@ -1,5 +1,5 @@
-"""The places from which a worker may read rows and tokenizers: hubs, the request itself, and directories that the
-operator allowed. A worker reads no other files of this machine.
+"""The places from which a worker may read rows and tokenizers: hubs, the request itself, directories that the operator
+allowed, and the folders of served models. Names that a client sends reach no other files of this machine.
 
 The library reads local files for any name that exists, so a name that a client sends must have one of a few forms
 before it reaches the library. The ``datasets`` library goes further: the card of a hub's repository may name files of
@@ -51,7 +51,8 @@ _PLAIN_COLUMNS = frozenset(
 class Sources:
     """The places that one worker may read and write.
 
-    ``hub_bytes``: the most bytes fetched from a hub's repository for its tokenizer.
+    ``tokenizers``: the tokenizer folders of served models by name; None: a model without one. ``cache_dir``: where
+    datasets are cached. ``hub_bytes``: the most bytes fetched from a hub's repository for its tokenizer.
     """
 
     allowed_dirs: Sequence[Path]
@@ -65,7 +66,8 @@ class Sources:
     def model_folder(self, text: str) -> str:
         """Return the folder or hub id from which a template loads its tokenizer.
 
-        ``text`` is any name of a served model, a model of a hub, or an allowed directory.
+        ``text`` is any name of a served model, a model of a hub, ``random://…``, or an allowed directory; a UserError
+        otherwise.
         """
         for name in (text, _SCHEME.sub("", text, count=1)):
             if name in self.tokenizers:

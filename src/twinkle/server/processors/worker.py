@@ -50,7 +50,7 @@ class Workbench:
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
-        """Make an object and return its id."""
+        """Make the object that a request asks for and return its id."""
         request = _parsed(body)
         kind, name = _taken(request, "processor_type"), _taken(request, "class_type")
         entry = catalog.entry(kind, name)
@@ -69,9 +69,9 @@ class Workbench:
         return result.text if isinstance(result, JsonText) else to_json(result)
 
     def batch(self, processor_id: str, number: int) -> str:
-        """Return the rows of a loader's batch, one line of JSON each, so that the server can parse them one by one.
+        """Return the rows of a batch that is kept, one line of JSON each, so that the server can parse them one by one.
 
-        Rows that have tokens are reduced to the columns that training reads.
+        Rows that have tokens are reduced to the columns that training reads or refuses.
         """
         live = self.objects.get("processor_id", processor_id)
         if live.processor_type != "dataloader":

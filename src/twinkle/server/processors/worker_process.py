@@ -31,7 +31,7 @@ class WorkerEndedError(NotFoundError):
 
 
 class WorkerProcess:
-    """A worker process. Make it with :meth:`start`. Its methods belong to the event loop."""
+    """A running worker process. Make it with :meth:`start`. Its methods are called on the event loop."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: Path, settings: Settings) -> None:
         self._process = process
@@ -48,9 +48,9 @@ class WorkerProcess:
     ) -> "WorkerProcess":
         """Start a worker with a new directory under ``directory``.
 
-        There it has a cache, for all its downloads and temporary files, and an empty working directory, in which no
-        relative name means a file. The size of the whole is checked. ``ended`` is called once, when the process is
-        gone for whatever reason.
+        There it has a cache, for its downloads and temporary files, and an empty working directory, in which no
+        relative name means a file. A worker whose directory outgrows ``settings.disk_bytes`` is killed. ``ended`` is
+        called once, when the process is gone for whatever reason.
         """
         own = Path(tempfile.mkdtemp(dir=directory))
         (own / "cache").mkdir(mode=0o700)
@@ -75,7 +75,7 @@ class WorkerProcess:
 
     @property
     def why(self) -> str:
-        """Return the reason why the process ended."""
+        """Return why the process ended: the reason given to :meth:`kill`, else its signal or exit status."""
         if self._why is not None:
             return self._why
         code = self._process.returncode
@@ -84,7 +84,10 @@ class WorkerProcess:
         return f"exit status {code}"
 
     async def ask(self, header: Mapping[str, Any], body: bytes, seconds: float) -> Frame:
-        """Send a request and return the answer. Requests take turns; one that exceeds ``seconds`` ends the worker."""
+        """Send a request and return the answer; WorkerEndedError if the worker ends before it has answered.
+
+        Requests take turns. One that takes more than ``seconds`` of its own turn ends the worker.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with self._turn:

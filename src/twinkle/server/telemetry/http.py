@@ -1,4 +1,5 @@
-"""Middleware around every request: it adds an id and a span, and records duration and status.
+"""Middleware around every HTTP request: it adds an id and, if the request is traced, a span; it records duration and
+status.
 
 It is plain ASGI, because that costs only microseconds.
 """
@@ -24,7 +25,7 @@ _UNMATCHED = "unmatched"  # the one route label of all paths without a route, ho
 
 
 class ObservedRequests:
-    """Counts, times and traces requests. A request that raises counts as status 500, which is what the client gets.
+    """Counts, times and traces requests. A request that raises before its answer begins counts as status 500.
 
     ``is_traced`` says by method and path whether a request gets a span; it is called only if tracing is on.
     """

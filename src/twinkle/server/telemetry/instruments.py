@@ -1,7 +1,7 @@
 """All metrics of the server: names, kinds, labels and meanings. The table in docs/observability.md is made from this.
 
-Names end in their unit; totals end in ``_total``. Labels are few and bounded: configured models, declared routes, kinds
-and outcomes from short lists. Tenants appear only if ``telemetry.tenants_in_metrics`` is not 0.
+Names end in their unit, if they have one, and totals in ``_total``. Labels are few and bounded: configured models,
+declared routes, kinds and outcomes from short lists. Tenants appear only if ``telemetry.tenants_in_metrics`` is not 0.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def _histogram(name: str, labels: str, buckets: tuple[float, ...], meaning: str)
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
-HTTP_REQUESTS = _counter("twinkle_http_requests_total", "method route status", "Requests answered.")
+HTTP_REQUESTS = _counter("twinkle_http_requests_total", "method route status", "Requests that ended.")
 HTTP_SECONDS = _histogram(
     "twinkle_http_request_duration_seconds",
     "route status",
@@ -61,7 +61,7 @@ LONG_POLLS = _gauge("twinkle_long_polls", "model queue", "Requests that wait for
 REFUSALS = _counter(
     "twinkle_refusals_total",
     "limit",
-    "Requests refused because a limit was reached. limit: its key in the configuration, as in SECURITY.md's table.",
+    "Requests refused because a limit was reached. limit: its key in the configuration, or the name of a fixed limit.",
 )
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ LOGPROB_KL = _histogram(
     "For the same passes: an estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
 )
 QUEUE_DEPTH = _gauge(
-    "twinkle_queue_depth", "model queue", "Training ops that wait to run, or samples that are not finished."
+    "twinkle_queue_depth", "model queue", "Ops that wait to run (queue training), or unfinished samples (sampling)."
 )
 MERGE_RATIO = _gauge("twinkle_merge_ratio", "model", "Passes in a batch of passes, on average since the start.")
 PADDING_SHARE = _gauge("twinkle_padding_ratio", "model", "Share of padding among all rows computed since the start.")
@@ -169,7 +169,7 @@ HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "kind", "Memory of the machine
 BUDGET_USED = _gauge(
     "twinkle_budget_used_bytes",
     "resource",
-    "Bytes in use of a resource that has a limit for the whole process: memory, results, adapters, queues, journal.",
+    "Bytes in use of a resource that has a limit for the whole process, such as memory, results, adapters, journal.",
 )
 BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "resource", "The limit of the same resource.")
 DISK_FREE = _gauge("twinkle_disk_free_bytes", "", "Free space on the disk that holds data_dir.")
@@ -178,7 +178,7 @@ JOURNAL_BYTES = _gauge(
 )
 SESSIONS = _gauge("twinkle_sessions_active", "", "Active sessions.")
 SAMPLING_SESSIONS = _gauge("twinkle_sampling_sessions_active", "", "Sampling sessions of active sessions.")
-STATE_UP = _gauge("twinkle_state_up", "", "1 when the database answered within a second, else 0.")
+STATE_UP = _gauge("twinkle_state_up", "", "1 if the database answered within a second, else 0.")
 UPTIME = _gauge("twinkle_uptime_seconds", "", "Time since the server started.")
 
 # --- tenants ----------------------------------------------------------------------------------------------------------

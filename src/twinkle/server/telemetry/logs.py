@@ -1,6 +1,6 @@
 """Logging, and the HTTP request for which the present task works.
 
-With ``form`` json a log line is one JSON object with the ids of its request. Lines never hold API keys or bodies.
+With ``form`` json a log line is one JSON object with the ids of its request. The server logs no API keys or bodies.
 """
 
 import json
@@ -37,7 +37,10 @@ _current: ContextVar[RequestContext | None] = ContextVar("twinkle_request", defa
 
 
 def enter_request(client_id: str | None) -> RequestContext:
-    """Begin a request. It is current for the rest of this task, so that lines logged after the answer have its ids."""
+    """Begin a request. It is current for the rest of this task, so that lines logged after the answer have its ids.
+
+    A ``client_id`` that is not 1 to 128 letters, digits, or ``._:-`` is ignored.
+    """
     well_formed = client_id is not None and _WELL_FORMED.fullmatch(client_id)
     context = RequestContext(client_id if well_formed else None)
     _current.set(context)

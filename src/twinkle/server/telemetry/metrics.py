@@ -21,7 +21,7 @@ class Reading:
 
 
 class Metrics:
-    """The counters and histograms of one process.
+    """The counters and histograms that one process records as they change. Other values are read, see ``Reading``.
 
     Recording is thread-safe and takes about a microsecond, if the caller keeps the series: look it up once, where its
     labels are known beforehand.

@@ -77,7 +77,10 @@ class Export:
         self.tracing = Tracing(provider.get_tracer(_SCOPE, twinkle.__version__))
 
     def send_metrics(self, metrics: Metrics, readings: Sequence[Reading]) -> None:
-        """Send all metrics. Blocks for at most ``timeout_seconds``: not for the event loop."""
+        """Send all metrics, or log them with ``telemetry.debug``. Blocks for about ``timeout_seconds`` at most.
+
+        So it must not be called on the event loop.
+        """
         families = metrics.families(readings)
         if self._metric_exporter is None:
             for sample in (each for family in families for each in family.samples):
@@ -99,7 +102,7 @@ class Export:
 
 
 class _Watch:
-    """Logs once that exports to a collector fail, and once that they work again."""
+    """Logs when exports to a collector begin to fail, and when they work again, instead of each failure."""
 
     def __init__(self, what: str, endpoint: str) -> None:
         self._what = what

@@ -69,7 +69,7 @@ class _BatchSeries:
 
 
 class Outcomes:
-    """The values of the label outcome."""
+    """The values of the label ``outcome`` in metrics of ops and samples."""
 
     SUCCEEDED = "succeeded"
     USER_ERROR = "user_error"
@@ -89,7 +89,7 @@ class Outcomes:
 
 
 class TrainingRecorder:
-    """Records the ops of one model."""
+    """Records the ops of one model: metrics of ops and batches, and their spans."""
 
     def __init__(self, model: str, metrics: Metrics | None = None, tracing: Tracing = NO_TRACING) -> None:
         self._model = model
@@ -138,7 +138,7 @@ class TrainingRecorder:
     # --- anywhere -----------------------------------------------------------------------------------------------------
 
     def started(self, op: Op) -> None:
-        """Note that the op runs, in a batch or beside batches."""
+        """Note that the op runs, in a batch or beside batches, and record how long it waited."""
         live = self._live.get(op.request_id)
         if live is not None:
             live.start(self._wait[op.kind])
@@ -147,7 +147,7 @@ class TrainingRecorder:
 
     @contextmanager
     def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
-        """Record a batch. The context lasts as long as the device works on these ops."""
+        """Record a batch, unless it raises. The context lasts as long as the device works on these ops."""
         kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
         tokens = _tokens(ops)
         started = time.perf_counter()
@@ -183,7 +183,7 @@ def _tokens(ops: Sequence[Op]) -> int:
 
 
 class SamplingRecorder:
-    """Records the samples of one model.
+    """Records the sampling requests of one model: their metrics and spans.
 
     The compute thread calls ``started``, ``progressed`` and ``sampled``, the event loop all others.
     """
@@ -215,13 +215,13 @@ class SamplingRecorder:
         self._live[request.request_id] = _Live(span)
 
     def started(self, request_id: str) -> None:
-        """Note that the engine has the request."""
+        """Note that the engine has the request, and record how long the request waited for that."""
         live = self._live.get(request_id)
         if live is not None:
             live.start(self._wait)
 
     def progressed(self, request_id: str) -> None:
-        """Note that tokens were streamed."""
+        """Note that tokens of this request were streamed; the first time, record the time to the first token."""
         live = self._live.get(request_id)
         if live is not None and not live.streamed:
             live.streamed = True
@@ -263,7 +263,7 @@ class LogprobGap:
 
 
 def gap_of(data: Sequence[Datum], logprobs: Sequence[FloatArray]) -> LogprobGap | None:
-    """Return the gap of one pass; None if no datum has log-probabilities of a sampler.
+    """Return the gap of one pass; None without log-probabilities of a sampler that fit the trainer's.
 
     Tokens with log-probability 0 are left out. Clients write 0 where nothing was sampled, such as in prompts; a sampled
     token of which the sampler was certain is left out with them.

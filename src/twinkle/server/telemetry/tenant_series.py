@@ -1,8 +1,8 @@
 """Usage by tenant as a bounded number of metric series.
 
 Whenever metrics are read, the busiest tenants without series of their own get them, as long as there is room, and keep
-them: no rate can be computed from a series that comes and goes. The usage of a tenant before it got its own series
-stays in the series ``other``, so that no total ever falls.
+them until the server forgets the tenant: no rate can be computed from a series that comes and goes. The usage of a
+tenant before it got its own series stays in the series ``other``, so that no total ever falls.
 """
 
 from collections import Counter

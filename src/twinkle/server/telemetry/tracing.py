@@ -28,7 +28,7 @@ _NO_CONTEXT = Context()  # begins a new trace, whatever span is current in this 
 
 
 class Tracing:
-    """Starts all spans of a server process. No method waits, and none raises."""
+    """Starts the spans of requests, ops and batches of a server process. No method waits, and none raises."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         """Record spans with ``tracer``; if None, record nothing."""
@@ -37,7 +37,10 @@ class Tracing:
         self._ops: OrderedDict[str, SpanContext] = OrderedDict()  # by request id, the oldest first
 
     def start_request(self, headers: Sequence[tuple[bytes, bytes]], *, traced: bool) -> Span:
-        """Start the span of a request and make it current for the rest of the task. ``headers`` may name its parent."""
+        """Start the span of a request and make it current for the rest of the task. ``headers`` may name its parent.
+
+        If ``traced`` is False or tracing is off, return an invalid span, which records nothing.
+        """
         span: Span = INVALID_SPAN
         if self._enabled and traced:
             carrier = {str(name, "latin-1"): str(value, "latin-1") for name, value in headers if name in _PROPAGATED}
@@ -80,7 +83,7 @@ class Tracing:
 
     @contextmanager
     def batch(self, ops: "Sequence[OpSpan]", attributes: Attributes) -> Iterator[None]:
-        """Trace work on the device; the batch is linked with its ops, and the run of each op with the batch."""
+        """Trace work on the device. A batch is linked with its first 128 ops, and the run of each op with the batch."""
         if not self._enabled:
             yield
             return
@@ -115,7 +118,7 @@ class OpSpan:
         self._part = self._tracer.start_span("run", self._context)
 
     def join(self, batch: SpanContext) -> None:
-        """Note that the op runs in this batch."""
+        """Link the span of the op's run with this batch."""
         self._part.add_link(batch)
 
     def end(self, outcome: str, *, failed: bool) -> None:

@@ -109,7 +109,10 @@ def _inputs(given: Sequence[_Input]) -> tuple[LossInput, ...]:
 
 
 def _check_placeholder(node: _Node, inputs: Sequence[LossInput], number: int, where: str) -> None:
-    """Raise InvalidInputError unless the placeholders come before all other nodes, in the order of the inputs."""
+    """Raise InvalidInputError unless placeholder ``number`` has the name of that input and no node came in between.
+
+    So the placeholders come before all other nodes, in the order of the inputs.
+    """
     if number >= len(inputs) or node.target != inputs[number].name or node.name != node.target or node.args:
         names = ", ".join(each.name for each in inputs)
         raise InvalidInputError(
@@ -224,7 +227,7 @@ def _plain(value: object, where: str) -> Argument:
 def _is_inert(key: str, value: object) -> bool:
     """Return whether a keyword has a value without effect, which tracing writes down.
 
-    At any other value the keyword is refused as unknown.
+    With any other value the keyword is refused, unless the operation's rule has it.
     """
     if isinstance(value, dict) and len(value) == 1 and key in value:  # {"layout": {"layout": "strided"}}
         value = value[key]

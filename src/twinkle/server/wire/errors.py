@@ -1,11 +1,12 @@
-"""Errors that are answered with an HTTP status, because there is no future that could carry them."""
+"""Errors that are answered with an HTTP status and not through a future."""
 
 from twinkle.errors import UserError
 
 
 class MalformedRequestError(UserError):
-    """The body cannot be parsed, or not far enough to know which model and sequence number it concerns: HTTP 400.
+    """The body of a request cannot be read: HTTP 400.
 
+    If at least the model and the sequence number of an op can be read, the op is accepted and fails instead.
     ``field``: the path of the wrong field, empty if the whole body is wrong. ``problem``: pydantic's name of the
     mistake, such as "missing".
     """
@@ -39,7 +40,7 @@ class JsonTooLargeError(BodyTooLargeError):
 
 
 class SequenceConflictError(UserError):
-    """A sequence number of a native adapter was sent again with another request; the first request stands."""
+    """A sequence number of a native run was sent again with another request: HTTP 409. The first request stands."""
 
     def __init__(self, run_id: str, seq: int) -> None:
         super().__init__(f"seq_id {seq} of {run_id} was used before with another request; each request needs its own")

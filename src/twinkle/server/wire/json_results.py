@@ -1,4 +1,4 @@
-"""Results as JSON, for SDKs that do not read protobuf, in which results are stored.
+"""Results of passes and samples, which are stored as protobuf, as JSON for SDKs that do not read protobuf.
 
 A result may hold millions of numbers, and Python's JSON encoder blocks all other threads while it runs. Therefore the
 JSON is written in pieces of a few thousand numbers, directly from the bytes of the stored result: there is never a
@@ -41,14 +41,15 @@ def estimated_json_bytes(outcome: Outcome) -> int:
 def json_pieces(outcome: Outcome, *, sample: bool) -> Iterator[bytes]:
     """Yield a protobuf result as JSON, piece by piece. NaN and infinity, which JSON does not have, become null.
 
-    ``sample``: the result is that of a sample, not of a pass.
+    ``sample``: the result is that of a sample, not of a pass. Of a sample, target_prompt_logprobs, prompt_alt_tokens,
+    prompt_cache_hit_tokens and topk_sampled_logprobs are left out.
     """
     body = memoryview(outcome.body)
     return _joined(_sample(body) if sample else _training(body))
 
 
 def _joined(texts: Iterable[str]) -> Iterator[bytes]:
-    """Join short texts to pieces of at least ``_PIECE`` characters."""
+    """Join short texts to pieces of at least ``_PIECE`` characters; the last one may be shorter."""
     waiting, size = [], 0
     for text in texts:
         waiting.append(text)
@@ -131,7 +132,10 @@ def _sample(body: memoryview) -> Iterator[str]:
 
 
 def _tops(table: "_Message") -> Iterator[str]:
-    """Yield a list of (token, log-probability) for each position; null for the first, which has no prediction."""
+    """Yield the JSON of a top-k table: null if it is empty, else a list with an entry for each position.
+
+    An entry is a list of [token, log-probability]; null for the first position, which has no prediction.
+    """
     length, k = table.integer(_Top.LENGTH_FIELD_NUMBER), table.integer(_Top.K_FIELD_NUMBER)
     if not length:
         yield "null"

@@ -25,13 +25,13 @@ def scan(body: bytes | memoryview, position: int, stop: int) -> Iterator[tuple[i
         else:
             raise MalformedRequestError(f"body: byte {position} is not protobuf (wire type {wire_type})")
         if end > stop:
-            raise MalformedRequestError(f"body: a field of {end - position} bytes at byte {position} ends too early")
+            raise MalformedRequestError(f"body: it ends inside the field of {end - position} bytes at byte {position}")
         yield tag >> 3, wire_type, position, end
         position = end
 
 
 def text_field(body: bytes, number: int) -> str | None:
-    """Return the last top-level text field with this number; None if there is none or the message is malformed."""
+    """Return the last top-level text field with this number; None if there is none or the bytes cannot be read."""
     found = None
     try:
         for field, wire_type, start, end in scan(body, 0, len(body)):

@@ -1,7 +1,8 @@
 """The JSON requests of the Tinker protocol, and their conversion to the services' dataclasses.
 
 JSON types are strict: ``"1"`` and ``1.0`` are not integers. Unknown keys of a request are ignored, because a newer SDK
-may send more of them; known keys that this server does not support are refused unless they have their default. Inside
+may send more of them; known keys that this server does not support are refused unless they have their default (except
+``record_stability_info`` of samples, which is ignored). Inside
 ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused, because ignoring one would train or
 sample differently from what the client asked. The requests for samples are in :mod:`twinkle.server.wire.sampling`.
 """
@@ -139,7 +140,7 @@ class LoraConfig(Parameters):
 
 
 class OptimizerConfig(Request):
-    """The optimizer, which is chosen once, when the model is created."""
+    """The optimizer of a model. :func:`check_optimizer` accepts only ``adamw``."""
 
     type: str = "adamw"
 
@@ -154,7 +155,7 @@ class CreateModelRequest(Request):
     type: Literal["create_model"] = "create_model"
 
     def spec(self) -> LoraSpec:
-        """Return the LoRA configuration; UnsupportedError for a request that this server cannot train."""
+        """Return the LoRA configuration; UserError without one, or for an optimizer that this server does not have."""
         if self.lora_config is None:
             raise UnsupportedError(
                 "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
@@ -182,7 +183,7 @@ def check_access_token(token: object) -> None:
 
 
 class SequencedRequest(Sequenced):
-    """The base class of requests that become ops."""
+    """The base class of JSON requests that become ops; ``kind``: the kind of op."""
 
     kind: ClassVar[OpKind]
 
@@ -207,7 +208,10 @@ class AdamConfig(Parameters):
 
 
 class OptimStepRequest(SequencedRequest):
-    """An optimizer step. The SDK sends Adam's parameters as ``adam_params``, other optimizers' as the other fields."""
+    """An optimizer step. Exactly one of the three fields must hold parameters, and all take Adam's.
+
+    The SDK sends Adam's parameters as ``adam_params``, and those of other optimizers in the other two.
+    """
 
     kind: ClassVar = OpKind.OPTIM_STEP
     adam_params: AdamConfig | None = None
@@ -290,7 +294,7 @@ class LoadWeightsRequest(SequencedRequest):
 
 
 def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
-    """Return the op in the body of one of the requests above.
+    """Return the op in ``body``, a request of the type ``request_type``.
 
     :class:`MalformedRequestError` without a valid model_id and seq_id. With any other mistake the op's payload is
     :class:`Refused`: the op fails, but its sequence number is used up, so that the ops after it can run.
@@ -321,7 +325,7 @@ class CreateFromRequest(Request):
     type: Literal["load_weights"] = "load_weights"
 
     def check(self) -> None:
-        """Raise UnsupportedError for fields that this server does not support."""
+        """Raise UserError for an access token, or for an optimizer that this server does not have."""
         check_access_token(self.weights_access_token)
         check_optimizer(self.optimizer_config)
 
@@ -334,7 +338,7 @@ class _Addressed(Request):
 def names_session(body: bytes) -> bool:
     """Return whether a load_weights is to create its model, because it names a session and no model.
 
-    A request that names both concerns an existing model, and is refused later.
+    A request that names both concerns an existing model, and :meth:`LoadWeightsRequest.payload` refuses it.
     """
     addressing = parse(_Addressed, body)
     return addressing.model_id is None and addressing.session_id is not None

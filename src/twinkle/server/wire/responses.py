@@ -1,4 +1,4 @@
-"""The JSON results of futures.
+"""The JSON results of futures, and the JSON that tells a client to poll again.
 
 The SDK treats every JSON result with a key ``error`` as a failure, so a success never has that key. JSON has no NaN.
 """

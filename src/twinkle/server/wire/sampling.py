@@ -90,7 +90,8 @@ class SamplingConfig(Parameters):
     def params(self) -> SamplingParams:
         """Return the parameters as the sampler's.
 
-        Without ``stop`` the model's end token ends a sequence; with an empty list only the maximum length does.
+        With an empty list as ``stop`` only the maximum length ends a sequence; otherwise the stops do, and the model's
+        own end tokens, too. InvalidInputError if ``top_k`` is 0.
         """
         if self.top_k == 0:
             raise InvalidInputError("sampling_params.top_k", 0, "-1 (off) or at least 1")
@@ -193,8 +194,8 @@ class AsampleRequest(Request):
 def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[SampleRequest, Encode]:
     """Return the sampler's request, and a function that encodes its result.
 
-    If the request's target_prompt_logprobs were sparse, the encoded result is sparse, too. ``version_id``: the version
-    that the sampling session samples from; None: the base model.
+    If target_prompt_logprobs are sparse in the request, they are also sparse in the encoded result. ``version_id``: the
+    version that the sampling session samples from; None: the base model.
     """
     for field in ("base_model", "model_path"):
         if vars(request)[field] is not None:

@@ -1,4 +1,4 @@
-"""Tensors on the wire: dense or CSR, little-endian. Every declared size is checked against the bytes before its use."""
+"""Tensors on the wire: dense or CSR (compressed sparse rows), little-endian. Declared sizes are checked before use."""
 
 import math
 from dataclasses import replace
@@ -27,8 +27,8 @@ _MAX_DIMENSION = 2**31 - 1
 def decode_tensor(tensor: pb.Tensor, field: str) -> Array | Csr:
     """Return a float32, int64 or int32 array, (N,) or (N, K); bfloat16 becomes float32. ``field`` names it in errors.
 
-    A dense tensor is a read-only view of the message's bytes. A sparse tensor stays sparse, because a few bytes can
-    describe a huge matrix.
+    A dense tensor is a read-only view of the message's bytes, or a copy if it was bfloat16. A sparse tensor becomes a
+    :class:`Csr`, because a few bytes can describe a huge matrix. InvalidInputError if sizes and bytes do not fit.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -46,7 +46,7 @@ def decode_tensor(tensor: pb.Tensor, field: str) -> Array | Csr:
 
 
 def read_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
-    """Return the numbers in ``data``, without a copy."""
+    """Return the numbers in ``data`` without a copy; InvalidInputError, with ``field``, if the last one is cut off."""
     if len(data) % dtype.itemsize != 0:
         raise InvalidInputError(field, f"{len(data)} bytes", f"a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)

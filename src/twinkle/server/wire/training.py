@@ -50,7 +50,11 @@ _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 
 def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
-    """Undo the Content-Encoding of a body; BodyTooLargeError before more than ``limit`` bytes are unpacked."""
+    """Undo the Content-Encoding of a body: zstd, gzip or identity.
+
+    BodyTooLargeError if the result has more than ``limit`` bytes; no more than one byte beyond that is unpacked.
+    MalformedRequestError for other encodings, damaged data, and a zstd frame beyond the limit without a declared size.
+    """
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "zstd":
         return _unpack_zstd(body, limit)
@@ -65,9 +69,10 @@ def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
 
 @dataclass
 class Allowance:
-    """What is left of a request's limits while its datums are read one after another.
+    """What a request may still have while its datums are read one after another.
 
-    ``targets``: targets of all tokens together. ``width``: targets of each token.
+    Each datum is subtracted from ``tokens`` and from ``targets``, those of all tokens together. ``width``, the most
+    targets of one token, and ``datums``, the most datums of the request, do not change.
     """
 
     tokens: int = MAX_TOKENS
@@ -79,9 +84,9 @@ class Allowance:
 def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
     """Return the op in a protobuf body.
 
-    :class:`MalformedRequestError` if the model id or the sequence number cannot be read, or if a large body has more
-    parts than a request may have. With any other mistake the op's payload is :class:`Refused`: the op fails, but its
-    sequence number is used up.
+    ``left``: the limits of the request; None: the largest that this module allows. :class:`MalformedRequestError` if
+    the body, its model id or its sequence number cannot be read, or if a large body has more parts than a request may
+    have. With any other mistake the op's payload is :class:`Refused`: the op fails, but its sequence number is used up.
     """
     left = left or Allowance()
     if len(body) > _SMALL_BODY:
@@ -143,7 +148,7 @@ def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
 
 
 def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> dict[str, AnyArray | Csr]:
-    """Return the loss's inputs by name. ``custom``: for a custom loss, whose inputs may have any width."""
+    """Return the loss's inputs by name. ``custom``: for a custom loss, whose own inputs may have any width."""
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
         field = f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]"
@@ -276,7 +281,7 @@ def encode_training_result(result: TrainResult, data: Sequence[Datum] = ()) -> O
     """Return the result of a pass as protobuf.
 
     All tensors of a record share their trailing shape, so there is one record for each group of consecutive datums with
-    the same K. ``data``: the datums of the request, for a client that also reads the loss of each target.
+    the same K. ``data``: the datums of the request, given if the result is to hold ``elementwise_loss``, too.
     """
     _check_metrics(result.metrics)
     columns = {"logprobs": result.logprobs}
@@ -293,7 +298,10 @@ def encode_training_result(result: TrainResult, data: Sequence[Datum] = ()) -> O
 
 
 def _elementwise_loss(logprobs: FloatArray, datum: Datum) -> FloatArray:
-    """Return −logprob · weight of each target, whatever the loss was, clipped to finite numbers for JSON."""
+    """Return −logprob · weight of each target, whatever the loss was; without weights, −logprob.
+
+    The products are clipped to finite numbers, because JSON has no infinity.
+    """
     if datum.weights is None:
         return -logprobs
     with np.errstate(over="ignore"):
