@@ -337,3 +337,16 @@ def test_public_names_are_sorted_and_there():
 def test_no_torch():
     code = "import sys, twinkle.server.config; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SRC)}, check=True)
+
+
+@pytest.mark.parametrize(("text", "runtime"), [("{}", "embedded"), ("runtime: ray", "ray")])
+def test_a_model_of_the_command_line_is_served_in_this_process_unless_the_file_says_otherwise(tmp_path, text, runtime):
+    (tmp_path / "c.yaml").write_text(text)
+    config, _ = load_config(tmp_path / "c.yaml", model="org/m")
+    assert config.runtime == runtime
+    assert [application.import_path for application in config.applications] == [
+        "server",
+        "model",
+        "sampler",
+        "processor",
+    ]

@@ -222,6 +222,17 @@ def test_a_database_that_cannot_be_used_is_refused_by_name_and_repaired_by_comma
     assert set(_states(tmp_path)) == {RUN, "s2:train:1"}
 
 
+def test_a_lost_secret_does_not_cost_the_database(tmp_path, capsys):
+    with_store(tmp_path, _fill)
+    for file in (tmp_path / "secret", tmp_path / "copies" / "secret"):
+        file.write_text("damaged")
+    before = (tmp_path / "state.db").read_bytes()
+    assert main(["check-data", "--repair", "--data-dir", str(tmp_path)]) == 1
+    assert "secret" in capsys.readouterr().out
+    assert (tmp_path / "state.db").read_bytes() == before
+    assert not list(tmp_path.glob("state.db.damaged-*"))
+
+
 def test_flipped_bits_of_a_database_cost_a_row_or_are_refused(tmp_path):
     """A small part of ``make damage``, without servers: the content of a row never prevents a start."""
     original, copy = tmp_path / "original", tmp_path / "copy"

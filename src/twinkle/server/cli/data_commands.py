@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
     with DirectoryLock(config.data_dir):  # files that a running server is writing would look damaged
         database = _database_file(config)
         findings = list(check_data(config.data_dir, database))
-        if args.repair and database is not None and any(finding.is_fatal for finding in findings):
+        if args.repair and database is not None and any(finding.needs_copy for finding in findings):
             print(_repair(config.data_dir, database), file=sys.stderr)
             findings = list(check_data(config.data_dir, database))
     _finish(findings, args.format, f"{config.data_dir}")

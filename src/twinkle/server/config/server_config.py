@@ -154,7 +154,7 @@ def load_config(
         if model is not None and data.get("applications"):
             problems.append(problem("--model", model, "only with a file that has no applications"))
         elif model is not None:
-            data["applications"] = _default(model)["applications"]
+            data = {"runtime": "embedded", **data, "applications": _default(model)["applications"]}
     listening = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     if listening:
         given = data.get("http_options")

@@ -42,6 +42,11 @@ class Finding:
     remedy: str
     is_fatal: bool = False
 
+    @property
+    def needs_copy(self) -> bool:
+        """Return whether the copy of the database has to take the place of the database."""
+        return self.remedy == _REPAIR
+
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
