@@ -9,7 +9,7 @@ pytestmark = pytest.mark.ray
 
 
 def test_places_are_spread_over_the_workers(program):
-    pool = EnvPool(4, env_kwargs={"env_name": "guess_env"}, remote_group="work")
+    pool = EnvPool(4, env_kwargs={"env_name": "tests.on_ray.guess_env"}, remote_group="work")
     adapters = pool.get_adapters(3)
     assert all(isinstance(adapter, EnvPoolAdapter) for adapter in adapters)
     assert [adapter.reset().observation for adapter in adapters] == ["rank 0", "rank 1", "rank 0"]
