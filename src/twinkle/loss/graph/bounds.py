@@ -198,7 +198,10 @@ def _shown(value: Value) -> str:
 
 
 def _view(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Bound ``view``. Only a new shape is allowed: a view as another dtype could make invalid numbers of the bytes."""
+    """Return the bound of a ``view``.
+
+    Only a new shape is allowed: a view as another dtype could make invalid numbers of the bytes.
+    """
     if any(isinstance(value, torch.dtype) for value in arguments):
         raise CannotComputeError("a dtype, allowed: a shape (to change the dtype, use .to)")
     return _same(operation, arguments, keywords)

@@ -28,9 +28,9 @@ FROZEN_BYTES_PER_PARAMETER = 4
 
 @dataclass
 class Adapter:
-    """The state of one adapter. Tensors are flat rows (P,) in the order of ``stack.layout`` (or empty, if frozen).
+    """The state of one adapter. Tensors are flat rows (P,) in the order of ``stack.layout``.
 
-    ``slot`` is the adapter's place in its stack, None while it is paged out to the host.
+    A frozen adapter has no moments. ``slot``: its place in its stack, None while it is paged out to the host.
     """
 
     adapter_id: str

@@ -68,7 +68,7 @@ async def upload_to_hub(call: Call[UploadToHubRequest], model: str) -> Response:
     if isinstance(address, dict):
         address = str(address.get("twinkle_path"))
     if wanted.hub_token is None:
-        raise InvalidInputError("hub_token", None, "a token of the hub: the key of this server is not sent there")
+        raise InvalidInputError("hub_token", None, "a token of the hub; your API key is not sent to the hub")
     path = CheckpointPath.parse(address, "checkpoint_dir")
     record = await gateway.checkpoint(path, call.tenant_id)
     directory: Path = gateway.files.root / record.directory

@@ -47,7 +47,7 @@ class Layout:
 
 
 def layout_of(config: ServerConfig) -> Layout:
-    """Return the layout. It follows from the configuration, so it is the same in every process."""
+    """Return which replica serves which model. The configuration decides, so all processes agree."""
     trained = [one for one in config.applications if isinstance(one.args, ModelArgs)]
     models = {
         served.name: Replicas(replica_names(one), served.name)
