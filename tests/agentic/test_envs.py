@@ -206,7 +206,7 @@ def test_workers_share_the_places(package, monkeypatch):
     batches = [pool.reset_batch([0, 1, 2, 3]) for pool in pools]
     assert [list(batch) for batch in batches] == [[0, 2], [1, 3]]
     assert set(EnvPool.reset_batch._collect(batches, device_mesh=None)) == {0, 1, 2, 3}
-    with pytest.raises(InvalidInputError, match="a place of this process"):
+    with pytest.raises(InvalidInputError, match="a place that this process owns"):
         pools[0].get_adapters(2)[1].reset()
 
 

@@ -143,7 +143,7 @@ class RunKind:
     def is_settled(self, run_id: str) -> bool:
         """Return whether a snapshot would have the whole state of the adapter. May be called in any thread.
 
-        It would not, for example, between a native forward pass and the backward pass that needs its activations. It
+        It would not, for example, between a forward pass and a separate backward pass that needs its activations. It
         always would for Tinker's runs.
         """
         return True
