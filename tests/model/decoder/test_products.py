@@ -40,6 +40,13 @@ def test_linear_has_the_gradient_of_its_input():
     assert_rounded_once(x.grad, dy.double() @ weight.double())
 
 
+def test_linear_keeps_no_wider_copy_of_its_weight():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.dtype) or saved, lambda saved: saved):
+        products.linear(random(5, 48).requires_grad_(), random(7, 48))
+    assert set(kept) == {torch.bfloat16}
+
+
 def test_mm():
     left, right, out = random(5, 48), random(48, 6), torch.empty(5, 6, dtype=torch.bfloat16)
     exact = left.double() @ right.double()

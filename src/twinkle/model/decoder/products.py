@@ -6,6 +6,7 @@ multiplies bf16 numbers and adds in fp32. On other devices, and for fp32, they a
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,26 @@ def needs_fp32(factor: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``."""
+    """Compute ``x @ weight.T + bias``. Weight and bias are frozen: they get no gradient from a CPU that needs fp32."""
     if not needs_fp32(x):
         return F.linear(x, weight_OI, bias_O)
-    bias = None if bias_O is None else bias_O.float()
-    return F.linear(x.float(), weight_OI.float(), bias).to(x.dtype)
+    y: Tensor = _FrozenLinear.apply(x, weight_OI, bias_O)
+    return y
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A product in fp32. Until the backward pass it keeps the bf16 weight, where autograd would keep the fp32 copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight_OI)
+        bias = None if bias_O is None else bias_O.float()
+        return F.linear(x.float(), weight_OI.float(), bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (weight_OI,) = ctx.saved_tensors
+        return (dy.float() @ weight_OI.float()).to(dy.dtype), None, None
 
 
 def mm(left_NK: Tensor, right_KM: Tensor, *, out: Tensor | None = None) -> Tensor:
