@@ -5,6 +5,7 @@ import pytest
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.placement import DeploymentOptions
 from twinkle.server.config.server_config import find_problems
+from twinkle.server.config.timings import Timings
 from twinkle.server.config.without_effect import without_effect
 from twinkle.server.runtime.ray.layout import on_own_gpu, replica_names
 
@@ -116,3 +117,16 @@ def test_limits_of_connections() -> None:
     named = [note.partition(":")[0] for note in without_effect(on_ray)]
     assert named == ["limits.max_connections_per_address", "limits.max_header_bytes"]
     assert without_effect(ServerConfig.model_validate({"runtime": "embedded", "limits": limits})) == []
+
+
+def test_the_devices_of_a_sampler() -> None:
+    args = {"model_id": "org/m", "sampler_type": "torch", "device_group": group(visible_devices=1)}
+    sampler = {"name": "s", "import_path": "sampler", "args": args}
+    notes = without_effect(configured(model(device_group=group()), sampler))
+    assert [note.partition(":")[0] for note in notes] == ["applications[1].args.device_group.visible_devices"]
+
+
+def test_other_timings_leave_the_configuration_as_it_was() -> None:
+    config = ServerConfig()
+    assert config.with_timings(Timings(snapshot=1.0)).timings.snapshot == 1.0
+    assert config.timings == Timings()
