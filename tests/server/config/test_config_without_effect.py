@@ -120,7 +120,7 @@ def test_limits_of_connections() -> None:
 
 
 def test_the_devices_of_a_sampler() -> None:
-    args = {"model_id": "org/m", "sampler_type": "torch", "device_group": group(visible_devices=1)}
+    args = {"model_id": "org/m", "sampler_type": "torch", "device_group": group(visible_devices=1) | {"name": "other"}}
     sampler = {"name": "s", "import_path": "sampler", "args": args}
     notes = without_effect(configured(model(device_group=group()), sampler))
     assert [note.partition(":")[0] for note in notes] == ["applications[1].args.device_group.visible_devices"]
