@@ -1,11 +1,13 @@
 """Twinkle: many tenants fine-tune and sample their own LoRA adapters on one base model.
 
-``import twinkle`` is cheap. The names in ``_LAZY`` load their module on first use, many of them also torch.
+``import twinkle`` is cheap. The names in ``_LAZY`` load their module on first use, many of them also torch; so do the
+modules in ``_MODULES``, used as ``twinkle.infra``. Import paths of other versions are in :mod:`twinkle.compatibility`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from twinkle import compatibility
 from twinkle.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
@@ -135,16 +137,43 @@ _LAZY = {
     "trust_remote_code": "twinkle.utils.unsafe",
 }
 
+# Modules that scripts use as attributes, such as twinkle.framework_util.seed_everything(), without importing them.
+_MODULES = (
+    "advantage",
+    "cli",
+    "data_format",
+    "dataloader",
+    "dataset",
+    "framework_util",
+    "hub",
+    "infra",
+    "loss",
+    "metric",
+    "model",
+    "module",
+    "notifier",
+    "preprocessor",
+    "processor",
+    "reward",
+    "sampler",
+    "server",
+    "template",
+    "torch_util",
+    "utils",
+)
+
+compatibility.install()  # or "import twinkle.hub.hub" would not be found; a line in sys.meta_path, nothing is imported
+
 
 def __getattr__(name: str) -> object:
-    if name in ("framework_util", "torch_util"):  # modules, used as twinkle.framework_util.seed_everything()
+    if name in _MODULES:
         return import_module(f"twinkle.{name}")
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise compatibility.missing(__name__, name)
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value  # so that the next access finds it without calling this function
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -50,6 +50,7 @@ __all__ = [
     "ServerVariables",
     "checks_threads",
     "hides_devices",
+    "listed_devices",
     "read_environment",
     "read_launch",
     "read_ray_variables",
@@ -201,6 +202,12 @@ def checks_threads() -> bool:
 def hides_devices(visible_variable: str) -> bool:
     """Return whether a variable like CUDA_VISIBLE_DEVICES is set and names no device."""
     return os.environ.get(visible_variable, "unset").strip() in ("", "-1")
+
+
+def listed_devices(visible_variable: str) -> tuple[str, ...] | None:
+    """Return the devices that a variable like CUDA_VISIBLE_DEVICES names; None if it is not set."""
+    value = os.environ.get(visible_variable)
+    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def twinkle_variables() -> dict[str, str]:

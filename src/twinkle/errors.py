@@ -243,7 +243,7 @@ class ShuttingDownError(TwinkleServerError):
 
 
 class QuotaError(TwinkleServerError, RuntimeError):
-    """A tenant has reached a limit; the same request may succeed later."""
+    """A limit is reached, of the tenant or of what all tenants share; the same request may succeed later."""
 
     retry_after = 1  # seconds
 
@@ -254,6 +254,16 @@ class QuotaError(TwinkleServerError, RuntimeError):
         """
         super().__init__(f"{what}: {used} of {limit} in use ({key}); {advice}, or ask for a higher limit")
         self.key = key
+
+
+class LimitReachedError(QuotaError):
+    """A limit on what a tenant keeps is full: its adapters, sessions or processors.
+
+    The request succeeds only after the tenant gave up one of them, so clients do not retry it by themselves. A limit
+    that tenants share is no case of this error: another tenant may give something up, so waiting helps.
+    """
+
+    code = "limit_reached"
 
 
 class RateLimitError(QuotaError):

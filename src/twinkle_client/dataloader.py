@@ -5,11 +5,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
+from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient
+from twinkle_client.compatibility import PATHS, missing
 from twinkle_client.dataset import Dataset
+from twinkle_client.environment import read_environment
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.protocol.base import TYPE_KEY
-from twinkle_client.remote import RemoteObject, component, left_to_server, next_of
+from twinkle_client.remote import RemoteObject, component, next_of
 
 __all__ = ["DataLoader", "RemoteBatch"]
 
@@ -70,9 +73,10 @@ class RemoteBatch(Sequence[Row]):
 class DataLoader(RemoteObject):
     """A dataloader on the server, which iterates over a dataset in batches; every ``for`` loop over it is an epoch.
 
-    The options are those of the library's class; ``shuffle`` without a seed uses the client's seed. The options from
-    ``device_mesh`` to ``remote_group`` are accepted but not used, because the server decides how rows are loaded; a log
-    line says so. A ``collate_fn`` must be None, because code is never sent to the server: see :meth:`set_processor`.
+    The options are those of the library's class; ``shuffle`` without a seed uses TWINKLE_SEED, else the client's seed.
+    The options from ``device_mesh`` to ``remote_group`` are accepted but not used, because the server decides how rows
+    are loaded; a log line says so. A ``collate_fn`` must be None, because code is never sent to the server: see
+    :meth:`set_processor`.
     """
 
     processor_type: ClassVar[str] = "dataloader"
@@ -120,7 +124,7 @@ class DataLoader(RemoteObject):
             "min_batch_size": min_batch_size,
             "max_retries": max_retries,
             "shuffle": shuffle,
-            "seed": client.seed if seed is None and shuffle else seed,
+            "seed": _default_seed(client) if seed is None and shuffle else seed,
             "drop_last": drop_last,
         }
         said = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
@@ -128,6 +132,7 @@ class DataLoader(RemoteObject):
         self.dataset = dataset
         self.batch_size = batch_size
         _ = self.processor_id
+        dataset.has_loader = True
 
     def set_processor(self, processor_cls: object, **init_args: Any) -> None:
         """Choose what makes a batch of rows: a name, or an InputProcessor of :mod:`twinkle_client.processor`."""
@@ -178,9 +183,19 @@ class DataLoader(RemoteObject):
         return batch
 
 
+def _default_seed(client: TwinkleClient) -> int | None:
+    """Return the seed of a loader that is given none: TWINKLE_SEED, else that of ``initialize``, as in the library."""
+    seed = read_environment().seed
+    return client.seed if seed is None else seed
+
+
 def _warn_of_no_position() -> None:
     warnings.warn(
         "consumed_train_samples is None: a checkpoint without a position does not support consumed-data skipping; "
         "the next loop starts at the same row as without this call",
         stacklevel=3,
     )
+
+
+def __getattr__(name: str) -> object:
+    raise missing(PATHS, __name__, name)

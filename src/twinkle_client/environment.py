@@ -2,16 +2,32 @@
 
 TWINKLE_SERVER_URL    the server's address (default http://127.0.0.1:8000)
 TWINKLE_SERVER_TOKEN  the API key (default EMPTY_TOKEN: a server that issues no keys accepts any token)
+TWINKLE_WAIT_FOR_LIMITS  seconds to wait for a place if a limit, such as that of adapters, is full (default 0)
+
+TWINKLE_SEED          the seed of shuffling dataloaders that are given none, before that of ``initialize``
+LOG_LEVEL             a level of Python's logging, as a name or number, for ``initialize`` (default INFO)
+WORLD_SIZE            the number of processes, as torchrun sets it; ``initialize`` refuses more than one
 
 and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`. Proxies are taken from
 the system's settings, or from HTTP_PROXY and similar variables.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from urllib.request import getproxies
 
-__all__ = ["Environment", "has_tls_proxy", "read_environment", "set_tinker_variables", "tinker_key"]
+from twinkle_client.errors import invalid
+
+__all__ = [
+    "Environment",
+    "has_tls_proxy",
+    "log_level",
+    "processes_of_launch",
+    "read_environment",
+    "set_tinker_variables",
+    "tinker_key",
+]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TOKEN = "EMPTY_TOKEN"
@@ -21,6 +37,9 @@ DEFAULT_TOKEN = "EMPTY_TOKEN"
 class Environment:
     server_url: str
     server_token: str
+    wait_for_limits: str
+    names_server: bool  # whether TWINKLE_SERVER_URL is set
+    seed: int | None  # TWINKLE_SEED
 
 
 def read_environment() -> Environment:
@@ -28,7 +47,33 @@ def read_environment() -> Environment:
     return Environment(
         server_url=os.environ.get("TWINKLE_SERVER_URL", "").strip() or DEFAULT_URL,
         server_token=os.environ.get("TWINKLE_SERVER_TOKEN", "").strip() or DEFAULT_TOKEN,
+        wait_for_limits=os.environ.get("TWINKLE_WAIT_FOR_LIMITS", "").strip() or "0",
+        names_server=bool(os.environ.get("TWINKLE_SERVER_URL", "").strip()),
+        seed=_integer("TWINKLE_SEED"),
     )
+
+
+def processes_of_launch() -> int:
+    """Return the number of processes that a launcher such as torchrun has started; 1 without one."""
+    return max(1, _integer("WORLD_SIZE") or 1)
+
+
+def log_level() -> int:
+    value = os.environ.get("LOG_LEVEL", "").strip().upper() or "INFO"
+    if value.isascii() and value.isdecimal():
+        return int(value)
+    levels = logging.getLevelNamesMapping()
+    if value not in levels:
+        raise invalid("LOG_LEVEL", value, f"a number or one of {', '.join(levels)}")
+    return levels[value]
+
+
+def _integer(name: str) -> int | None:
+    value = os.environ.get(name, "").strip()
+    try:
+        return int(value) if value else None
+    except ValueError:
+        raise invalid(name, value, "an integer") from None
 
 
 def has_tls_proxy() -> bool:

@@ -92,7 +92,12 @@ class GoneError(ResponseError, LookupError):
 
 
 class LimitError(ResponseError, RuntimeError):
-    """429: a limit of this token was reached, and still so after the retries, if the request has any."""
+    """429: a limit of this token is reached; the text names it, its value, and what can be done.
+
+    If ``code`` is ``limit_reached``, the limit is full until something is given up, and the error is raised at once,
+    or after ``wait_for_limits`` seconds, an option of the client. Otherwise (too many requests or tokens at a time) it
+    is raised only after the retries.
+    """
 
 
 class ServerError(ResponseError, RuntimeError):

@@ -1,8 +1,13 @@
-"""The library's preprocessors, run on the server: for :meth:`Dataset.map`, or called with columns."""
+"""The library's preprocessors, run on the server: for :meth:`Dataset.map`, or called with columns.
 
+A class of the script that inherits from :class:`Preprocessor` or :class:`DataFilter` runs on the client.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from twinkle_client.data_format import columns_to_rows, rows_to_columns
 from twinkle_client.remote import RemoteObject
 
 __all__ = [
@@ -11,6 +16,7 @@ __all__ = [
     "CompetitionMathGRPOProcessor",
     "CompetitionMathProcessor",
     "CountdownProcessor",
+    "DataFilter",
     "EmojiDPOProcessor",
     "GSM8KProcessor",
     "OlympiadBenchProcessor",
@@ -24,9 +30,20 @@ class Preprocessor(RemoteObject):
 
     processor_type: ClassVar[str] = "preprocessor"
 
+    map_col_to_row = staticmethod(columns_to_rows)
+    map_row_to_col = staticmethod(rows_to_columns)
+
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         new: dict[str, list[Any]] = self.call("__call__", columns=columns)
         return new
+
+
+class DataFilter(ABC):
+    """The base class of a script's filters, for :meth:`Dataset.filter`. They run on the client."""
+
+    @abstractmethod
+    def __call__(self, row: dict[str, Any]) -> bool:
+        """Return True to keep the row."""
 
 
 class AlpacaProcessor(Preprocessor):

@@ -4,13 +4,12 @@ An object is created on the server when it is first needed. As an argument of a 
 never sent.
 
 The functions of this module are shared by all client classes that mirror a class of the library: they check names of
-classes and models, and log which constructor options the server ignores.
+classes, models and checkpoints.
 """
 
-import logging
+import re
 import threading
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -19,24 +18,26 @@ from twinkle_client.client.json_body import encode
 from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.errors import GoneError, InvalidRequestError, invalid
 from twinkle_client.protocol.sessions import ProcessorCallResponse, ProcessorCreateResponse
+from twinkle_client.protocol.verbs import SaveResponse
 
 __all__ = [
     "RemoteObject",
+    "address_of",
     "class_name",
     "component",
     "function_argument",
-    "left_to_server",
+    "is_folder",
+    "is_own_code",
     "model_name",
     "next_of",
     "service_path",
 ]
 
-logger = logging.getLogger(__name__)
-
 _PATH = "/processor/twinkle"
 # Every server knows the classes of these packages by name.
 _KNOWN_PACKAGES = frozenset({"torch", "twinkle", "twinkle_client"})
 _EXHAUSTED = "iterator exhausted"
+_VERSION = re.compile(r"[@?].*|==.*")  # of a model id: a revision, an option of random://, or a version of a package
 
 
 class RemoteObject:
@@ -88,6 +89,23 @@ class RemoteObject:
             with self._lock:
                 self._processor_id = None
 
+    def recreate(self, options: Mapping[str, Any], prepare: Callable[[], None]) -> None:
+        """Replace the object on the server by one with other options, on which ``prepare`` has been called.
+
+        If that fails, the object is what it was.
+        """
+        before, self.options = self.options, dict(options)
+        with self._lock:
+            old, self._processor_id = self._processor_id, None
+        try:
+            _ = self.processor_id
+            prepare()
+        except BaseException:
+            self.options, self._processor_id = before, old
+            raise
+        if old is not None:
+            self.client.post(f"{_PATH}/call", encode({"processor_id": old, "function": "close"}), once=True)
+
     def to_wire(self) -> str:
         return self.processor_id
 
@@ -124,6 +142,19 @@ def function_argument(field: str, what: object) -> "str | RemoteObject":
     return what if isinstance(what, RemoteObject) else class_name(field, what)
 
 
+def is_own_code(what: object) -> bool:
+    """Return whether ``what`` is a function, class or object of the script, which only the client can call.
+
+    Everything else is known to the server by name: the library's classes, and objects of the client's own classes. A
+    script's class that inherits from one of them is the script's code.
+    """
+    if isinstance(what, type):
+        return what.__module__.split(".")[0] not in _KNOWN_PACKAGES
+    if isinstance(what, RemoteObject):
+        return type(what).__module__.split(".")[0] != "twinkle_client"
+    return callable(what)
+
+
 def class_name(field: str, what: object) -> str:
     if isinstance(what, str):
         return what
@@ -154,28 +185,28 @@ def _named(
 
 
 def model_name(model_id: str) -> str:
-    """Return a model id without its scheme: ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``."""
+    """Return the name under which a server has a model.
+
+    It is the id without scheme and version, ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``; a folder is served
+    under its last name.
+    """
     name = model_id.split("://", 1)[-1] if isinstance(model_id, str) else ""
+    name = name.rstrip("/").rpartition("/")[2] if is_folder(name) else _VERSION.sub("", name)
     if not name:
         raise invalid("model_id", model_id, "the id of a model that the server has")
     return name
 
 
+def address_of(checkpoint: object) -> str:
+    """Return a checkpoint's address: that of an answer to ``save``, or the text of anything else, such as a path."""
+    return checkpoint.twinkle_path if isinstance(checkpoint, SaveResponse) else str(checkpoint)
+
+
+def is_folder(model_id: str) -> bool:
+    """Return whether a model id is a path; the server tells paths from names in the same way."""
+    return model_id.startswith(("/", "~", "."))
+
+
 def service_path(service: str, name: str) -> str:
     """Return the path of a model's routes; ``service`` is model or sampler. The name may contain slashes."""
     return f"/{service}/{quote(name.strip('/'))}/twinkle"
-
-
-def left_to_server(what: str, **options: object) -> None:
-    """Log once which of the ``options`` were given (are not None) although ``what`` does not use them.
-
-    They are options of the library's classes about devices, memory and processes, which are the server's decision.
-    """
-    given = tuple(sorted(name for name, value in options.items() if value is not None))
-    if given:
-        _say_once(what, given)
-
-
-@cache  # log once, even if a script makes many objects
-def _say_once(what: str, names: tuple[str, ...]) -> None:
-    logger.info("%s: the server decides about %s; the script's values are not used", what, ", ".join(names))

@@ -1,4 +1,4 @@
-"""The library's rewards, computed on the server."""
+"""The library's rewards, computed on the server. A script's own class that inherits from Reward runs on the client."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,7 +23,8 @@ Trajectories = Sequence[Mapping[str, Any]]
 class Reward(RemoteObject):
     """A reward: it returns a number for each trajectory's completion.
 
-    The right answers are read from the trajectories unless ``ground_truths`` are given.
+    The right answers are read from the trajectories unless ``ground_truths`` are given. A script's own reward
+    inherits from this class and replaces ``__call__``; nothing of it is sent to the server.
     """
 
     processor_type: ClassVar[str] = "reward"

@@ -309,7 +309,11 @@ ABSENT = [
         "fused experts are not trained yet",
     ),
     ("twinkle.processor.base", "PackedSeqParams", "a Megatron type; there is no Megatron backend yet"),
-    ("twinkle.processor:InputProcessor", "split_cp", "rows are not cut along the sequence"),
+    (
+        "twinkle.processor:InputProcessor",
+        "split_cp",
+        "a processor does not cut rows along the sequence; TransformersModel does, with ulysses_size",
+    ),
     (
         "twinkle.processor:InputProcessor",
         "to_transformers_dict",

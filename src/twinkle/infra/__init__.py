@@ -5,10 +5,19 @@ Ray and torch are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
+from twinkle.compatibility import missing
 from twinkle.infra.device_group import DeviceGroup
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.drawing import get_device_placement
-from twinkle.infra.initialization import Settings, current_seed, current_settings, initialize, process_lock, shutdown
+from twinkle.infra.initialization import (
+    Settings,
+    adapter_seed,
+    current_seed,
+    current_settings,
+    initialize,
+    process_lock,
+    shutdown,
+)
 from twinkle.infra.lazy_result import LazyResult
 from twinkle.infra.platform import CPU, GPU, MPS, NPU, Platform, is_master
 from twinkle.infra.remote import driver_function, remote_class, remote_function
@@ -26,6 +35,7 @@ __all__ = [
     "LazyResult",
     "Platform",
     "Settings",
+    "adapter_seed",
     "collect_tensor_dict",
     "current_seed",
     "current_settings",
@@ -42,7 +52,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name != "collect_tensor_dict":  # imported on first use, because it needs torch
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name)
     from twinkle.infra.tensor_collect import collect_tensor_dict
 
     return collect_tensor_dict

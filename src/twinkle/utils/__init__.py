@@ -6,6 +6,8 @@ Scripts import these names, and some that are defined in other packages, from he
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from twinkle.compatibility import missing
+
 if TYPE_CHECKING:
     from twinkle import framework_util, torch_util
     from twinkle.hub.plugin import Plugin
@@ -49,7 +51,7 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name)
     if name in ("framework_util", "torch_util"):
         return import_module(f"twinkle.{name}")
     return getattr(import_module(f"twinkle.{_HOME.get(name, 'infra')}"), name)

@@ -1,8 +1,10 @@
 """Decide whether and when a request is sent again. This module does no I/O: the transport asks it, and sleeps.
 
 Only failures that may pass by themselves are retried: failed connections, missing answers, 408, 429, 502, 503, 504, and
-507 (the server's disk is full and it stored nothing). Every request of the client may be sent twice:
-sequence numbers of verbs and idempotency keys let the server recognise the requests that must not run twice.
+507 (the server's disk is full and it stored nothing). A 429 with the code ``limit_reached`` does not pass by itself:
+the tenant has as many adapters, sessions or processors as it may have. It is retried for ``wait_for_limits`` seconds,
+by default not at all. Every request of the client may be sent twice: sequence numbers of verbs and idempotency keys
+let the server recognise the requests that must not run twice.
 """
 
 import random
@@ -21,13 +23,17 @@ _MOST_DOUBLINGS = 32  # far beyond any longest_wait; many more doublings would o
 class RetryPolicy:
     """How long a request is retried. ``deadline``: seconds from its first failure until it is given up; 0: no retry.
 
+    ``wait_for_limits``: the same for requests that are refused because a limit is full.
+
     The wait doubles from ``first_wait`` to ``longest_wait``, and up to half of it is left out at random, so that
     clients that lost the same server do not all come back at the same moment.
     """
 
     deadline: float = 300.0
+    wait_for_limits: float = 0.0
     first_wait: float = 0.25
     longest_wait: float = 10.0
+    statuses: frozenset[int] = RETRIED_STATUSES
 
 
 class Backoff:

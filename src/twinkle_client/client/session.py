@@ -2,14 +2,18 @@
 
 import atexit
 import hashlib
+import itertools
 import logging
+import math
 import re
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -18,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from twinkle_client.client.adapter_sequence import AdapterSequence
 from twinkle_client.client.heartbeat import Heartbeat
 from twinkle_client.client.json_body import encode
-from twinkle_client.client.retries import RetryPolicy
+from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy
 from twinkle_client.client.transport import HttpCall, Transport
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
@@ -50,14 +54,18 @@ from twinkle_client.protocol.sessions import (
     CreateSessionResponse,
     GetServerCapabilitiesResponse,
 )
+from twinkle_client.protocol.verbs import SaveResponse
 
-__all__ = ["TwinkleClient", "parsed"]
+__all__ = ["AnswerT", "TwinkleClient", "adapter_seed", "parsed"]
 
 logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _NO_RETRIES = RetryPolicy(deadline=0.0)
+_NOT_YET = 408
+_TRY_AGAIN = '"try_again"'  # in the body of the server's own 408
+_SHORTEST_POLL = 1.0  # seconds; any other 408 that comes earlier is a failure
 _BEAT_SECONDS = 10.0  # the timeout of a heartbeat and of the request that ends the session
 # How many asynchronous calls can wait at the same time, each in a thread; waiting threads cost little.
 _ASYNC_CALLS = 64
@@ -68,8 +76,10 @@ class TwinkleClient:
 
     base_url: the server's address with or without /api/v1, by default TWINKLE_SERVER_URL; api_key: by default
     TWINKLE_SERVER_TOKEN. ``timeout``: how long the server may be silent during a request; ``retry_deadline``: how
-    long a request is retried after its first failure; both in seconds. ``seed``: for shuffling dataloaders that are
-    given no seed; those of adapters are derived from it.
+    long a request is retried after its first failure; both in seconds. ``wait_for_limits``: for how many seconds a
+    request is retried if a limit of the tenant is full, such as that of adapters; by default TWINKLE_WAIT_FOR_LIMITS,
+    else 0: LimitError at once. ``seed``: for shuffling dataloaders that are given no seed; those of adapters are
+    derived from it.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class TwinkleClient:
         session_metadata: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
         retry_deadline: float = 300.0,
+        wait_for_limits: float | None = None,
         seed: int | None = None,
         http_transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -92,11 +103,13 @@ class TwinkleClient:
         self.api_key = api_key or environment.server_token
         self.route_prefix = "/" + route_prefix.strip("/")
         self.seed = seed
-        self._transport = Transport(address, self.api_key, RetryPolicy(retry_deadline), timeout, http_transport)
+        retries = RetryPolicy(retry_deadline, _limit_seconds(wait_for_limits, environment.wait_for_limits))
+        self._transport = Transport(address, self.api_key, retries, timeout, http_transport)
         self.base_url = self._transport.base_url
         self._closed = False
         self._lock = threading.Lock()
         self._sequences: dict[tuple[str, str], AdapterSequence] = {}
+        self._model_numbers = itertools.count()
         self._pool: ThreadPoolExecutor | None = None
         self._heartbeat: Heartbeat | None = None
         self.session_id: str | None = None
@@ -117,6 +130,10 @@ class TwinkleClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """End the session: its adapters leave the device, saved checkpoints stay. Further requests raise an error.
@@ -230,7 +247,7 @@ class TwinkleClient:
         answer = self._send(HttpCall("DELETE", self._gateway(address)))
         return self._parsed(DeleteCheckpointResponse, answer)
 
-    def get_weights_info(self, twinkle_path: str) -> WeightsInfoResponse:
+    def get_weights_info(self, twinkle_path: str | SaveResponse) -> WeightsInfoResponse:
         body = encode({"twinkle_path": twinkle_path})
         answer = self._send(HttpCall("POST", self._gateway("weights_info"), body))
         return self._parsed(WeightsInfoResponse, answer)
@@ -268,17 +285,51 @@ class TwinkleClient:
     def get(self, path: str) -> Any:
         return self._send(HttpCall("GET", path, headers=self._session_headers()))
 
+    def wait_for(self, path: str, body: bytes) -> Any:
+        """Send a POST request until its answer is no longer 408, "not yet", and return the answer's JSON.
+
+        The server delays each 408 for a while, and the request is then sent again at once. A 408 in less than a second
+        without the server's body comes from a proxy: it is retried with waits in between, until ``retry_deadline``.
+        Failures of the connection are retried as usual.
+        """
+        headers = {**self._session_headers(), "Accept": "application/json"}  # else results of passes are protobuf
+        patience = replace(self._transport.retries, statuses=RETRIED_STATUSES - {_NOT_YET})
+        backoff = Backoff(patience)
+        while True:
+            sent = time.monotonic()
+            try:
+                return self._send(HttpCall("POST", path, body, headers=headers), patience)
+            except ServerError as error:
+                if error.status != _NOT_YET:
+                    raise
+                # A server can be configured to answer in less than a second (clients.long_poll_seconds).
+                if time.monotonic() - sent >= _SHORTEST_POLL or _TRY_AGAIN in error.detail:
+                    backoff = Backoff(patience)
+                    continue
+                wait = backoff.next_wait()
+                if wait is None:
+                    raise
+                if backoff.failures == 1:
+                    logger.warning("%s; trying again for up to %g s", error, patience.deadline)
+            time.sleep(wait)
+
+    def next_model_number(self) -> int:
+        """Return a number that no other model of this session has, for Tinker's create_model."""
+        return next(self._model_numbers)
+
+    def download(self, path: str, target: BinaryIO) -> None:
+        """Write the body of an answer to ``target``, which must be empty."""
+        self._require_open()
+        self._transport.download(HttpCall("GET", path), target)
+
     def sequence(self, model: str, adapter_name: str) -> AdapterSequence:
         """Return the sequence of an adapter's requests, which all model objects of this session share."""
         with self._lock:
             return self._sequences.setdefault((model, adapter_name), AdapterSequence())
 
-    def adapter_seed(self, model: str, adapter_name: str) -> int | None:
-        """Return a seed derived from the client's seed, model and adapter name; None if the client has no seed."""
-        if self.seed is None:
-            return None
-        digest = hashlib.sha256(f"{self.seed}\n{model}\n{adapter_name}".encode()).digest()
-        return int.from_bytes(digest[:4])
+    def adapter_seed(self, adapter_name: str) -> int | None:
+        """Return the seed of a new adapter: :func:`adapter_seed`, or None if the client has no seed."""
+        return None if self.seed is None else adapter_seed(self.seed, adapter_name)
 
     @property
     def thread_pool(self) -> ThreadPoolExecutor:
@@ -301,8 +352,7 @@ class TwinkleClient:
         return {} if self.session_id is None else {SESSION_HEADER: self.session_id}
 
     def _send(self, call: HttpCall, retries: RetryPolicy | None = None) -> Any:
-        if self._closed:
-            raise InvalidRequestError("this client was closed: make a new one with init_twinkle_client()")
+        self._require_open()
         if SESSION_HEADER not in call.headers:
             return self._transport.send(call, retries)
         assert self.session_id is not None
@@ -317,6 +367,10 @@ class TwinkleClient:
             self._heartbeat.mark_lost(error.detail)
             raise SessionLostError(self.session_id, error.detail) from error
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError("this client was closed: make a new one with init_twinkle_client()")
+
     def _says_session_is_lost(self, error: InvalidRequestError | NotFoundError | GoneError) -> bool:
         """Return whether an error means that the session is lost: by its code, else by its text.
 
@@ -330,6 +384,14 @@ class TwinkleClient:
         return parsed(kind, answer, self.base_url)
 
 
+def adapter_seed(seed: int, adapter_name: str) -> int:
+    """Return the seed of an adapter's initial weights, made of a program's seed and the adapter's name.
+
+    The library makes the same seed, so that a script's adapters begin with the same weights locally and on a server.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{adapter_name}".encode()).digest()[:4])
+
+
 def parsed(kind: type[AnswerT], answer: Any, url: str) -> AnswerT:
     """Return an answer as a type of the protocol; raise ServerError if it does not fit."""
     try:
@@ -338,6 +400,18 @@ def parsed(kind: type[AnswerT], answer: Any, url: str) -> AnswerT:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ServerError(200, f"not a {kind.__name__}: {place or 'the answer'}: {first['msg']}", url) from None
+
+
+def _limit_seconds(given: float | None, variable: str) -> float:
+    """Return the seconds to wait for a place under a full limit: those given, else those of the variable."""
+    name, value = ("TWINKLE_WAIT_FOR_LIMITS", variable) if given is None else ("wait_for_limits", given)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise invalid(name, value, "seconds, 0 or more")
+    return seconds
 
 
 def _one_key() -> dict[str, str]:

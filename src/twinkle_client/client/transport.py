@@ -3,13 +3,13 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
 
 import httpx
 
-from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
+from twinkle_client.client.retries import Backoff, RetryPolicy, retry_after_seconds
 from twinkle_client.environment import has_tls_proxy
 from twinkle_client.errors import (
     AuthenticationError,
@@ -21,7 +21,7 @@ from twinkle_client.errors import (
     ServerError,
     TwinkleClientError,
 )
-from twinkle_client.protocol.base import NUMBER_HEADER
+from twinkle_client.protocol.base import LIMIT_REACHED, NUMBER_HEADER
 
 __all__ = ["HttpCall", "Transport", "error_of", "needs_certificates", "with_api"]
 
@@ -71,11 +71,36 @@ class Transport:
 
     def send(self, call: HttpCall, retries: RetryPolicy | None = None) -> Any:
         """Send a request, with retries, and return the answer's JSON; None for an empty answer."""
-        backoff = Backoff(retries or self.retries)
+        return _content(self._answered(call, retries or self.retries, self._once))
+
+    def download(self, call: HttpCall, target: BinaryIO) -> None:
+        """Send a request, with retries, and write the answer's body to ``target`` as it arrives."""
+
+        def once(call: HttpCall) -> httpx.Response:
+            target.seek(0)
+            target.truncate()
+            with self._http.stream(call.method, self._url(call), params=call.query or None) as response:
+                if not response.is_success:
+                    response.read()
+                    return response
+                for piece in response.iter_bytes():
+                    target.write(piece)
+            return response
+
+        response = self._answered(call, self.retries, once)
+        if not response.is_success:
+            raise error_of(response)
+
+    def _answered(
+        self, call: HttpCall, retries: RetryPolicy, once: Callable[[HttpCall], httpx.Response]
+    ) -> httpx.Response:
+        """Return the answer to a request, which is sent again as long as the policy says."""
+        passing, at_limit = Backoff(retries), Backoff(replace(retries, deadline=retries.wait_for_limits))
         while True:
             server_asked: float | None = None
+            backoff, seconds = passing, retries.deadline
             try:
-                response = self._once(call)
+                response = once(call)
             except _RETRIED_ERRORS as error:
                 failure: TwinkleClientError = _connection_lost(error, self._url(call), backoff.failures)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -83,15 +108,17 @@ class Transport:
             except httpx.HTTPError as error:
                 raise _connection_lost(error, self._url(call), backoff.failures) from error
             else:
-                if response.status_code not in RETRIED_STATUSES:
-                    return _content(response)
+                if response.status_code not in retries.statuses:
+                    return response
                 server_asked = retry_after_seconds(response.headers)
                 failure = error_of(response)
+                if failure.code == LIMIT_REACHED:
+                    backoff, seconds = at_limit, retries.wait_for_limits
             wait = backoff.next_wait(server_asked)
             if wait is None:
                 raise failure
             if backoff.failures == 1:
-                logger.warning("%s; trying again for up to %g s", failure, (retries or self.retries).deadline)
+                logger.warning("%s; trying again for up to %g s", failure, seconds)
             time.sleep(wait)
 
     def close(self) -> None:

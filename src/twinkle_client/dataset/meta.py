@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from twinkle_client.client.json_body import encode
+from twinkle_client.data_format import columns_to_rows
 from twinkle_client.dataset.local_file import read_rows
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.protocol.base import TYPE_KEY
@@ -35,6 +36,21 @@ class DatasetMeta:
             raise invalid("data", type(self.data).__name__, f"nothing beside dataset_id {self.dataset_id!r}")
         if self.data_slice is not None and not isinstance(self.data_slice, range):
             object.__setattr__(self, "data_slice", [int(number) for number in self.data_slice])
+
+    def rows(self) -> list[dict[str, Any]] | None:
+        """Return the rows that ``data_slice`` selects of a file of this machine or of ``data``; None if the rows are
+        elsewhere."""
+        data = self.data
+        if data is None:
+            path = self._local_path()
+            if path is None:
+                return None
+            data = read_rows(path)
+        data = _in_memory(data)
+        rows = columns_to_rows(data) if isinstance(data, dict) else [dict(row) for row in data]
+        if self.data_slice is None:
+            return rows
+        return [rows[number % len(rows)] for number in self.data_slice] if rows else []
 
     def to_wire(self) -> str:
         dataset_id, data = self.dataset_id, self.data

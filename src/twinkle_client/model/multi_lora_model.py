@@ -7,33 +7,50 @@ are called, even if requests or answers are lost: see :mod:`twinkle_client.clien
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_client.client.current import default_client
 from twinkle_client.client.json_body import encode
-from twinkle_client.client.session import TwinkleClient, parsed
+from twinkle_client.client.log_lines import left_to_server
+from twinkle_client.client.session import AnswerT, TwinkleClient, parsed
 from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
+from twinkle_client.model.downloads import check_target, download_checkpoint
 from twinkle_client.model.lora_config import config_text, modules_of
-from twinkle_client.model.results import Number, Result, SaveResult, Text
-from twinkle_client.protocol.base import OkResponse
 from twinkle_client.protocol.verbs import (
     AdapterOptions,
     AddAdapterResponse,
+    AddMetricResponse,
+    ApplyPatchResponse,
+    BackwardResponse,
     CalculateLossResponse,
     CalculateMetricResponse,
     ClipGradAndStepResponse,
     ClipGradNormResponse,
+    CreateResponse,
+    ForwardBackwardResponse,
+    ForwardResponse,
     GetStateDictResponse,
     GetTrainConfigsResponse,
-    ModelResult,
+    LoadResponse,
+    LrStepResponse,
+    RemoveAdapterResponse,
     SaveResponse,
+    SetLossResponse,
+    SetLrSchedulerResponse,
+    SetOptimizerResponse,
+    SetProcessorResponse,
+    SetTemplateResponse,
     StepOptions,
+    StepResponse,
     TrainingProgressResponse,
     UploadStatusResponse,
     UploadToHubResponse,
     WindowOptions,
+    ZeroGradResponse,
 )
-from twinkle_client.remote import class_name, component, left_to_server, model_name, service_path
+from twinkle_client.remote import address_of, class_name, component, model_name, service_path
+from twinkle_client.template import template_named
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,6 +60,7 @@ __all__ = ["MultiLoraTransformersModel"]
 logger = logging.getLogger(__name__)
 
 Inputs = Any  # features or trajectories, one or several, or a RemoteBatch
+_NO_NORM = (None, "", "None")  # what servers send if they clipped nothing
 
 
 class MultiLoraTransformersModel:
@@ -108,7 +126,7 @@ class MultiLoraTransformersModel:
         self._adapters: dict[str, str] = {}  # the id of each adapter's run, by the adapter's name
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
-        parsed(OkResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
+        parsed(CreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -120,8 +138,8 @@ class MultiLoraTransformersModel:
         gradient_accumulation_steps: int = 1,
         seed: int | None = None,
         save_dir: str | None = None,
-    ) -> None:
-        """Create an adapter on the server.
+    ) -> AddAdapterResponse:
+        """Create an adapter on the server. The answer's ``adapter_name`` is the id of the adapter's training run.
 
         config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields. seed: the seed
         of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory that the
@@ -130,7 +148,7 @@ class MultiLoraTransformersModel:
         if not isinstance(adapter_name, str) or not adapter_name:
             raise invalid("adapter_name", adapter_name, "a name")
         if seed is None:
-            seed = self.client.adapter_seed(self.model_id, adapter_name)
+            seed = self.client.adapter_seed(adapter_name)
         body: dict[str, Any] = {
             "adapter_name": adapter_name,
             "config": config_text(config, self.target_modules),
@@ -139,29 +157,32 @@ class MultiLoraTransformersModel:
         if save_dir is not None:
             body["save_dir"] = save_dir
         answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
-        self._adapters[adapter_name] = parsed(AddAdapterResponse, answer, self.server_url).adapter_name
+        added = parsed(AddAdapterResponse, answer, self.server_url)
+        self._adapters[adapter_name] = added.adapter_name
         self.adapter_name = adapter_name
+        return added
 
-    def remove_adapter(self, adapter_name: str) -> None:
+    def remove_adapter(self, adapter_name: str) -> RemoveAdapterResponse:
         """End an adapter, which makes room for others; the server keeps its last state as a checkpoint for a while.
 
         Its name cannot be used for another adapter of this session.
         """
         name = self._adapter(adapter_name)
         answer = self.client.post(f"{self._path}/remove_adapter", encode({"adapter_name": name}))
-        parsed(OkResponse, answer or {}, self.server_url)
+        removed = parsed(RemoveAdapterResponse, answer or {}, self.server_url)
         del self._adapters[name]
         if self.adapter_name == name:
             self.adapter_name = next(reversed(self._adapters), None)
+        return removed
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+    def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> ForwardResponse:
         """Return the model's outputs. Further keywords are temperature, return_logits, task, and those of the loss."""
         answer = self._verb("forward", adapter_name, _with_inputs("forward", inputs, kwargs))
-        return self._outputs("forward", parsed(ModelResult, answer, self.server_url).result)
+        return parsed(ForwardResponse, answer, self.server_url)
 
-    def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+    def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> ForwardResponse:
         """Return the model's outputs for evaluation, without gradients.
 
         The base model answers with ``disable_lora=True``, and also as long as there is no adapter.
@@ -171,20 +192,24 @@ class MultiLoraTransformersModel:
             answer = self.client.post(f"{self._path}/forward_only", encode(body))
         else:
             answer = self._verb("forward_only", adapter_name, body)
-        return self._outputs("forward_only", parsed(ModelResult, answer, self.server_url).result)
+        return parsed(ForwardResponse, answer, self.server_url)
 
-    def forward_backward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+    def forward_backward(
+        self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> ForwardBackwardResponse:
         """Run forward, calculate_loss and backward, and return the outputs; their "loss" is a number."""
         answer = self._verb("forward_backward", adapter_name, _with_inputs("forward_backward", inputs, kwargs))
-        return self._outputs("forward_backward", parsed(ModelResult, answer, self.server_url).result)
+        return parsed(ForwardBackwardResponse, answer, self.server_url)
 
-    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> Number:
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> CalculateLossResponse:
         answer = self._verb("calculate_loss", adapter_name, kwargs)
-        return Number(parsed(CalculateLossResponse, answer, self.server_url).result)
+        return parsed(CalculateLossResponse, answer, self.server_url)
 
-    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+    def backward(
+        self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None
+    ) -> BackwardResponse:
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done("backward", adapter_name, _given(options))
+        return self._done(BackwardResponse, "backward", adapter_name, _given(options))
 
     def clip_grad_norm(
         self,
@@ -193,12 +218,13 @@ class MultiLoraTransformersModel:
         *,
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
-    ) -> Number | None:
+    ) -> ClipGradNormResponse | None:
         """Return the gradient's norm before clipping, or None if more backward passes must come before a step."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
         answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
-        return _norm(parsed(ClipGradNormResponse, answer or {"result": ""}, self.server_url).result)
+        norm = parsed(ClipGradNormResponse, answer or {"result": ""}, self.server_url)
+        return None if norm.result in _NO_NORM else norm
 
     def step(
         self,
@@ -206,17 +232,21 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> StepResponse:
         options = StepOptions(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
-        self._done("step", adapter_name, _given(options))
+        return self._done(StepResponse, "step", adapter_name, _given(options))
 
-    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+    def zero_grad(
+        self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None
+    ) -> ZeroGradResponse:
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done("zero_grad", adapter_name, _given(options))
+        return self._done(ZeroGradResponse, "zero_grad", adapter_name, _given(options))
 
-    def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+    def lr_step(
+        self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None
+    ) -> LrStepResponse:
         options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done("lr_step", adapter_name, _given(options))
+        return self._done(LrStepResponse, "lr_step", adapter_name, _given(options))
 
     def clip_grad_and_step(
         self,
@@ -226,19 +256,23 @@ class MultiLoraTransformersModel:
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
-    ) -> Number | None:
-        """Run clip_grad_norm, step, zero_grad and lr_step; return the norm before clipping if the server sends it."""
+    ) -> ClipGradAndStepResponse | None:
+        """Run clip_grad_norm, step, zero_grad and lr_step, and return the norm before clipping.
+
+        Return None if more backward passes must come before a step, or if the server does not send the norm.
+        """
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         options = StepOptions(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
         answer = self._verb("clip_grad_and_step", adapter_name, {**body, **_given(options)})
-        return _norm(parsed(ClipGradAndStepResponse, answer or {}, self.server_url).result)
+        norm = parsed(ClipGradAndStepResponse, answer or {}, self.server_url)
+        return None if norm.result in _NO_NORM else norm
 
     # --- setting up ---------------------------------------------------------------------------------------------------
 
-    def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+    def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> SetLossResponse:
         """Choose one of the library's losses by name, with the options of its constructor."""
         body = {"loss_cls": class_name("loss_cls", loss_cls), **options}
-        self._done("set_loss", adapter_name, body)
+        return self._done(SetLossResponse, "set_loss", adapter_name, body)
 
     def set_optimizer(
         self,
@@ -248,51 +282,58 @@ class MultiLoraTransformersModel:
         *,
         adapter_name: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> SetOptimizerResponse:
         """Choose an optimizer by its name in ``torch.optim``. The defaults of lr and weight_decay are 1e-5 and 0.01."""
         given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
         body = {"optimizer_cls": class_name("optimizer_cls", optimizer_cls), **given, **options}
-        self._done("set_optimizer", adapter_name, body)
+        return self._done(SetOptimizerResponse, "set_optimizer", adapter_name, body)
 
-    def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+    def set_lr_scheduler(
+        self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any
+    ) -> SetLrSchedulerResponse:
         body = {"scheduler_cls": class_name("scheduler_cls", scheduler_cls), **options}
-        self._done("set_lr_scheduler", adapter_name, body)
+        return self._done(SetLrSchedulerResponse, "set_lr_scheduler", adapter_name, body)
 
-    def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+    def set_template(
+        self, template_cls: object, *, adapter_name: str | None = None, **options: Any
+    ) -> SetTemplateResponse:
         """Choose the template that encodes trajectories: a name, or a template of :mod:`twinkle_client.template`."""
         name, options = component("template_cls", template_cls, options)
-        body = {"template_cls": name, "model_id": self.model_id, **options}
-        self._done("set_template", adapter_name, body)
+        template = template_named(name, {"model_id": self.model_id, **options}, self.client)
+        body = {"template_cls": name, **template.options}
+        return self._done(SetTemplateResponse, "set_template", adapter_name, body)
 
-    def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+    def set_processor(
+        self, processor_cls: object, *, adapter_name: str | None = None, **options: Any
+    ) -> SetProcessorResponse:
         name, options = component("processor_cls", processor_cls, options)
-        self._done("set_processor", adapter_name, {"processor_cls": name, **options})
+        return self._done(SetProcessorResponse, "set_processor", adapter_name, {"processor_cls": name, **options})
 
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
-    ) -> None:
+    ) -> AddMetricResponse:
         """Add a metric to training (``is_training`` True), to evaluation (False), or to both (None)."""
         body = {"metric_cls": class_name("metric_cls", metric_cls), "is_training": is_training}
-        self._done("add_metric", adapter_name, {**body, **options})
+        return self._done(AddMetricResponse, "add_metric", adapter_name, {**body, **options})
 
-    def apply_patch(self, patch_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+    def apply_patch(self, patch_cls: object, *, adapter_name: str | None = None, **options: Any) -> ApplyPatchResponse:
         body = {"patch_cls": class_name("patch_cls", patch_cls), **options}
-        self._done("apply_patch", adapter_name, body)
+        return self._done(ApplyPatchResponse, "apply_patch", adapter_name, body)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> Result:
+    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> CalculateMetricResponse:
         """Return the values of all metrics, accumulated since the last call."""
         answer = self._verb("calculate_metric", adapter_name, {"is_training": is_training})
-        return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
+        return parsed(CalculateMetricResponse, answer, self.server_url)
 
-    def get_train_configs(self, *, adapter_name: str | None = None) -> Text:
+    def get_train_configs(self, *, adapter_name: str | None = None) -> GetTrainConfigsResponse:
         answer = self._verb("get_train_configs", adapter_name, {})
-        return Text(parsed(GetTrainConfigsResponse, answer, self.server_url).result)
+        return parsed(GetTrainConfigsResponse, answer, self.server_url)
 
-    def get_state_dict(self, *, adapter_name: str | None = None) -> Result:
+    def get_state_dict(self, *, adapter_name: str | None = None) -> GetStateDictResponse:
         answer = self._verb("get_state_dict", adapter_name, {})
-        return Result(parsed(GetStateDictResponse, answer, self.server_url).result)
+        return parsed(GetStateDictResponse, answer, self.server_url)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -306,16 +347,18 @@ class MultiLoraTransformersModel:
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
         is_sampler: bool = False,
-    ) -> SaveResult | None:
-        """Save a checkpoint on the server and return its address.
+    ) -> SaveResponse | None:
+        """Save a checkpoint on the server and return its address; see :class:`~twinkle_client.types.SaveResponse`.
 
         Return None without saving if the number of backward passes so far is not a multiple of ``interval``.
-        is_sampler: save weights for a sampler; of those with one name the server keeps only the last two. Nothing is
-        written to ``output_dir``, a directory of this machine, because the server keeps the checkpoints; a warning is
-        logged.
+        is_sampler: save weights for a sampler; of those with one name the server keeps only the last two. output_dir:
+        a directory of this machine, to which the files are downloaded, as ``<output_dir>/<name>`` in PEFT's format;
+        the text of the result is then that folder. If it is an earlier checkpoint, that is, a folder with
+        adapter_config.json, it is replaced with everything in it. A file, or a folder with other content, is refused
+        before anything is saved (with a name that the server chooses: before anything is downloaded).
         """
-        if output_dir is not None:
-            logger.warning("output_dir %s is not written to: the server keeps checkpoints itself", output_dir)
+        if output_dir is not None and name:
+            check_target(Path(output_dir) / name, "output_dir")
         body: dict[str, Any] = {"name": name, "save_optimizer": save_optimizer}
         if is_sampler:
             body["is_sampler"] = True
@@ -326,26 +369,36 @@ class MultiLoraTransformersModel:
         answer = self._verb("save", adapter_name, body)
         if answer is None or not answer.get("twinkle_path"):
             return None
-        return SaveResult(parsed(SaveResponse, answer, self.server_url).twinkle_path)
+        saved = parsed(SaveResponse, answer, self.server_url)
+        if output_dir is None:
+            return saved
+        folder = Path(output_dir) / (name or saved.twinkle_path.rpartition("/")[2])
+        return saved.model_copy(
+            update={"output_dir": str(download_checkpoint(self.client, saved.twinkle_path, folder))}
+        )
 
-    def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
+    def load(
+        self, name: str | SaveResponse, *, adapter_name: str | None = None, load_optimizer: bool = False
+    ) -> LoadResponse:
         """Load weights; ``name`` is a checkpoint's address, or a path in a directory that the server allows."""
-        self._done("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
+        return self._done(
+            LoadResponse, "load", adapter_name, {"name": address_of(name), "load_optimizer": load_optimizer}
+        )
 
     def resume_from_checkpoint(
-        self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
-    ) -> dict[str, int]:
+        self, name: str | SaveResponse, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> TrainingProgressResponse:
         """Continue from a checkpoint of ``save(save_optimizer=True)``. resume_only_model: load only the weights.
 
         Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
         """
-        body = {"name": str(name), "resume_only_model": resume_only_model}
+        body = {"name": address_of(name), "resume_only_model": resume_only_model}
         answer = self._verb("resume_from_checkpoint", adapter_name, body)
-        return dict(parsed(TrainingProgressResponse, answer, self.server_url).result)
+        return parsed(TrainingProgressResponse, answer, self.server_url)
 
     def upload_to_hub(
         self,
-        checkpoint_dir: str | Mapping[str, Any],
+        checkpoint_dir: str | SaveResponse | Mapping[str, Any],
         hub_model_id: str,
         hub_token: str | None = None,
         async_upload: bool = True,
@@ -358,7 +411,9 @@ class MultiLoraTransformersModel:
         ServerError.
         """
         body = {
-            "checkpoint_dir": str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir),
+            "checkpoint_dir": dict(checkpoint_dir)
+            if isinstance(checkpoint_dir, Mapping)
+            else address_of(checkpoint_dir),
             "hub_model_id": hub_model_id,
             "hub_token": hub_token,
             "async_upload": async_upload,
@@ -389,14 +444,9 @@ class MultiLoraTransformersModel:
         sequence = self.client.sequence(self.model_id, name)
         return sequence.send(f"{self._path}/{verb}", content, self.client.post)
 
-    def _done(self, verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> None:
-        """Send a verb that returns nothing; some servers answer it with null, others with an OkResponse."""
-        parsed(OkResponse, self._verb(verb, adapter_name, body) or {}, self.server_url)
-
-    def _outputs(self, verb: str, result: object) -> Result:
-        if not isinstance(result, dict):
-            raise ServerError(200, f"{verb}: the outputs are a {type(result).__name__}", self.server_url)
-        return Result(result)
+    def _done(self, kind: type[AnswerT], verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> AnswerT:
+        """Send a verb that has no result; some servers answer it with null, others with an OkResponse."""
+        return parsed(kind, self._verb(verb, adapter_name, body) or {}, self.server_url)
 
     def _adapter(self, adapter_name: str | None) -> str:
         name = self.adapter_name if adapter_name is None else adapter_name
@@ -416,8 +466,3 @@ def _with_inputs(verb: str, inputs: Inputs, kwargs: Mapping[str, Any]) -> dict[s
     if "inputs" in kwargs:
         raise TypeError(f"{verb}: inputs are given twice")
     return {"inputs": inputs, **kwargs}
-
-
-def _norm(result: float | str | None) -> Number | None:
-    """Return the norm, which a server sends as a number, as text, or not at all."""
-    return None if result in (None, "", "None") else Number(result)

@@ -10,6 +10,7 @@ NUMBER_HEADER = "X-Twinkle-Seq-Id"  # in an answer: the sequence number of the r
 TYPE_KEY = "_TWINKLE_TYPE_"
 
 # Codes of errors that programs react to. The texts of errors may change; codes do not.
+LIMIT_REACHED = "limit_reached"  # a limit of the tenant is full, until something is given up; waiting does not help
 SESSION_LOST = "session_lost"  # the session that the request names has ended, or is not known
 
 

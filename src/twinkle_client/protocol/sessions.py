@@ -44,6 +44,15 @@ class GetServerCapabilitiesResponse(Wire):
     supported_models: list[SupportedModel]
 
 
+class ModelInfoResponse(Wire):
+    """The answer to a model's ``get_info``. ``model_folder`` is told only to clients on the server's own machine."""
+
+    model_name: str
+    architecture: str
+    max_context_length: int
+    model_folder: str | None = None
+
+
 class HealthResponse(Wire):
     status: str
 
@@ -92,7 +101,7 @@ class ProcessorCallResponse(Wire):
 
 
 class ProcessorHeartbeatRequest(Wire):
-    """Kept for programs that import this name: processors live as long as their session, and no route takes this."""
+    """A heartbeat of the session that has this processor. Processors live as long as their session."""
 
     processor_id: str
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, GetPydanticSchema
 
+from twinkle_client.protocol.answers import DictAnswer, NumberAnswer, TextAnswer
 from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -144,13 +145,12 @@ class UploadToHubRequest(Wire):
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-# Our server answers null to a verb that returns nothing; other servers answer an OkResponse.
+# Our server answers null to a verb that returns nothing; other servers answer an OkResponse. The client returns the
+# class with the verb's name for both.
 
 
-class ClipGradAndStepResponse(OkResponse):
-    """The answer to clip_grad_and_step. ``result``: the norm before clipping, if the server sends it."""
-
-    result: float | str | None = None
+class CreateResponse(OkResponse):
+    pass
 
 
 class AddAdapterResponse(OkResponse):
@@ -159,46 +159,127 @@ class AddAdapterResponse(OkResponse):
     adapter_name: str
 
 
-class ModelResult(Wire):
-    """The answer to a verb that returns something.
+class RemoveAdapterResponse(OkResponse):
+    pass
 
-    The result of a pass has ``logps``, one row per sequence, aligned with its labels; and ``loss`` and ``num_tokens``
-    if a loss was computed.
-    """
+
+class BackwardResponse(OkResponse):
+    pass
+
+
+class StepResponse(OkResponse):
+    pass
+
+
+class ZeroGradResponse(OkResponse):
+    pass
+
+
+class LrStepResponse(OkResponse):
+    pass
+
+
+class SetLossResponse(OkResponse):
+    pass
+
+
+class SetOptimizerResponse(OkResponse):
+    pass
+
+
+class SetLrSchedulerResponse(OkResponse):
+    pass
+
+
+class SetTemplateResponse(OkResponse):
+    pass
+
+
+class SetProcessorResponse(OkResponse):
+    pass
+
+
+class AddMetricResponse(OkResponse):
+    pass
+
+
+class ApplyPatchResponse(OkResponse):
+    pass
+
+
+class LoadResponse(OkResponse):
+    pass
+
+
+class ClipGradAndStepResponse(NumberAnswer, OkResponse):
+    """The answer to clip_grad_and_step. ``result``: the norm before clipping, if the server sends it."""
+
+    result: float | str | None = None
+
+
+class ModelResult(Wire):
+    """The answer to a verb that returns something, whatever it is."""
 
     result: Any
 
 
-class CalculateLossResponse(Wire):
+class ForwardResponse(DictAnswer):
+    """The outputs of a pass: ``logps``, one row per sequence, aligned with its labels; ``loss`` and ``num_tokens`` too,
+    if a loss was computed."""
+
+
+class ForwardBackwardResponse(DictAnswer):
+    """The outputs of a pass with a loss; see :class:`ForwardResponse`."""
+
+
+class CalculateLossResponse(NumberAnswer):
     result: float
 
 
-class ClipGradNormResponse(Wire):
+class ClipGradNormResponse(NumberAnswer):
     """The norm as text; empty if more backward passes must come before a step: nothing was clipped."""
 
     result: str
 
 
-class GetTrainConfigsResponse(Wire):
+class GetTrainConfigsResponse(TextAnswer):
     result: str
 
-
-class CalculateMetricResponse(Wire):
-    result: dict[str, Any]
-
-
-class GetStateDictResponse(Wire):
-    result: dict[str, Any]
+    def __str__(self) -> str:
+        return self.result
 
 
-class SaveResponse(Wire):
-    """The answer to save. ``checkpoint_dir`` is the address again: the server does not reveal its directories."""
+class CalculateMetricResponse(DictAnswer):
+    pass
+
+
+class GetStateDictResponse(DictAnswer):
+    pass
+
+
+class SaveResponse(TextAnswer):
+    """The answer to save, which can be used wherever an address is taken.
+
+    ``checkpoint_dir`` is the address again: the server does not reveal its directories. ``output_dir`` is not part of
+    the answer: the client sets it if it has copied the checkpoint to this folder of this machine. ``str`` and
+    ``os.fspath`` then return the folder, else the address. Requests always carry the address.
+    """
 
     twinkle_path: str
     checkpoint_dir: str | None = None
+    output_dir: str | None = Field(default=None, exclude=True)
+
+    def __str__(self) -> str:
+        return self.twinkle_path if self.output_dir is None else self.output_dir
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def to_wire(self) -> str:
+        return self.twinkle_path
 
 
-class TrainingProgressResponse(Wire):
+class TrainingProgressResponse(DictAnswer):
     result: dict[str, int]
 
 

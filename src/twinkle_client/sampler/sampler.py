@@ -7,12 +7,12 @@ from typing import Any
 
 from twinkle_client.client.current import default_client
 from twinkle_client.client.json_body import encode
+from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.data_format import sampling_fields
 from twinkle_client.errors import invalid
 from twinkle_client.model.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
-from twinkle_client.protocol.base import OkResponse
 from twinkle_client.protocol.sampling import (
     SamplerAddAdapterResponse,
     SamplerCreateResponse,
@@ -20,8 +20,9 @@ from twinkle_client.protocol.sampling import (
     SampleResponseModelList,
     SamplerSetTemplateResponse,
 )
-from twinkle_client.remote import class_name, component, left_to_server, model_name, service_path
-from twinkle_client.template import Template
+from twinkle_client.protocol.verbs import ApplyPatchResponse, SaveResponse
+from twinkle_client.remote import address_of, class_name, component, model_name, service_path
+from twinkle_client.template import Template, template_named
 
 __all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]
 
@@ -70,11 +71,10 @@ class Sampler:
 
     def set_template(self, template_cls: object, adapter_name: str = "", **options: Any) -> SamplerSetTemplateResponse:
         name, options = component("template_cls", template_cls, options)
-        options = {"model_id": self.model_id, **options}
-        body = {"template_cls": name, "adapter_name": adapter_name, **options}
+        template = template_named(name, {"model_id": self.model_id, **options}, self.client)
+        body = {"template_cls": name, "adapter_name": adapter_name, **template.options}
         answer = self.client.post(f"{self._path}/set_template", encode(body))
-        self._template = Template(client=self.client, **options)
-        self._template.class_type = name
+        self._template = template
         return parsed(SamplerSetTemplateResponse, answer or {}, self.server_url)
 
     def sample(
@@ -82,7 +82,7 @@ class Sampler:
         inputs: Inputs,
         sampling_params: object = None,
         adapter_name: str | None = "",
-        adapter_uri: str | None = None,
+        adapter_uri: str | SaveResponse | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
         """Return one response for each input, in order, with the number of samples that ``sampling_params`` says.
@@ -100,7 +100,7 @@ class Sampler:
             "adapter_name": adapter_name or "",
         }
         if adapter_uri is not None:
-            body["adapter_uri"] = str(adapter_uri)
+            body["adapter_uri"] = address_of(adapter_uri)
         if num_samples is not None:
             body["num_samples"] = num_samples
         answer = self.client.post(f"{self._path}/sample", encode(body))
@@ -111,7 +111,7 @@ class Sampler:
         inputs: Inputs,
         sampling_params: object = None,
         adapter_name: str | None = "",
-        adapter_uri: str | None = None,
+        adapter_uri: str | SaveResponse | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponseModel]:
         """Run :meth:`sample` in a thread; the server batches samples that wait at the same time."""
@@ -126,11 +126,11 @@ class Sampler:
         self.adapter_name = adapter_name
         return added
 
-    def apply_patch(self, patch_cls: object, **options: Any) -> None:
+    def apply_patch(self, patch_cls: object, **options: Any) -> ApplyPatchResponse:
         """Apply a patch to the server's sampler, by name. Twinkle's server refuses: tenants share its sampler."""
         body = {"patch_cls": class_name("patch_cls", patch_cls), "adapter_name": self.adapter_name, **options}
         answer = self.client.post(f"{self._path}/apply_patch", encode(body))
-        parsed(OkResponse, answer or {}, self.server_url)
+        return parsed(ApplyPatchResponse, answer or {}, self.server_url)
 
 
 class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use

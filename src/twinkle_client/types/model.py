@@ -6,7 +6,10 @@ from twinkle_client.protocol.verbs import (
     AddAdapterRequest,
     AddAdapterResponse,
     AddMetricRequest,
+    AddMetricResponse,
     ApplyPatchRequest,
+    ApplyPatchResponse,
+    BackwardResponse,
     BatchReference,
     CalculateLossResponse,
     CalculateMetricRequest,
@@ -16,45 +19,40 @@ from twinkle_client.protocol.verbs import (
     ClipGradNormRequest,
     ClipGradNormResponse,
     CreateRequest,
+    CreateResponse,
+    ForwardBackwardResponse,
     ForwardOnlyRequest,
     ForwardRequest,
+    ForwardResponse,
     GetStateDictRequest,
     GetStateDictResponse,
     GetTrainConfigsResponse,
     LoadRequest,
+    LoadResponse,
+    LrStepResponse,
     ModelResult,
     RemoveAdapterRequest,
+    RemoveAdapterResponse,
     ResumeFromCheckpointRequest,
     SaveRequest,
     SaveResponse,
     SetLossRequest,
+    SetLossResponse,
     SetLrSchedulerRequest,
+    SetLrSchedulerResponse,
     SetOptimizerRequest,
+    SetOptimizerResponse,
     SetProcessorRequest,
+    SetProcessorResponse,
     SetTemplateRequest,
+    SetTemplateResponse,
+    StepResponse,
     TrainingProgressResponse,
     UploadStatusResponse,
     UploadToHubRequest,
     UploadToHubResponse,
+    ZeroGradResponse,
 )
-
-# Answers with the same fields have one class; scripts use these names of it.
-AddMetricResponse = OkResponse
-ApplyPatchResponse = OkResponse
-BackwardResponse = OkResponse
-CreateResponse = OkResponse
-ForwardBackwardResponse = ModelResult
-ForwardResponse = ModelResult
-LoadResponse = OkResponse
-LrStepResponse = OkResponse
-RemoveAdapterResponse = OkResponse
-SetLossResponse = OkResponse
-SetLrSchedulerResponse = OkResponse
-SetOptimizerResponse = OkResponse
-SetProcessorResponse = OkResponse
-SetTemplateResponse = OkResponse
-StepResponse = OkResponse
-ZeroGradResponse = OkResponse
 
 __all__ = [
     "AdapterRequest",

@@ -12,7 +12,8 @@ from twinkle_client import TwinkleClient
 @pytest.fixture(autouse=True)
 def no_outside(monkeypatch):
     """Removes the machine's server settings from the environment and bypasses proxies."""
-    for name in ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TINKER_BASE_URL", "TINKER_API_KEY"):
+    ours = ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TWINKLE_WAIT_FOR_LIMITS")
+    for name in (*ours, "TINKER_BASE_URL", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
 

@@ -1,6 +1,7 @@
 """Sessions, retries, errors and heartbeats, over real sockets."""
 
 import logging
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from tests.clients.twinkle.stub_server import SESSION, Cut, Drop, Slow, Status
 from twinkle_client import (
     AuthenticationError,
     ConnectionLostError,
+    DeviceGroup,
     GoneError,
     InvalidRequestError,
     LimitError,
@@ -24,7 +26,9 @@ from twinkle_client import (
     default_client,
     init_twinkle_client,
     initialize,
+    shutdown,
 )
+from twinkle_client.client import current, log_lines
 from twinkle_client.client.json_body import encode
 from twinkle_client.client.retries import Backoff, RetryPolicy, retry_after_seconds
 from twinkle_client.client.transport import with_api
@@ -86,11 +90,53 @@ def test_addresses_with_and_without_the_prefix(given):
     assert with_api(given) == "http://h:8000/api/v1"
 
 
-def test_initialize_refuses_what_a_server_decides():
-    with pytest.raises(InvalidRequestError, match="mode: got 'ray'"):
-        initialize(mode="ray")
-    with pytest.raises(InvalidRequestError, match="full_determinism"):
-        initialize(full_determinism=True)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "cloud"}, "mode: got 'cloud'"),
+        ({"full_determinism": True}, "full_determinism"),
+        ({"notifier": object()}, "notifier"),
+        ({"seed": -1}, "seed: got -1"),
+    ],
+)
+def test_initialize_refuses_what_a_server_cannot_do(given, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        initialize(**given)
+
+
+def test_a_script_on_a_server_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidRequestError, match="WORLD_SIZE: got 2"):
+        initialize()
+
+
+def test_initialize_uses_the_client_that_was_made_for_it(stub, caplog):
+    log_lines._log_once.cache_clear()
+    groups = [DeviceGroup("model", 2, "cuda")]
+    with caplog.at_level(logging.INFO, "twinkle_client"), init_twinkle_client(stub.url, "mine") as client:
+        assert initialize("ray", groups=groups, seed=7) is client
+        drawn = random.random(), np.random.rand()
+        assert initialize("ray", groups=groups, seed=7) is client  # again the same server
+        assert (random.random(), np.random.rand()) == drawn
+        assert client.seed == 7
+    assert len(stub.bodies("/twinkle/create_session")) == 1
+    assert caplog.text.count("initialize: the server decides about groups, mode") == 1
+
+
+def test_the_variable_is_enough(stub, monkeypatch):
+    monkeypatch.setattr(current, "_default", None)
+    with pytest.raises(InvalidRequestError, match="TWINKLE_SERVER_URL"):
+        default_client()
+    monkeypatch.setenv("TWINKLE_SERVER_URL", stub.url)
+    with default_client() as client:
+        assert client is default_client()
+
+
+def test_shutdown_ends_the_session(stub):
+    client = init_twinkle_client(stub.url)
+    shutdown()
+    assert client.closed
+    shutdown()
 
 
 def test_a_lost_session_is_said_once_and_stops_requests(stub, caplog):

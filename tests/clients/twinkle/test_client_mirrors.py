@@ -7,7 +7,8 @@ import pytest
 
 import twinkle_client
 from tests.clients.twinkle.stub_server import SESSION
-from twinkle_client import InvalidRequestError, LoraConfig, remote
+from twinkle_client import InvalidRequestError, LoraConfig
+from twinkle_client.client import log_lines
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
@@ -19,7 +20,7 @@ M, S = "/model/m/twinkle", "/sampler/m/twinkle"
 
 @pytest.fixture(autouse=True)
 def _routes(stub):
-    remote._say_once.cache_clear()
+    log_lines._log_once.cache_clear()
     for path in (M, S):
         stub.answer(f"{path}/create", {"status": "ok"})
     stub.answer(f"{M}/add_adapter_to_model", lambda body: {"adapter_name": f"{SESSION}-{body['adapter_name']}"})

@@ -1,6 +1,5 @@
 """The client and the server together: training, sampling, data, and how a script survives a crash of the server."""
 
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,16 +7,17 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.paths import ROOT
-from tests.support.servers.forked_servers import run_forked
-from tests.support.servers.running import Server, environment, mock_config
+from tests.support.servers.running import Server, mock_config
 from twinkle_client import (
     InvalidRequestError,
     LoraConfig,
     NotFoundError,
     SessionLostError,
     TwinkleClient,
+    hub,
 )
+from twinkle_client.client import current
+from twinkle_client.client.json_body import encode
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
@@ -168,23 +168,17 @@ def test_data_on_the_server(tiny, tmp_path):
     row = {"messages": [{"role": "assistant", "content": r"\boxed{18}"}], "user_data": [["ground_truth", "18"]]}
     assert reward([row]) == [1.0]
     assert Sampler(model).template.decode(dataset[0]["input_ids"]).count("say 0") == 1
+    beat = tiny.post("/processor/twinkle/heartbeat", encode({"processor_id": dataset.processor_id}))
+    assert beat == {"status": "ok"}
+    with pytest.raises(NotFoundError, match="no such processor in this session"):
+        tiny.post("/processor/twinkle/heartbeat", encode({"processor_id": "pid:other"}))
 
 
-@pytest.mark.slow
-def test_a_local_script_moves_by_changing_its_imports(server, tmp_path):
-    """Run cookbook/transformers/dpo.py with no change except ``twinkle.`` to ``twinkle_client.`` in its imports."""
-    text = (ROOT / "cookbook/transformers/dpo.py").read_text()
-    text = re.sub(r"^from twinkle\.", "from twinkle_client.", text, flags=re.MULTILINE)
-    text = re.sub(r"^import twinkle$", "import twinkle_client as twinkle", text, flags=re.MULTILINE)
-    assert "twinkle_client.model" in text
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/dpo.py").write_text(text)
-    (tmp_path / "data").symlink_to(ROOT / "cookbook/data")
-    command = ["scripts/dpo.py", "--model", TINY, "--epochs", "1", "--batch-size", "24"]
-    variables = {**environment(), "TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": "a-script"}
-    done = run_forked(command, variables, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"twinkle://session_\w+-emoji/weights/dpo", done.stdout)
+def test_files_of_a_server_on_this_machine(tiny, monkeypatch):
+    monkeypatch.setattr(current, "_default", tiny)
+    found = hub.resolve("llama-tiny")  # the server's name of it; the library would not know it
+    assert (found.path / "tokenizer.json").is_file()
+    assert hub.load_tokenizer(TINY).vocab_size > 0
 
 
 def test_mistakes_are_said_in_the_servers_words(tiny):

@@ -11,7 +11,7 @@ from twinkle_client import MissingPackageError, preprocessor, reward, template, 
 
 MODULES = (
     "model sampler dataset dataloader processor template reward preprocessor data_format rollout types errors client "
-    "manager http common.serialize utils.patch_tinker remote"
+    "manager http common.serialize utils.patch_tinker remote hub infra advantage compatibility model.downloads"
 )
 
 
@@ -29,8 +29,8 @@ def test_names_are_sorted_and_there():
 
 
 def _ruffs_order(name):
-    """Sort classes before functions, as ruff does."""
-    return name[0].islower(), name
+    """Sort constants before classes and classes before functions, as ruff does."""
+    return not name.isupper(), name[0].islower(), name
 
 
 def loaded_by(code):

@@ -96,6 +96,15 @@ def test_ulysses_ranks_share_their_rows(monkeypatch):
     assert [mesh.get_data_rank_from_global_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
     as_rank(monkeypatch, 3, 4)
     assert (mesh.data_rank, mesh.get_slice(5)) == (1, slice(3, 5))
+    assert mesh.get_sequence_groups() == [[0, 1], [2, 3]]
+    assert mesh.get_collect_ranks() == [0, 2]
+
+
+def test_sequence_groups_are_neighbours_along_fsdp_first():
+    mesh = DeviceMesh.from_sizes(dp_size=2, fsdp_size=2, ulysses_size=2)
+    assert mesh.get_sequence_groups() == [[0, 2], [1, 3]]  # rank = 2 · fsdp + dp
+    assert DeviceMesh.from_sizes(dp_size=2, fsdp_size=4, ulysses_size=8).get_sequence_groups() == [list(range(8))]
+    assert DeviceMesh.from_sizes(dp_size=2).get_sequence_groups() == [[0], [1]]
 
 
 def test_a_process_with_several_devices_stands_for_their_ranks(monkeypatch):

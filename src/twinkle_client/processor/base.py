@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient
-from twinkle_client.remote import RemoteObject, left_to_server
+from twinkle_client.remote import RemoteObject
 
 __all__ = ["InputProcessor"]
 
