@@ -26,7 +26,8 @@ class DeviceMesh:
     dp and fsdp divide the rows of a batch (``data_rank`` of ``data_world_size``); pp divides the layers, tp the
     matrices inside a layer, cp and ulysses the sequence. Ranks that differ only along pp, tp, cp or ulysses work on the
     same rows. ``ep_size``, ``etp_size``, ``ep_fsdp_size``, ``vpp_size`` and ``ulysses_size`` describe how the ranks of
-    the other dimensions are used, and add no dimension.
+    the other dimensions are used, and add no dimension. Of the ranks along dp and fsdp, each ``ulysses_size``
+    neighbours (fsdp varies fastest) are a sequence group: they get the same rows, and each computes a part of them.
 
     The place of this process is computed from its RANK at each call. If there are fewer processes than ranks
     (``gpus_per_worker`` > 1), process r has the n = ranks / processes ranks from r · n on; r · n is its own rank.
@@ -208,6 +209,13 @@ class DeviceMesh:
         """Return which part of a batch a rank gets; 0 for a rank that is not in the mesh. fsdp varies fastest."""
         dp, fsdp = self._coordinate("dp", rank) or 0, self._coordinate("fsdp", rank) or 0
         return (dp * max(1, self.fsdp_world_size) + fsdp) // (self.ulysses_size or 1)
+
+    def get_sequence_groups(self) -> list[list[int]]:
+        """Return the sequence groups, each a list of ranks that get the same rows; ordered by data rank."""
+        groups: dict[int, list[int]] = {}
+        for rank in sorted(self.mesh.flatten().tolist()):
+            groups.setdefault(self.get_data_rank_from_global_rank(rank), []).append(rank)
+        return [groups[data_rank] for data_rank in sorted(groups)]
 
     def get_slice(self, total_length: int, rank: int | None = None) -> slice:
         """Return the contiguous part of ``total_length`` items that a data rank gets (default: this process's).

@@ -1,5 +1,6 @@
 """``twinkle.initialize``: the settings that a program makes once, before it constructs components."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,16 @@ from twinkle.notifier import Notifier, report_uncaught
 from twinkle.utils.logger import get_logger
 from twinkle.utils.requirements import requires
 
-__all__ = ["Settings", "current_seed", "current_settings", "initialize", "process_lock", "restore_settings", "shutdown"]
+__all__ = [
+    "Settings",
+    "adapter_seed",
+    "current_seed",
+    "current_settings",
+    "initialize",
+    "process_lock",
+    "restore_settings",
+    "shutdown",
+]
 
 _DEFAULT_SEED = 42
 
@@ -115,6 +125,17 @@ def current_seed() -> int:
         if seed is not None:
             return seed
     return _DEFAULT_SEED
+
+
+def adapter_seed(adapter_name: str) -> int | None:
+    """Return the seed of a new adapter's weights, made of the seed of :func:`initialize` and the adapter's name.
+
+    None: ``initialize`` was not called, or with ``seed=None``. The client of a server makes the same seed, so the
+    adapters of a script begin with the same weights on a server.
+    """
+    if _settings.seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{_settings.seed}\n{adapter_name}".encode()).digest()[:4])
 
 
 def _local_mesh(plans: tuple[GroupPlan, ...], mesh: DeviceMesh | None) -> DeviceMesh:

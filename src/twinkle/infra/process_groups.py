@@ -8,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-__all__ = ["dim_group", "new_group", "torch_mesh"]
+__all__ = ["dim_group", "new_group", "sequence_groups", "torch_mesh"]
 
 Dims = tuple[str, ...]
 
@@ -30,6 +30,8 @@ class Mesh(Protocol):
 
     def ranks_along(self, dims: Sequence[str]) -> list[list[int]]: ...
 
+    def get_sequence_groups(self) -> list[list[int]]: ...
+
 
 _groups: WeakKeyDictionary[Mesh, dict[Dims, dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -45,7 +47,27 @@ def dim_group(mesh: Mesh, dims: Dims) -> dist.ProcessGroup:
 def new_group(mesh: Mesh, dims: Dims) -> dist.ProcessGroup:
     # Every process must take part in creating every group, including those it is not in: torch.distributed requires
     # that all processes create the same groups in the same order.
-    own, _ = dist.new_subgroups_by_enumeration(mesh.ranks_along(dims))
+    return _new_group(mesh, mesh.ranks_along(dims))
+
+
+_sequence_groups: WeakKeyDictionary[Mesh, tuple[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def sequence_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return two groups of this process, created on first use, which is collective.
+
+    The first is its sequence group. The second has one rank of each sequence group: those at the same place as this
+    process. A sum over it counts every row once.
+    """
+    if mesh not in _sequence_groups:
+        sequences = mesh.get_sequence_groups()
+        data = [list(ranks) for ranks in zip(*sequences, strict=True)]
+        _sequence_groups[mesh] = _new_group(mesh, sequences), _new_group(mesh, data)
+    return _sequence_groups[mesh]
+
+
+def _new_group(mesh: Mesh, groups: list[list[int]]) -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups_by_enumeration(groups)
     if own is None:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the mesh of {mesh.world_size} ranks")
     return own

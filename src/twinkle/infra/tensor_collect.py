@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
 
-__all__ = ["collect_tensor_dict", "concatenated", "on_host"]
+__all__ = ["collect_tensor_dict", "concatenated", "distinct_outputs", "on_host"]
 
 _PADDING = -200  # no label, no token and hardly a log-probability is −200
 
@@ -25,14 +25,19 @@ def collect_tensor_dict(outputs: Sequence[Mapping[str, Any]], device_mesh: "Devi
         return {}
     if len(outputs) == 1:
         return dict(outputs[0])
-    step = device_mesh.world_size // len(outputs)
-    ranks = set(device_mesh.get_collect_ranks())
-    kept = [output for worker, output in enumerate(outputs) if worker * step in ranks]
+    kept = distinct_outputs(outputs, device_mesh)
     merged = _merged(kept)
     if "loss" in merged:
         losses = [torch.as_tensor(output["loss"], dtype=torch.float64).mean() for output in kept if "loss" in output]
         merged["loss"] = torch.stack(losses).mean().item()
     return merged
+
+
+def distinct_outputs(outputs: Sequence[Any], device_mesh: "DeviceMesh") -> list[Any]:
+    """Return one output for each part of a batch; ranks that work on the same part have the same output."""
+    step = device_mesh.world_size // len(outputs)
+    ranks = set(device_mesh.get_collect_ranks())
+    return [output for worker, output in enumerate(outputs) if worker * step in ranks]
 
 
 def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

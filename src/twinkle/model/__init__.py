@@ -6,6 +6,7 @@ Heavy names (those that need torch and transformers) are imported when they are 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from twinkle.compatibility import missing
 from twinkle.errors import UnsupportedError
 from twinkle.model.types import (
     AdamParams,
@@ -57,5 +58,5 @@ def __getattr__(name: str) -> object:
     if name in _NOT_IMPLEMENTED:
         raise UnsupportedError(f"{name}: there is no Megatron backend yet; {_NOT_IMPLEMENTED[name]} has the same verbs")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name)
     return getattr(import_module(_HOME[name]), name)

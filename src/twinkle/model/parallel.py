@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.process_groups import sequence_groups
 
 T = TypeVar("T")
 
@@ -126,9 +127,15 @@ class ProcessRanks:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How training is distributed. Each rank belongs to one replica of the model, and holds one shard or all of it."""
+    """How training is distributed. Each rank belongs to one replica of the model, and holds one shard or all of it.
+
+    Ranks of a sequence group have the same rows, and each computes a slice of them (:mod:`twinkle.model.transformers`
+    only). Elsewhere every rank has its own rows, and is a sequence group by itself.
+    """
 
     ranks: Ranks = ALONE  # all ranks
+    data: Ranks = ALONE  # one rank of each sequence group: a sum over these counts every row once
+    sequence: Ranks = ALONE  # the ranks of this sequence group
     replicas: Ranks = ALONE  # the ranks that hold the same shard as this one
     shards: Ranks = ALONE  # the ranks that hold the shards of this replica
     shard_mesh: TorchMesh | None = None  # `shards` as a torch mesh, for FSDP2; None: every rank has the whole model
@@ -141,26 +148,32 @@ class Parallelism:
 SINGLE = Parallelism()
 
 
-def read_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> Parallelism:
+def read_mesh(device_mesh: DeviceMesh | None, device: torch.device, *, cuts_sequences: bool = False) -> Parallelism:
     """Return how ``device_mesh`` distributes training on ``device``; :data:`SINGLE` for None and for one process.
 
-    With several processes this joins the process group, so all ranks must call it.
+    With several processes this joins the process group, so all ranks must call it. ``cuts_sequences``: allow a
+    ``ulysses_size`` above 1.
     """
     if device_mesh is None or device_mesh.world_size == 1:
         return SINGLE
-    check_mesh(device_mesh)
+    check_mesh(device_mesh, cuts_sequences=cuts_sequences)
     _ensure_processes(device, device_mesh.world_size)
     whole = dist.group.WORLD
     assert whole is not None
     ranks, torch_mesh = ProcessRanks(whole), device_mesh.to_torch_device_mesh()
     if torch_mesh.device_type != device.type:
         raise InvalidInputError("device_mesh.device_type", torch_mesh.device_type, f"{device.type}, as the model")
+    data: Ranks = ranks
+    sequence: Ranks = ALONE
+    if (device_mesh.ulysses_size or 1) > 1:
+        sequence, data = (ProcessRanks(group) for group in sequence_groups(device_mesh))
     if device_mesh.fsdp_world_size <= 1:
-        return Parallelism(ranks, replicas=ranks)
+        return Parallelism(ranks, data, sequence, replicas=ranks)
     replicas: Ranks = ALONE
     if device_mesh.dp_world_size > 1:
         replicas = ProcessRanks(torch_mesh.get_group("dp"))
-    return Parallelism(ranks, replicas, ProcessRanks(torch_mesh.get_group("fsdp")), torch_mesh["fsdp"])
+    shards = ProcessRanks(torch_mesh.get_group("fsdp"))
+    return Parallelism(ranks, data, sequence, replicas, shards, torch_mesh["fsdp"])
 
 
 def own_device(device: str | torch.device | None, device_mesh: DeviceMesh | None) -> torch.device:
@@ -222,21 +235,24 @@ def add_up_all(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
             bucket = []
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise for mesh dimensions that training does not support; it supports dp and fsdp."""
+def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
+    """Raise for mesh dimensions that training does not support; it supports dp and fsdp.
+
+    ``cuts_sequences``: allow a ``ulysses_size`` above 1, too.
+    """
     sizes = {
         "tp_size": mesh.tp_world_size,
         "pp_size": mesh.pp_world_size,
         "cp_size": mesh.cp_world_size,
         "ep_size": max(mesh.ep_world_size, mesh.ep_size or 1),
-        "ulysses_size": mesh.ulysses_size or 1,
+        "ulysses_size": 1 if cuts_sequences else mesh.ulysses_size or 1,
     }
     asked = {name: size for name, size in sizes.items() if size > 1}
     if asked:
         text = ", ".join(f"{name}={size}" for name, size in asked.items())
         raise UnsupportedError(
-            f"device_mesh: {text}: training is spread by dp_size and fsdp_size; tensor, pipeline, context, expert and "
-            "sequence parallelism are not supported"
+            f"device_mesh: {text}: training is spread by dp_size and fsdp_size, and TransformersModel also by "
+            "ulysses_size; tensor, pipeline, context and expert parallelism are not supported"
         )
     if max(1, mesh.dp_world_size) * max(1, mesh.fsdp_world_size) != mesh.world_size:
         raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")

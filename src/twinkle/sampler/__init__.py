@@ -7,6 +7,7 @@ transformers) are imported when one of them is first used; vLLM itself when a :c
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from twinkle.compatibility import missing
 from twinkle.sampler.types import (
     DrawnTokens,
     Finished,
@@ -52,5 +53,5 @@ _LAZY = {
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name)
     return getattr(import_module(_LAZY[name]), name)

@@ -84,3 +84,14 @@ def test_every_verb_can_be_called_on_workers(model):
     passes = {"forward", "forward_only", "forward_backward"}
     for name, spec in remote_methods(model).items():
         assert spec.dispatch == (own_rows if name in passes else "all")  # the default would split lists of options
+
+
+def test_rows_of_a_sequence_group_count_once() -> None:
+    mesh = DeviceMesh.from_sizes(dp_size=4, ulysses_size=2, device_type="cpu")
+    inputs = [
+        own_rows(4, worker, (), {"inputs": [{"a": 0}, {"a": 1}, {"a": 2}]}, device_mesh=mesh) for worker in range(4)
+    ]
+    assert [[row["a"] for row in kwargs["inputs"]] for _, kwargs in inputs] == [[0, 1], [0, 1], [2], [2]]
+    one, other = output(2, 3, 6.0, 4.0), output(1, 5, 1.5, 2.0)
+    merged = joined_outputs([one, one, other, other], device_mesh=mesh)
+    assert (merged["loss"], merged["num_tokens"], len(merged["logps"])) == (7.5, 6.0, 3)

@@ -50,7 +50,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        programs = ["tests.model.parallel.lora_programs", "tests.model.parallel.full_programs"]
+        programs = [f"tests.model.parallel.{name}_programs" for name in ("lora", "full", "sequence")]
         context.set_forkserver_preload(programs)  # imports happen only once
         meeting = Path(tempfile.mkdtemp()) / "meeting"
         for rank in range(self.size):

@@ -17,7 +17,7 @@ SHARDED = DeviceMesh.from_sizes(dp_size=1, fsdp_size=2, device_type="cpu")
 
 
 @pytest.mark.parametrize("model", [TransformersModel, MultiLoraTransformersModel, Trainer.from_pretrained])
-@pytest.mark.parametrize("size", ["tp_size", "pp_size", "cp_size", "ulysses_size", "ep_size"])
+@pytest.mark.parametrize("size", ["tp_size", "pp_size", "cp_size", "ep_size"])
 def test_other_kinds_of_parallelism_are_refused(model: Any, size: str) -> None:
     mesh = DeviceMesh.from_sizes(**{"dp_size": 2, size: 2}, device_type="cpu")
     with pytest.raises(UnsupportedError, match=f"{size}=2.*dp_size and fsdp_size"):

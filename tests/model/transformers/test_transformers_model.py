@@ -192,14 +192,48 @@ def test_bf16_keeps_what_is_trained_in_fp32(monkeypatch):
     assert full.optimizer_group[""].train_status.outputs["loss"] == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch):
+def log_lines(monkeypatch) -> list[str]:
+    """Return the list to which lines about a chosen precision will be added."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "twinkle.model.library.parallel_options.logger.info", lambda text, *values: lines.append(text % values)
+    )
+    return lines
+
+
+def test_without_bf16_instructions_the_default_is_fp32(monkeypatch):
+    lines = log_lines(monkeypatch)
+    monkeypatch.setattr("twinkle.model.decoder.precision.cpu_instructions", lambda: None)
+    exact, batch = with_lora(mixed_precision="fp32"), features(12, 7)
+    assert lines == []
+    for default in (None, "auto"):
+        model = with_lora(mixed_precision=default)
+        assert lines == ["mixed_precision: fp32, because this CPU has no bf16 instructions"]
+        lines.clear()
+        assert {p.dtype for p in model.model.parameters()} == {torch.float32}
+        assert model.forward_backward(inputs=batch)["loss"] == exact.forward_backward(inputs=batch)["loss"]
+
+
+def test_with_bf16_instructions_the_default_is_bf16(monkeypatch):
+    lines = log_lines(monkeypatch)
+    monkeypatch.setattr("twinkle.model.decoder.precision.cpu_instructions", lambda: "amx_bf16")
+    model = TransformersModel(model_id=MODEL, device="cpu")
+    add_lora(model, "a-1")
+    assert lines == ["mixed_precision: bf16, because this CPU has instructions for it (amx_bf16)"]
+    assert {(p.requires_grad, p.dtype) for p in model.model.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
+
+
+def test_bf16_that_was_asked_for_is_obeyed_with_a_warning(monkeypatch):
     lines = []
-    monkeypatch.setattr(twinkle.get_logger(), "info", lines.append)
+    monkeypatch.setattr(twinkle.get_logger(), "warning", lines.append)
     monkeypatch.setattr("twinkle.model.transformers.model.bf16_is_slow", lambda device_type: True)
-    model, exact, batch = with_lora(mixed_precision="bf16"), with_lora(mixed_precision="fp32"), features(12, 7)
-    assert lines == ["mixed_precision: this CPU has no bf16 instructions, so the model computes in fp32"]
-    assert {p.dtype for p in model.model.parameters()} == {torch.float32}
-    assert model.forward_backward(inputs=batch)["loss"] == exact.forward_backward(inputs=batch)["loss"]
+    model = with_lora(mixed_precision="bf16")
+    assert torch.bfloat16 in {p.dtype for p in model.model.parameters()}
+    (line,) = lines
+    assert "200 times as long as in fp32" in line
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ neighbouring sequences of such a row, so models with them run padded, with their
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -172,21 +171,16 @@ def _length_class(config: PreTrainedConfig) -> Callable[[int], int]:
     return lambda length: sum(length > threshold for threshold in thresholds)
 
 
+def fixed_rope_length(config: PreTrainedConfig) -> int | None:
+    """Return the length up to which rotary frequencies do not depend on the longest position of a batch; None: any."""
+    ropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    ropes += [rope for rope in _ropes(config) if "dynamic" in str(rope.get("rope_type"))]
+    if not ropes:
+        return None
+    fallback = config.to_dict().get("original_max_position_embeddings") or config.max_position_embeddings
+    return min(_original_length(rope, fallback) for rope in ropes)
+
+
 def _original_length(rope: dict[str, object], fallback: int) -> int:
     length = rope.get("original_max_position_embeddings")
     return length if isinstance(length, int) else fallback
-
-
-def amx_available() -> bool:
-    """Return whether this CPU multiplies bf16 matrices in hardware; then bf16 is its default dtype."""
-    try:
-        with open("/proc/cpuinfo") as info:
-            return "amx_bf16" in info.read()
-    except OSError:  # not Linux
-        return False
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda" or (device.type == "cpu" and amx_available()):
-        return torch.bfloat16
-    return torch.float32

@@ -4,26 +4,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twinkle import hub
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.architecture import (
     TESTED_FAMILIES,
-    default_dtype,
     mixes_by_attention_alone,
     read_architecture,
 )
 from twinkle.model.decoder.attention import PACKED, Packing, register
-
-_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
-
-
-def read_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return bf16 or fp32 as a torch dtype, given by name or as a dtype; None means the device's default."""
-    if dtype is None:
-        return default_dtype(device)
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or chosen not in _DTYPES.values():
-        raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
-    return chosen
 
 
 def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

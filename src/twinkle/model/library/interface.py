@@ -44,16 +44,23 @@ class TwinkleModel(ABC):
     """A model that can be trained. ``optimizer_group`` has one entry per adapter, or one named "" for a full model."""
 
     def __init__(
-        self, model_id: str, tokenizer_id: str | None, device_mesh: DeviceMesh | None = None, ranks: Ranks = ALONE
+        self,
+        model_id: str,
+        tokenizer_id: str | None,
+        device_mesh: DeviceMesh | None = None,
+        ranks: Ranks = ALONE,
+        data_ranks: Ranks | None = None,
     ) -> None:
         """tokenizer_id: None for a model made from a config, which only accepts inputs that are encoded already.
 
         ranks: the processes of the mesh. All must call the same verbs in the same order; some may have empty inputs.
+        data_ranks: one rank of each sequence group, so that a sum over them counts every row once; None: all ranks.
         """
         self.model_id = model_id
         self.tokenizer_id = tokenizer_id
         self.device_mesh = device_mesh
         self._ranks = ranks
+        self._data_ranks = ranks if data_ranks is None else data_ranks
         self.optimizer_group: dict[str, OptimizerGroup] = {}
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class TwinkleModel(ABC):
         if is_training is None and isinstance(metric_cls, Metric):
             raise InvalidInputError("is_training", None, "True or False: one metric instance cannot serve both")
         if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
-            options = {"device_mesh": self.device_mesh, "process_group": self._ranks.group, **options}
+            options = {"device_mesh": self.device_mesh, "process_group": self._data_ranks.group, **options}
         if is_training is not False:
             group.train_status.metrics.append(build_metric(metric_cls, options))
         if is_training is not True:

@@ -1,12 +1,18 @@
 """Checks of the library models' options for several processes and for precision, and the description of a group."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.decoder.precision import default_dtype
 from twinkle.model.library.optimizer_group import OptimizerGroup
+
+logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("accelerate", "native_fsdp")
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32", "no": "fp32"}
@@ -54,10 +60,15 @@ def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
     return value
 
 
-def check_precision(mixed_precision: str) -> str:
-    """Return "bf16" or "fp32" for a value of ``mixed_precision``."""
+def choose_precision(mixed_precision: str | None, device: torch.device) -> str:
+    """Return "bf16" or "fp32" for a value of ``mixed_precision``; None and "auto" leave the choice to the hardware."""
+    if mixed_precision is None or mixed_precision == "auto":
+        default = default_dtype(device)
+        logger.info("mixed_precision: %s, %s", default.name, default.why)
+        return default.name
     if mixed_precision not in _PRECISIONS:
-        raise InvalidInputError("mixed_precision", mixed_precision, ", ".join(map(repr, _PRECISIONS)))
+        allowed = ", ".join(map(repr, ("auto", *_PRECISIONS)))
+        raise InvalidInputError("mixed_precision", mixed_precision, f"{allowed} or None, which means 'auto'")
     return _PRECISIONS[mixed_precision]
 
 

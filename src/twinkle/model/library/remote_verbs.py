@@ -1,8 +1,8 @@
 """How the verbs of a model run on a worker group: which rows each worker gets, and how their results become one.
 
 The workers train together, so verbs run on all of them (``upload_to_hub`` on the first only). The rows of a batch are
-distributed over the ranks of the mesh in order. If there are fewer rows than ranks, some ranks have none, but they call
-the verb all the same.
+distributed over the ranks of the mesh in order; the ranks of a sequence group get the same rows. If there are fewer
+rows than ranks, some ranks have none, but they call the verb all the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from twinkle.infra import remote_function
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
-from twinkle.infra.tensor_collect import collect_tensor_dict
+from twinkle.infra.tensor_collect import collect_tensor_dict, distinct_outputs
 
 
 def own_rows(
@@ -42,8 +42,9 @@ def joined_outputs(outputs: Sequence[Mapping[str, Any]], *, device_mesh: DeviceM
     """
     merged = collect_tensor_dict(outputs, device_mesh)
     if len(outputs) > 1 and "loss" in merged:
-        merged["num_tokens"] = sum(output["num_tokens"] for output in outputs)
-        losses = [output["loss"] for output in outputs if _has_rows(output)]
+        different = distinct_outputs(outputs, device_mesh)
+        merged["num_tokens"] = sum(output["num_tokens"] for output in different)
+        losses = [output["loss"] for output in different if _has_rows(output)]
         merged["loss"] = sum(losses) if merged["num_tokens"] > 0 else sum(losses) / max(len(losses), 1)
     return merged
 

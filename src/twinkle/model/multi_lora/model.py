@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
-from twinkle.infra import remote_class
+from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
-from twinkle.model.library.parallel_options import check_parallel_options, check_precision
+from twinkle.model.library.parallel_options import check_parallel_options, choose_precision
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.multi_lora.verbs import LoraVerbs
+from twinkle.model.parallel import own_device
 from twinkle.model.trainer.trainer import Trainer
 
 
@@ -42,7 +43,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         model_id: str | None = None,
         config: object = None,
         device_mesh: DeviceMesh | None = None,
-        mixed_precision: str = "bf16",
+        mixed_precision: str | None = None,
         strategy: str = "accelerate",
         ddp_config: Mapping[str, Any] | None = None,
         fsdp_config: Mapping[str, Any] | None = None,
@@ -80,7 +81,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         self.trainer = Trainer.from_pretrained(
             model_id,
             device=device,
-            dtype=check_precision(mixed_precision),
+            dtype=choose_precision(mixed_precision, own_device(device, device_mesh)),
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
@@ -104,7 +105,8 @@ class MultiLoraTransformersModel(LoraVerbs):
     ) -> None:
         """Add a new adapter.
 
-        ``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: that of the initial weights.
+        ``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: that of the initial weights, by
+        default made of the seed of ``initialize`` and the adapter's name, else drawn from torch's generator.
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
@@ -119,6 +121,8 @@ class MultiLoraTransformersModel(LoraVerbs):
         if isinstance(rank, int) and rank > self.max_r:
             raise InvalidInputError("r", rank, f"at most {self.max_r}; construct the model with a larger max_r")
         group = self._new_group(adapter_name, config, gradient_accumulation_steps)
+        if seed is None:
+            seed = adapter_seed(adapter_name)
         if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
             seed = int(torch.randint(2**62, ()))
         self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))

@@ -30,8 +30,9 @@ from twinkle.model.adapters.optimizer import adam_step, gradient_norm
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import read_architecture
-from twinkle.model.decoder.loading import load_model, read_dtype
+from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.lora.stacks import RowLayout, initial_row, rank_bucket
+from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.decoder.targets import check_spec, select_targets, short_names
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.trainer.call import TrainerCall
@@ -145,8 +146,8 @@ class Trainer:
     ) -> Self:
         """Load a model by its id (see :mod:`twinkle.hub`).
 
-        device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on CUDA and on CPUs with
-        AMX, else fp32. The other arguments are those of the constructor.
+        device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on accelerators and
+        on CPUs with bf16 instructions, else fp32. The other arguments are those of the constructor.
         """
         if device_mesh is not None:
             check_mesh(device_mesh)  # before weights are read

@@ -5,7 +5,11 @@ log-probabilities chunk by chunk and recomputes them in the backward pass, so th
 asked for. Log-probabilities of any other family, and of a model that outputs router logits, come from its own forward,
 padded, with all logits.
 
-Shapes: B sequences, L tokens of the longest, T tokens of all, C rows of a chunk, H hidden features, V vocabulary.
+With sequence parallelism each rank of a sequence group computes a slice of the packed row, and gets the outputs of all
+sequences (:mod:`twinkle.model.transformers.sequence_parallel`). Otherwise the slice is the whole row.
+
+Shapes: B sequences, L tokens of the longest, T tokens of all, S tokens of this rank's slice of them, C rows of a chunk,
+H hidden features, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,9 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from twinkle.model.decoder.architecture import TESTED_FAMILIES, logit_shape, mixes_by_attention_alone
-from twinkle.model.decoder.attention import PACKED, Packing, register
+from twinkle.model.decoder.attention import PACKED
+from twinkle.model.decoder.attention import register as register_packed
 from twinkle.model.library.sequences import SequenceBatch
+from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.trainer.memory import head_chunk_rows
+from twinkle.model.transformers.sequence_parallel import ADDED_TOKEN, SLICED, RowSlice, check_model
+from twinkle.model.transformers.sequence_parallel import register as register_sliced
 
 
 @dataclass(frozen=True)
@@ -41,16 +49,23 @@ class CausalForward(nn.Module):
     If it runs packed, the model's attention is replaced: direct calls of the model (such as ``generate``) raise errors.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, sequence: Ranks = ALONE) -> None:
+        """sequence: the ranks that have the same rows, and share their computation."""
         super().__init__()
+        if sequence.size > 1:
+            check_model(model, sequence.size)
         config = model.config.get_text_config()
         values = config.to_dict()
         self._model = model
+        self._sequence = sequence
         self._known = config.model_type in TESTED_FAMILIES and not values.get("output_router_logits")
         self.packed = self._known and mixes_by_attention_alone(model) and not values.get("attention_dropout")
         self._scale, self._softcap = logit_shape(config)
-        if self.packed:
-            register()
+        if self.packed and sequence.size > 1:
+            register_sliced()
+            model.set_attn_implementation(SLICED)
+        elif self.packed:
+            register_packed()
             model.set_attn_implementation(PACKED)
 
     def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
@@ -63,23 +78,34 @@ class CausalForward(nn.Module):
             return {"embeddings": self._embeddings(batch)}
         if not self._known:
             return self._through_its_own_forward(batch, asked)
-        hidden_TH = self._hidden(batch)
-        targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(hidden_TH.device)
-        if asked.logits:
-            logits_TV = self._logits(hidden_TH, asked.temperature)
-            return _measured(batch, logits_TV, targets_T, asked)
-        values_TM = self._chunked(hidden_TH, targets_T, asked)
-        return _named(batch, values_TM, asked)
+        row = self._cut(batch)
+        hidden_SH = self._hidden(batch, row)
+        targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets])
+        targets_S = row.take_slice(targets_T, 0).to(hidden_SH.device)
+        if not asked.logits:
+            return _named(batch, row.gather(self._chunked(hidden_SH, targets_S, asked)), asked)
+        logits_SV = self._logits(hidden_SH, asked.temperature)
+        values_SM = _values(logits_SV, targets_S, asked)
+        return {
+            **_named(batch, row.gather(values_SM), asked),
+            "logits": _padded_logits(batch, row.gather(logits_SV)),
+        }
 
-    def _hidden(self, batch: SequenceBatch) -> Tensor:
-        """Return hidden states (T, H), sequence after sequence."""
+    def _cut(self, batch: SequenceBatch) -> RowSlice:
+        return RowSlice.cut(batch.lengths, self._sequence, self._model.device)
+
+    def _hidden(self, batch: SequenceBatch, row: RowSlice) -> Tensor:
+        """Return hidden states (S, H), sequence after sequence."""
         device = self._model.device
         if self.packed:
-            packing = Packing.from_lengths(batch.lengths, device)
-            ids_1T = torch.cat([row["input_ids"] for row in batch.rows])[None].to(device)
-            positions_1T = torch.cat([torch.arange(length) for length in batch.lengths])[None].to(device)
-            decoder = self._model.base_model
-            output = decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, packing=packing)
+            ids_T = torch.cat([each["input_ids"] for each in batch.rows])
+            bounds = {"packing": row.packing} if self._sequence.size == 1 else {"row_slice": row}
+            output = self._model.base_model(
+                input_ids=row.take_slice(ids_T, ADDED_TOKEN)[None].to(device),
+                position_ids=row.positions()[None].to(device),
+                use_cache=False,
+                **bounds,
+            )
             return output.last_hidden_state[0]
         inputs = batch.loss_inputs
         output = self._model.base_model(
@@ -91,9 +117,10 @@ class CausalForward(nn.Module):
 
     def _embeddings(self, batch: SequenceBatch) -> Tensor:
         """Return the hidden state of each sequence's last token, normalised to length 1."""
+        row = self._cut(batch)
+        hidden_SH = self._hidden(batch, row)
         last_B = torch.tensor(batch.lengths).cumsum(0) - 1
-        hidden_TH = self._hidden(batch)
-        return F.normalize(hidden_TH[last_B.to(hidden_TH.device)].float(), dim=-1)
+        return F.normalize(row.gather_tokens(hidden_SH, last_B.to(hidden_SH.device)).float(), dim=-1)
 
     def _logits(self, hidden_CH: Tensor, temperature: float) -> Tensor:
         logits_CV = self._model.get_output_embeddings()(hidden_CH).float()
@@ -103,8 +130,8 @@ class CausalForward(nn.Module):
             logits_CV = self._softcap * torch.tanh(logits_CV / self._softcap)
         return logits_CV if temperature == 1.0 else logits_CV / temperature
 
-    def _chunked(self, hidden_TH: Tensor, targets_T: Tensor, asked: Asked) -> Tensor:
-        rows = head_chunk_rows(hidden_TH.device, self._model.config.get_text_config().vocab_size)
+    def _chunked(self, hidden_SH: Tensor, targets_S: Tensor, asked: Asked) -> Tensor:
+        rows = head_chunk_rows(hidden_SH.device, self._model.config.get_text_config().vocab_size)
 
         def values(hidden_CH: Tensor, targets_C: Tensor) -> Tensor:
             return _values(self._logits(hidden_CH, asked.temperature), targets_C, asked)
@@ -112,7 +139,7 @@ class CausalForward(nn.Module):
         run: Callable[[Tensor, Tensor], Tensor] = values
         if torch.is_grad_enabled():
             run = partial(checkpoint, values, use_reentrant=False)
-        return torch.cat([run(*chunk) for chunk in zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)])
+        return torch.cat([run(*chunk) for chunk in zip(hidden_SH.split(rows), targets_S.split(rows), strict=True)])
 
     def _through_its_own_forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
         device, inputs = self._model.device, batch.loss_inputs
@@ -123,7 +150,9 @@ class CausalForward(nn.Module):
         )
         logits_TV = output.logits[batch.mask.to(device)].float() / asked.temperature
         targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(device)
-        outputs = _measured(batch, logits_TV, targets_T, asked)
+        outputs = _named(batch, _values(logits_TV, targets_T, asked), asked)
+        if asked.logits:
+            outputs["logits"] = _padded_logits(batch, logits_TV)
         aux_loss = output.get("aux_loss")
         return outputs if aux_loss is None else {**outputs, "aux_loss": aux_loss}
 
@@ -139,13 +168,10 @@ def _values(logits_CV: Tensor, targets_C: Tensor, asked: Asked) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def _measured(batch: SequenceBatch, logits_TV: Tensor, targets_T: Tensor, asked: Asked) -> dict[str, Tensor]:
-    outputs = _named(batch, _values(logits_TV, targets_T, asked), asked)
-    if not asked.logits:
-        return outputs
+def _padded_logits(batch: SequenceBatch, logits_TV: Tensor) -> Tensor:
     mask_BL = batch.mask.to(logits_TV.device)
     logits_BLV = logits_TV.new_zeros(*mask_BL.shape, logits_TV.shape[-1])
-    return {**outputs, "logits": logits_BLV.masked_scatter(mask_BL[..., None], logits_TV)}
+    return logits_BLV.masked_scatter(mask_BL[..., None], logits_TV)
 
 
 def _named(batch: SequenceBatch, values_TM: Tensor, asked: Asked) -> dict[str, Tensor]:

@@ -2,11 +2,12 @@
 
 Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise), so that updates too small for bf16 are
 not lost. With ``mixed_precision="bf16"`` products run under bf16 autocast, and a base model that is frozen under
-adapters is stored in bf16. On a CPU without bf16 instructions, where bf16 products are some 200 times slower than fp32
-ones, the model computes in fp32 all the same. Losses and log-probabilities are always fp32.
+adapters is stored in bf16. That is the default where the hardware has bf16 instructions; without them these products
+are some 200 times slower than in fp32, and the default is fp32. Losses and log-probabilities are always fp32.
 
 With a device mesh every process trains on its own data. Along the mesh's dimension fsdp the model is cut into shards
-when it is first used. PEFT adapters are not sharded, and must be added before that.
+when it is first used. PEFT adapters are not sharded, and must be added before that. With ``ulysses_size`` > 1, the
+ranks of a sequence group get the same data, and divide the computation of its tokens.
 """
 
 import math
@@ -28,7 +29,7 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
-from twinkle.infra import remote_class
+from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
@@ -37,7 +38,7 @@ from twinkle.model.decoder.products import bf16_is_slow
 from twinkle.model.library.components import guarded_loss_value
 from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
-from twinkle.model.library.parallel_options import check_parallel_options, check_precision, describe
+from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
@@ -48,6 +49,7 @@ from twinkle.model.transformers import gradients
 from twinkle.model.transformers.causal_forward import Asked, CausalForward
 from twinkle.model.transformers.loading import load_for_training
 from twinkle.model.transformers.peft_adapters import PeftAdapters
+from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
 from twinkle.utils.logger import get_logger
 
@@ -70,7 +72,7 @@ class TransformersModel(TwinkleModel):
         model_id: str | None = None,
         config: PreTrainedConfig | None = None,
         device_mesh: DeviceMesh | None = None,
-        mixed_precision: str = "bf16",
+        mixed_precision: str | None = None,
         strategy: str = "accelerate",
         ddp_config: Mapping[str, Any] | None = None,
         fsdp_config: Mapping[str, Any] | None = None,
@@ -91,12 +93,15 @@ class TransformersModel(TwinkleModel):
             memory_efficient_init=memory_efficient_init,
         )
         self.device = own_device(device, device_mesh)
-        self._parallel = parallel = read_mesh(device_mesh, self.device)
-        super().__init__(model_id or "(made from a config)", tokenizer_id or model_id, device_mesh, parallel.ranks)
-        self._half = check_precision(mixed_precision) == "bf16"
+        self._parallel = parallel = read_mesh(device_mesh, self.device, cuts_sequences=True)
+        tokenizer_id = tokenizer_id or model_id
+        super().__init__(model_id or "(made from a config)", tokenizer_id, device_mesh, parallel.ranks, parallel.data)
+        self._half = choose_precision(mixed_precision, self.device) == "bf16"
         if self._half and bf16_is_slow(self.device.type):
-            get_logger().info("mixed_precision: this CPU has no bf16 instructions, so the model computes in fp32")
-            self._half = False
+            get_logger().warning(
+                "mixed_precision: got 'bf16', and this CPU has no instructions for it: products take some 200 times "
+                "as long as in fp32; without mixed_precision the model computes in fp32 here"
+            )
         place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
         plain = load_for_training(model_id, model_cls, config, place, load_options)
         if model_id is None:
@@ -105,7 +110,7 @@ class TransformersModel(TwinkleModel):
             plain.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_config: PreTrainedConfig = plain.config
         self._plain = plain
-        self._forward_pass = CausalForward(plain)
+        self._forward_pass = CausalForward(plain, parallel.sequence)
         self._adapters = PeftAdapters(plain, half_base=self._half)
         self._state = PlainState(plain, self._adapters, parallel, self.model_id, self.tokenizer_id)
         self._in_shards = False
@@ -123,8 +128,14 @@ class TransformersModel(TwinkleModel):
         is_trainable: bool = True,
         *,
         gradient_accumulation_steps: int = 1,
+        seed: int | None = None,
     ) -> None:
-        """Add an adapter. ``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter."""
+        """Add an adapter. ``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter.
+
+        seed: that of the initial weights, by default made of the seed of ``initialize`` and the adapter's name. With a
+        seed, a config with PEFT's default ``init_lora_weights`` gives the weights that a MultiLoraTransformersModel and
+        a server give; otherwise PEFT draws them from torch's generator.
+        """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
         if self._in_shards:
@@ -137,6 +148,9 @@ class TransformersModel(TwinkleModel):
             )
         group = OptimizerGroup(adapter_name, None, gradient_accumulation_steps)
         self._adapters.add(adapter_name, config_or_dir, is_trainable)
+        seed = adapter_seed(adapter_name) if seed is None else seed
+        if seed is not None and not isinstance(config_or_dir, str | Path):
+            self._adapters.draw_weights(adapter_name, seed)
         copy_from_first(self._ranks, trained_parameters(self.model, adapter_name).values())
         self.optimizer_group.pop("", None)  # the group of all parameters, which are frozen now
         group.adapter_config = self._adapters.config(adapter_name)
@@ -378,7 +392,7 @@ class TransformersModel(TwinkleModel):
     def _add_group(self, group: OptimizerGroup) -> None:
         for status in (group.train_status, group.eval_status):
             kinds = (LossMetric, Accuracy, TrainMetric)
-            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in kinds]
+            status.metrics += [metric(self.device_mesh, self._data_ranks.group) for metric in kinds]
         self.optimizer_group[group.adapter_name] = group
         self.active_group = group.adapter_name
 
@@ -403,6 +417,8 @@ class TransformersModel(TwinkleModel):
         self._shard()
         loss = group.loss_instance
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        if self._parallel.sequence.size > 1:
+            check_same_rows(batch, self._parallel)
         asked = Asked(
             float(temperature),
             entropies=loss.require_entropy,
@@ -420,6 +436,8 @@ class TransformersModel(TwinkleModel):
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         batch = super()._batch(group, inputs)
         check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
+        if self._parallel.sequence.size > 1:
+            check_lengths(batch.lengths, self._plain)
         return replace(batch, device=self.device)
 
     def _shard(self) -> None:
@@ -439,7 +457,7 @@ class TransformersModel(TwinkleModel):
         self._in_shards = True
 
     def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor(self._ranks)
+        divisor = group.take_divisor(self._data_ranks)
         if divisor is not None:
             gradients.unite(self._parameters(group), self._parallel)
             for parameter in self._with_gradient(group):

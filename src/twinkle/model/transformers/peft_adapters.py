@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
+from twinkle.model.decoder.lora.stacks import initial_a
 from twinkle.model.library.training_state import find_checkpoint
 
 # The config fields that determine the factor on an adapter's product B A; r also shows in the weights' shapes.
@@ -63,6 +64,20 @@ class PeftAdapters:
             self.wrapper = load(self._model, directory, adapter_name=name, is_trainable=is_trainable)
         else:
             self.wrapper.load_adapter(directory, name, is_trainable=is_trainable)
+
+    def draw_weights(self, name: str, seed: int) -> None:
+        """Draw the initial A of all linear layers anew, by seed and module name, as a :class:`Trainer` does.
+
+        An adapter whose config asks for another initialisation keeps the weights that PEFT gave it.
+        """
+        if self.wrapper.peft_config[name].init_lora_weights is not True:
+            return
+        linear = _peft().tuners.lora.Linear
+        for module_name, module in self.wrapper.base_model.model.named_modules():
+            if isinstance(module, linear) and name in module.lora_A:
+                a_RI = module.lora_A[name].weight
+                with torch.no_grad():
+                    a_RI.copy_(initial_a(module_name, a_RI.shape[0], a_RI.shape[1], seed))
 
     def is_trainable(self, name: str) -> bool:
         return self._trainable[name]

@@ -59,7 +59,7 @@ class PlainState:
         ranks = self._parallel.ranks
         weights = self._gathered() if self._parallel.sharded and not group.adapter_name else None
         values = state_values(group, self._window(group, parameters)) if save_optimizer else {}
-        state = progress(group, consumed_train_samples, ranks) if save_optimizer else None
+        state = progress(group, consumed_train_samples, self._parallel.data) if save_optimizer else None
 
         def write(staging: Path) -> None:
             if group.adapter_name:
@@ -94,7 +94,7 @@ class PlainState:
         group.drop_window()
         if resume_only_model:
             return summary(state)
-        state, window = load_state(directory, group, self._parallel.ranks)
+        state, window = load_state(directory, group, self._parallel.data)
         for name, gradient in window.items():
             parameters[name].grad = like(gradient, parameters[name])
         gradients.leave_to_first(list(parameters.values()), self._parallel)

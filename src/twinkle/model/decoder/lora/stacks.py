@@ -92,12 +92,17 @@ def initial_row(layout: RowLayout, rank: int, seed: int) -> Tensor:
     """
     row_P = torch.zeros(layout.size)
     for target in layout.targets:
-        digest = hashlib.sha256(f"{seed}:{target.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         a_RI, _ = layout.views(row_P, target.name)
-        bound = target.in_features**-0.5
-        a_RI[:rank] = torch.rand(rank, target.in_features, generator=generator) * (2 * bound) - bound
+        a_RI[:rank] = initial_a(target.name, rank, target.in_features, seed)
     return row_P
+
+
+def initial_a(module_name: str, rank: int, in_features: int, seed: int) -> Tensor:
+    """Return the initial A (R, I) of one module. ``module_name``: its name in the base model."""
+    digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    bound = in_features**-0.5
+    return torch.rand(rank, in_features, generator=generator) * (2 * bound) - bound
 
 
 class Stack:
