@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SamplingParams
 from twinkle.server.config import ServerConfig
-from twinkle.server.runtime.ray.deployments import gpus_wanted
+from twinkle.server.config.demand import demands_of, total_gpus
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.sampler_engine import EngineDevices, devices_of, start_engine
 
@@ -149,11 +149,11 @@ def config(options=None, **sampled):
     [
         (config(), None),
         (config({"num_cpus": 2}), None),
-        (config(device_group={"name": "s", "device_type": "cuda"}), EngineDevices("cuda", 1, 1, {}, {})),
-        (config(device_group={"name": "s", "device_type": "cpu"}), EngineDevices("cpu", 1, 0, {}, {})),
+        (config(device_group={"name": "s", "device_type": "cuda"}), EngineDevices("cuda", 1, 1, 1, {}, {})),
+        (config(device_group={"name": "s", "device_type": "cpu"}), EngineDevices("cpu", 1, 0, 0, {}, {})),
         (
             config({"num_gpus": 0.5, "num_cpus": 2, "resources": {"fast": 1}, "runtime_env": {"env_vars": {"A": "1"}}}),
-            EngineDevices("cuda", 2, 0.5, {"fast": 1}, {"A": "1"}),
+            EngineDevices("cuda", 2, 0.5, 0, {"fast": 1}, {"A": "1"}),
         ),
     ],
 )
@@ -176,6 +176,10 @@ def test_the_front_door_takes_no_gpu(given, taken):
     assert door_options(given, given.applications[1])["ray_actor_options"] == {**taken, "num_gpus": 0}
 
 
+def gpus_wanted(given, has_gpus):
+    return total_gpus(demands_of(given.applications, has_gpus))
+
+
 def test_how_many_gpus_a_cluster_needs():
     cookbook = ROOT / "cookbook/client/server"
     assert gpus_wanted(ServerConfig.from_yaml(cookbook / "transformer/server_config_ray.yaml"), has_gpus=True) == 4
@@ -191,7 +195,7 @@ def test_how_many_gpus_a_cluster_needs():
 
 def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):
     served = config(device_group={"name": "s", "device_type": "cpu"}).served_models[0]
-    engine, memory = start_engine(served, EngineDevices("cpu", 0, 0, {"sampling": 1}, {})).ready()
+    engine, memory = start_engine(served, EngineDevices("cpu", 0, 0, 0, {"sampling": 1}, {})).ready()
     assert "sampler: cache" in memory
     deadline = time.monotonic() + 30  # Ray updates its resources with a delay
     while "sampling" in ray.available_resources():

@@ -34,7 +34,7 @@ class ModelArgs:
     model_id: str | None = field(default=None, metadata={PRIMARY: True})
     model_cls: str | None = None
     tokenizer_id: str | None = None
-    mixed_precision: str = "bf16"
+    mixed_precision: str = "auto"
     strategy: str = "accelerate"
     memory_efficient_init: bool = False
     gradient_checkpointing: bool = True

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 import twinkle
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.body_limits import UploadCounter
+from twinkle.server.http.older_paths import OlderPaths, RewriteOlderPaths
 from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.http.routes import RouteTable
 from twinkle.server.protocols.native import gateway_routes as native_gateway
@@ -38,6 +39,7 @@ ROUTES = RouteTable(
         pages.routes,
     )
 )
+OLDER_PATHS = OlderPaths(ROUTES)
 
 
 def make_app(
@@ -64,6 +66,7 @@ def make_app(
     )
     _describe_bodies(app)
     app.add_middleware(UploadCounter)
+    app.add_middleware(RewriteOlderPaths, paths=OLDER_PATHS)  # the last one added is the first to see a request
     return app
 
 

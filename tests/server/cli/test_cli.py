@@ -71,7 +71,8 @@ def test_keys_are_shown_once_listed_without_and_revoked(tmp_path: Path) -> None:
     [
         ((), 2, "COMMAND"),
         (("launch", "--port", "eighty"), 2, "--port"),
-        (("launch", "--host", "0.0.0.0"), 1, "allow_open_on_network"),
+        (("--port", "8000"), 2, "-c/--config FILE: required without a COMMAND"),
+        (("--config", "/nowhere.yaml", "-t", "tinker", "--log-level", "INFO"), 1, "/nowhere.yaml"),
         (("launch", "-c", "/nowhere.yaml"), 1, "/nowhere.yaml"),
         (("check-config", "/nowhere.yaml"), 2, "error: configuration file not found: /nowhere.yaml"),
         (("status", "--url", "http://127.0.0.1:9"), 1, "no server answers"),

@@ -171,11 +171,11 @@ def test_keys_that_are_null_are_not_there(load):
     assert config == ServerConfig()
 
 
-def test_an_adapter_has_no_longest_life(load):
+def test_the_longest_life_of_an_adapter(load):
     config, notes = load(model("backend: mock, adapter_config: {adapter_timeout: 1800, adapter_max_lifetime: 36000}"))
-    assert config.limits == LimitsConfig()
+    assert config.limits == LimitsConfig(adapter_max_lifetime_seconds=36000)
     at = "applications[0].args.adapter_config.adapter_max_lifetime"
-    assert f"{at}: dropped, an adapter lives as long as its session" in notes
+    assert f"{at}: became limits.adapter_max_lifetime_seconds: 36000" in notes
 
 
 def test_further_deployments_are_dropped(load):

@@ -69,6 +69,7 @@ def test_defaults_of_limits():
         "max_referenced_batch_bytes": 2**31,
         "processor_call_seconds": 600.0,
         "session_timeout_seconds": 1800.0,
+        "adapter_max_lifetime_seconds": None,
         "silent_session_seconds": 60.0,
         "max_session_rows_per_tenant": 5000,
         "max_sampling_session_rows_per_tenant": 20_000,
@@ -172,18 +173,26 @@ def test_configurations_do_not_change():
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "127.0.0.1", "127.8.9.1", "::1"])
 def test_open_on_loopback(host):
-    assert find_problems({"http_options": {"host": host}}) == []
+    config = ServerConfig.model_validate({"http_options": {"host": host}})
+    assert (config.auth_mode, config.generates_key) == ("open", False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "localhost.example.org"])
 def test_open_on_the_network_only_if_told_so(host):
     http = {"http_options": {"host": host}}
-    (found,) = find_problems(http)
+    (found,) = find_problems(http | {"auth": {"mode": "open"}})
     assert found.field == "http_options.host"
     assert "auth.mode: keys" in found.allowed
     assert "auth.allow_open_on_network: true" in found.allowed
-    assert find_problems(http | {"auth": {"mode": "keys"}}) == []
-    assert find_problems(http | {"auth": {"allow_open_on_network": True}}) == []
+    for auth, mode, generates in [
+        ({}, "keys", True),
+        ({"mode": "keys"}, "keys", False),
+        ({"allow_open_on_network": True}, "open", False),
+        ({"mode": "open", "allow_open_on_network": True}, "open", False),
+    ]:
+        config = ServerConfig.model_validate(http | {"auth": auth})
+        assert (config.auth_mode, config.generates_key) == (mode, generates)
+        assert ServerConfig.model_validate(config.to_yaml_dict()) == config
 
 
 def test_valid_applications():

@@ -36,11 +36,12 @@ def idle(application):
     [
         ({"device_group": group(ranks=1)}, []),
         ({"device_group": group(ranks=[0])}, []),
-        ({"device_group": group(ranks=[1])}, ["args.device_group.ranks"]),
-        ({"device_group": group(visible_devices=1)}, ["args.device_group.visible_devices"]),
+        ({"device_group": group(ranks=[1])}, []),
+        ({"device_group": group(visible_devices=1)}, []),
         ({"device_group": group(gpus_per_worker=2)}, ["args.device_group.gpus_per_worker"]),
         ({"device": "cuda"}, []),
-        ({"device": "cuda:1"}, ["args.device"]),
+        ({"device": "cuda:1"}, []),
+        ({"device": "cuda", "nproc_per_node": 2}, ["args.device"]),
         ({"device_mesh": {"dp_size": 1, "sequence_parallel": True}}, ["args.device_mesh.sequence_parallel"]),
     ],
 )
@@ -59,7 +60,11 @@ def test_of_a_model(args, keys):
         (processor(device_mesh={"dp_size": 2}), ["args.device_mesh"], 1),
         (processor([{"max_ongoing_requests": 9}], ncpu_proc_per_node=2), [], 2),
         (processor([{"num_replicas": 4}], ncpu_proc_per_node=2), ["args.ncpu_proc_per_node"], 4),
-        (processor([{"autoscaling_config": {"max_replicas": 5}}], nproc_per_node=2), ["args.nproc_per_node"], 5),
+        (
+            processor([{"autoscaling_config": {"max_replicas": 5}}], nproc_per_node=2),
+            ["args.nproc_per_node", "deployments[0].autoscaling_config"],
+            5,
+        ),
     ],
 )
 def test_of_processors(application, keys, replicas):
@@ -117,13 +122,6 @@ def test_limits_of_connections() -> None:
     named = [note.partition(":")[0] for note in without_effect(on_ray)]
     assert named == ["limits.max_connections_per_address", "limits.max_header_bytes"]
     assert without_effect(ServerConfig.model_validate({"runtime": "embedded", "limits": limits})) == []
-
-
-def test_the_devices_of_a_sampler() -> None:
-    args = {"model_id": "org/m", "sampler_type": "torch", "device_group": group(visible_devices=1) | {"name": "other"}}
-    sampler = {"name": "s", "import_path": "sampler", "args": args}
-    notes = without_effect(configured(model(device_group=group()), sampler))
-    assert [note.partition(":")[0] for note in notes] == ["applications[1].args.device_group.visible_devices"]
 
 
 def test_other_timings_leave_the_configuration_as_it_was() -> None:

@@ -539,6 +539,39 @@ def test_closed_processors_make_room(own_session: Session, host: Server) -> None
     assert own_session.try_call(made[0], "close").status_code == 404
 
 
+def test_a_processors_heartbeat_is_one_of_its_session(host: Server, own_session: Session) -> None:
+    def last_seen() -> float:
+        listed = own_session.tenant.get("twinkle/sessions").json()["sessions"]
+        return next(float(each["last_seen"]) for each in listed if each["session_id"] == own_session.session_id)
+
+    def beat(session: Session, processor_id: str) -> httpx.Response:
+        return session.post("heartbeat", {"processor_id": processor_id})
+
+    made = own_session.create("reward", "FormatReward")
+    before = last_seen()
+    answer = beat(own_session, made)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert last_seen() > before
+    with ThreadPoolExecutor(1) as pool:  # a busy worker is no reason to wait
+        call = pool.submit(own_session.try_call, made, "__call__", trajectories=ENDLESS)
+        time.sleep(0.3)
+        assert beat(own_session, made).status_code == 200
+        assert not call.done()
+        own_session.finish()
+        call.result()
+    fresh = Session(own_session.tenant)
+    assert "no such processor in this session" in detail(beat(fresh, made), 404)
+    kept = fresh.create("reward", "FormatReward")
+    for session in (Session(fresh.tenant), Session(Tenant(host.url, "tml-foreign"))):
+        assert "no such processor in this session" in detail(beat(session, kept), 404)
+    foreign = Session(Tenant(host.url, "tml-foreign"))
+    foreign.session_id = fresh.session_id
+    assert "unknown session" in detail(beat(foreign, kept), 404)
+    assert "processor_id" in detail(fresh.post("heartbeat", {}), 400)
+    fresh.call(kept, "close")
+    assert "create it again" in detail(beat(fresh, kept), 404)
+
+
 def test_limits_hold_for_requests_at_the_same_time(own_server: Callable[..., Server]) -> None:
     config = processor_config(max_processors_per_tenant=5, max_processor_sessions_per_tenant=2, args={"max_workers": 3})
     server = own_server(config)
@@ -547,6 +580,9 @@ def test_limits_hold_for_requests_at_the_same_time(own_server: Callable[..., Ser
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda n: sessions[n % 2].try_create("reward", "FormatReward"), range(16)))
     assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 11
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert "processors: 5 of 5 in use (max_processors_per_tenant); close() datasets" in refused.json()["detail"]
+    assert refused.json()["code"] == "limit_reached"
     assert len(workers(server)) == 2
     ids = [answer.json()["processor_id"] for answer in answers if answer.status_code == 200]
     assert len(set(ids)) == 5
@@ -559,6 +595,9 @@ def test_limits_hold_for_requests_at_the_same_time(own_server: Callable[..., Ser
     others[0].create("reward", "FormatReward")
     full = others[1].try_create("reward", "FormatReward", key="again")
     assert "workers for processors on this server: 3 of 3" in detail(full, 429)
+    assert "code" not in full.json()  # another tenant may end its session, so clients wait
+    assert full.headers["retry-after"] == "1"
+    assert sessions[2].try_create("reward", "FormatReward").json()["code"] == "limit_reached"  # its own limit is full
     sessions[0].finish()
     others[1].create("reward", "FormatReward", key="again")  # the same key again, now that there is room
     assert len(workers(server)) == 3

@@ -284,7 +284,7 @@ def test_no_pipe_of_objects_between_types(tmp_path: Path) -> None:
         bench.create(_body(processor_type="dataloader", class_type="DataLoader", dataset=reward, batch_size=1))
     with pytest.raises(InvalidInputError, match="a dataloader"):
         bench.batch(reward, 0)
-    assert len(bench.objects) == 1
+    assert len(bench.objects.ids()) == 1
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

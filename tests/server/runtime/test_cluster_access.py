@@ -1,7 +1,9 @@
 """Where our Ray cluster listens, and with which token: environment variables that are set before Ray is imported."""
 
 import os
+import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in list(os.environ):
         if name.startswith("RAY_"):
             monkeypatch.delenv(name)
-    for name in (_LOOPBACK, "RAY_AUTH_MODE"):  # set them, so that monkeypatch restores them afterwards
+    for name in (_LOOPBACK, "RAY_AUTH_MODE", "RAY_ADDRESS"):  # set them, so that monkeypatch restores them afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -50,15 +52,41 @@ def test_one_that_is_joined_decides_itself_where_it_listens(home: Path, monkeypa
     assert not (home / ".ray").exists()
 
 
-def test_one_that_ray_start_began_is_joined_with_the_token_that_is_there(home: Path) -> None:
-    (home / "ray").mkdir()
-    (home / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+@pytest.fixture
+def started(home: Path) -> Iterator[socket.socket]:
+    """The listener of a cluster that `ray start` began, as the file that this leaves says."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (home / "ray").mkdir()
+        (home / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{listener.getsockname()[1]}")
+        yield listener
+
+
+def test_one_that_ray_start_began_is_joined_with_the_token_that_is_there(home: Path, started: socket.socket) -> None:
     prepare_access(may_start=True)
     assert seen() == (None, None)
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text("t")
     prepare_access(may_start=True)
     assert seen() == (None, "token")
+
+
+def test_one_that_was_killed_is_left_out(started: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
+    started.close()
+    prepare_access(may_start=True)
+    assert os.environ["RAY_ADDRESS"] == "local"
+    assert seen() == ("0", "token")
+    assert (
+        "ray_current_cluster names a Ray cluster that does not answer; launch starts its own" in capsys.readouterr().err
+    )
+
+
+def test_a_command_that_starts_none_does_not_ask_for_a_new_one(
+    started: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started.close()
+    prepare_access(may_start=False)
+    assert "RAY_ADDRESS" not in os.environ
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])

@@ -95,7 +95,7 @@ class Cluster:
 
     async def __aenter__(self) -> "Cluster":
         layout = layout_of(self.config)
-        self.members = {name: await Member(self.config, name).start() for name in layout.applications}
+        self.members = {name: await Member(self.config, name).start() for name in layout.addresses}
         self.store = await Store.open(self.config.data_dir, shared=True)
         fleet = RemoteFleet(layout, self.members)
         for member in self.members.values():
@@ -295,6 +295,40 @@ def test_an_application_at_a_route_of_its_own(run):
 
             await cluster.router({**scope, "query_string": b"", "client": None}, receive, send)
             assert sent[0]["status"] == 200
+
+    run(check)
+
+
+def test_older_paths_reach_the_same_replica(run):
+    """Today's path is set before a replica is chosen and before bodies are limited."""
+
+    async def check(cluster: Cluster) -> None:
+        root = "http://localhost"
+        session = (await cluster.post(f"{root}/server/create_session", {})).json()["session_id"]
+        cluster.http.headers["X-Twinkle-Session-Id"] = session
+        for name in ("a", "b", "c", "d"):
+            body = {"adapter_name": name, "config": {"r": 4, "target_modules": "all-linear"}}
+            made = await cluster.post(f"{root}/models/mock/add_adapter_to_model", body)
+            assert made.status_code == 200, made.text
+            assert made.json()["adapter_name"] == f"{session}-{name}"
+        counts = [len(member.services.training.adapters) for member in cluster.members.values()]
+        assert counts == [2, 2]
+        for name in ("a", "b", "c", "d"):
+            assert (await cluster.post(f"{root}/models/mock/zero_grad", {"adapter_name": name})).status_code == 200
+        sampled = {"inputs": [{"input_ids": [1, 2]}], "sampling_params": {"max_tokens": 2}, "adapter_name": "d"}
+        assert (await cluster.post(f"{root}/samplers/mock/sample", sampled)).status_code == 200
+
+        model = await cluster.model(await cluster.session(), 0)
+        for number, prefix in enumerate(("/tinker", "/api/v1/tinker", "/models/mock/tinker"), 1):
+            op = await cluster.post(f"{root}{prefix}/forward_backward", training_body(model, number))
+            assert (await cluster.result(op.json()["request_id"])).status_code == 200
+        assert (await cluster.post(f"{root}/server/create_session", b" " * (2**20 + 1))).status_code == 413
+        unknown = await cluster.post(f"{root}/tinker/nonsense", {})
+        assert (unknown.status_code, "/tinker/nonsense" in unknown.json()["detail"]) == (404, True)
+        del cluster.http.headers["X-API-Key"]
+        for path in ("/server/create_session", "/tinker/create_session", "/v1/models"):
+            refused = await cluster.http.request("GET" if path == "/v1/models" else "POST", f"{root}{path}")
+            assert (refused.status_code, "TINKER_API_KEY" in refused.text) == (401, True)
 
     run(check)
 

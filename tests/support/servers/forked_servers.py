@@ -80,6 +80,16 @@ def fork_server(arguments: Sequence[str], environment: Mapping[str, str], log: I
     return _fork([program, *arguments], environment, os.getcwd(), log, log)
 
 
+def fork_script(
+    command: Sequence[str | Path], environment: Mapping[str, str], log: IO[bytes]
+) -> "ForkedProcess | subprocess.Popen[bytes]":
+    """Start a Python script, whose path is the first part of the command; its output goes to ``log``."""
+    parts = [str(part) for part in command]
+    return _fork(parts, environment, os.getcwd(), log, log) or subprocess.Popen(
+        [sys.executable, *parts], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+    )
+
+
 def run_forked(
     arguments: Sequence[str | Path], environment: Mapping[str, str], cwd: Path | None = None, timeout: float = 240
 ) -> "subprocess.CompletedProcess[str]":

@@ -79,6 +79,15 @@ def _die_of_saving(_number: float) -> None:
     MockTrainer.prepare_save = die  # type: ignore[method-assign]
 
 
+def _fail_saving(_number: float) -> None:
+    """Report a full disk whenever checkpoint files are written."""
+
+    def fail(self: MockTrainer, *_arguments: Any, **_options: Any) -> Any:
+        raise StorageFullError(28, "no room for files")
+
+    MockTrainer.prepare_save = fail  # type: ignore[method-assign]
+
+
 def _save_slowly(seconds: float) -> None:
     """Delay the writing of checkpoint files by this many seconds. Other ops run meanwhile."""
     prepare = MockTrainer.prepare_save
@@ -131,6 +140,7 @@ FAULTS: dict[str, Callable[[float], None]] = {
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
     "save": _save_slowly,
+    "full_save": _fail_saving,
     "tokenizer": _slow("_load_tokenizer"),
     "encode": _slow("batch_encode"),
 }

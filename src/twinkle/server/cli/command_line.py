@@ -1,15 +1,19 @@
 """The command line ``twinkle-server``: its parser, and the commands ``launch``, ``status`` and ``stop``."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 
+from twinkle.environment import read_server_variables
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.cli import config_commands, data_commands, operator_commands
 from twinkle.server.cli.config_commands import add_command, config_of, on_store
 from twinkle.server.cli.launch import fetch_status, run_server, start_in_background
+from twinkle.server.config import ServerConfig
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.runtime import process
+from twinkle.server.runtime.generated_key import prepare_key_of
 from twinkle.server.state.store import Store
 
 # Lines of `status` that show a number of training and one of sampling. Rates cover about the last minute.
@@ -21,6 +25,7 @@ _SIDE_BY_SIDE = {
 _WRONG_USE = 2
 _INTERRUPTED = 130
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_SHORT_FORM = "twinkle-server --config FILE [OPTION] is the same as twinkle-server launch --config FILE [OPTION]."
 
 
 def main(arguments: Sequence[str] | None = None, timings: Timings = DEFAULT_TIMINGS) -> int:
@@ -35,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, timings: Timings = DEFAULT_TIMI
         parser.print_help(sys.stderr)
         return _WRONG_USE
     try:
-        args = parser.parse_args(given, argparse.Namespace(timings=timings))
+        args, given = _parsed(parser, given, timings)
         args.run(args, given)
     except SystemExit as end:  # raised by argparse, and by commands that have already printed what is wrong
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -47,9 +52,25 @@ def main(arguments: Sequence[str] | None = None, timings: Timings = DEFAULT_TIMI
     return 0
 
 
+def _parsed(
+    parser: argparse.ArgumentParser, given: list[str], timings: Timings
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the parsed arguments, and the arguments with the name of the command in front.
+
+    Options without a command are those of ``launch``. In this form a configuration is required, so that a mistyped
+    option does not start a server with the demo model.
+    """
+    is_short = given[0].startswith("-") and given[0] not in ("-h", "--help")
+    given = ["launch", *given] if is_short else given
+    args = parser.parse_args(given, argparse.Namespace(timings=timings))
+    if is_short and args.config is None and read_server_variables().config is None:
+        parser.error("-c/--config FILE: required without a COMMAND")
+    return args, given
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="twinkle-server", description="Post-training as a service.", allow_abbrev=False
+        prog="twinkle-server", description="Post-training as a service.", epilog=_SHORT_FORM, allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -59,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     launch.set_defaults(run=_launch)
     config_commands.config_options(launch)
     launch.add_argument(
-        "--log-level", choices=_LOG_LEVELS, default=None, help="default: the configured level, else info"
+        "--log-level",
+        type=str.lower,
+        choices=_LOG_LEVELS,
+        default=None,
+        help="in lower or upper case; default: the configured level, else info",
     )
     launch.add_argument(
         "--log-format", choices=("text", "json"), default=None, help="default: the configured format, else text"
@@ -82,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _launch(args: argparse.Namespace, given: list[str]) -> None:
     config, notes = config_commands.requested_config(args)
+    if args.server_type is not None:
+        notes = [f"--server-type {args.server_type}: has no effect, one server speaks both protocols", *notes]
     if not args.no_wait or not config.applications:
         run_server(config.with_timings(args.timings), notes, args.log_level, args.log_format)
         return
@@ -89,6 +116,8 @@ def _launch(args: argparse.Namespace, given: list[str]) -> None:
     arguments = [argument for argument in given[1:] if argument != "--no-wait"]
     pid, url = start_in_background(arguments, log_file)
     print(f"serving on {url} as process {pid}; log in {log_file}")
+    for line in asyncio.run(prepare_key_of(config)):  # where the generated key is: the server's output is in its log
+        print(line)
 
 
 def _stop(args: argparse.Namespace, _given: list[str]) -> None:
@@ -106,11 +135,8 @@ def _stop(args: argparse.Namespace, _given: list[str]) -> None:
 def _status(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
     here = process.running(config.data_dir)
-    if config.runtime == "ray" and here is None:
-        from twinkle.server.runtime.ray.running import applications
-
-        for name, state in applications(config).items():
-            print(f"{name:18} {state.lower()}")
+    if config.runtime == "ray" and (here is None or here.url is not None):
+        _print_applications(config, None if here is None else here.ray_address)
     if here is not None and here.url is None and args.url is None:
         raise TwinkleServerError(f"process {here.pid} on {config.data_dir} is starting or stopping")
     status = fetch_status(args.url or (here and here.url) or "http://127.0.0.1:8000")
@@ -133,6 +159,23 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
             print(f"  {what:16} {training:>14} {sampling:>14}")
     if here is not None:
         _print_damage(args, [])
+
+
+def _print_applications(config: ServerConfig, address: str | None) -> None:
+    """Print what Serve reports about the applications of a server and about their deployments."""
+    from twinkle.server.runtime.ray.running import applications
+
+    try:
+        reported = applications(config, address)
+    except TwinkleServerError as error:
+        if address is None:
+            raise
+        print(f"twinkle-server: {error}", file=sys.stderr)  # the server itself may answer nevertheless
+        return
+    for name, found in reported.items():
+        print(f"{name:18} {found.status.lower()}")
+        for deployment, status in found.deployments.items():
+            print(f"  {deployment:16} {status.lower()}")
 
 
 @on_store

@@ -6,16 +6,20 @@ The commands about configurations, ``check-config`` and ``print-config``, are he
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from twinkle.environment import read_server_variables
+from twinkle.environment import listed_devices, read_server_variables
 from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
+from twinkle.infra.platform import GPU
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
+from twinkle.server.config.demand import Machine, machine_notes
 from twinkle.server.config.messages import change_texts, without_passwords
 from twinkle.server.state.store import Store
+from twinkle.utils.requirements import exists
 
 _BAD_CONFIGURATION = 2
 
@@ -111,15 +115,23 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
         file = args.file or _config_file(args)
         if file is None:
             raise InvalidInputError("FILE", "none", "a configuration, by -c FILE or TWINKLE_SERVER_CONFIG")
-        _, notes = load_config(file)
+        config, notes = load_config(file)
     except (TwinkleError, OSError) as error:
         # A ConfigError has one line for each problem of the file; they follow this one.
         reason = f"invalid configuration\n{error}" if isinstance(error, ConfigError) else str(error)
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(_BAD_CONFIGURATION)
-    for note in notes:
+    for note in [*notes, *machine_notes(config.applications, config.runtime, this_machine())]:
         print(f"note: {note}", file=sys.stderr)
     print("ok")
+
+
+def this_machine() -> Machine:
+    """Return what this machine has. GPUs are counted as CUDA does: those that CUDA_VISIBLE_DEVICES names, else all."""
+    devices = [entry for entry in Path("/dev").glob("nvidia*") if entry.name.removeprefix("nvidia").isdigit()]
+    listed = listed_devices(GPU.visible_variable)
+    gpus = len(devices) if listed is None else min(len(devices), len(listed))
+    return Machine(os.cpu_count() or 1, gpus, exists("ray"))
 
 
 def _print(args: argparse.Namespace, _given: list[str]) -> None:

@@ -117,7 +117,7 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
     """
     from twinkle.server.runtime.process import LISTENING
 
-    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log_file.open("ab") as log:
         said_before = log.tell()
         process = subprocess.Popen(

@@ -16,6 +16,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from twinkle.errors import NotFoundError, TwinkleServerError
 from twinkle.server.cli.config_commands import Commands, add_command, on_store
+from twinkle.server.runtime.generated_key import delete_file_of
 from twinkle.server.state.errors import DataDirInUseError
 from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.records.coordination import EVICT, OperatorRequest
@@ -82,9 +83,10 @@ async def _list_keys(_args: argparse.Namespace, store: Store) -> None:
 
 @on_store
 async def _revoke_key(args: argparse.Namespace, store: Store) -> None:
+    file = await delete_file_of(store, args.key_id)
     if not await store.keys.revoke(args.key_id, time.time()):
         raise TwinkleServerError(f"no active key has the id {args.key_id!r}")
-    print(f"revoked {args.key_id}")
+    print(f"revoked {args.key_id}" + ("" if file is None else f" and deleted {file}, which held it"))
 
 
 # --- usage ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The applications of a server: the gateway, models, samplers and processors, each with arguments of its own.
 
 The functions below them derive what follows from all applications together: which models are served, under which names,
-and where a sampler runs on Ray.
+and how many replicas there are and where a sampler runs on Ray.
 """
 
 import re
@@ -67,7 +67,7 @@ class ModelArgs(Section):
     aliases: Names = ()
     """Other names that clients may use for the model."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Number format; null: chosen by device."""
+    """Number format; null: bf16 on GPUs and on CPUs with instructions for it, else fp32."""
     device: Device | None = None
     """Device; null: the device of device_group, or else CUDA if the machine has it, or else the CPU."""
     compiled: bool = False
@@ -91,6 +91,21 @@ class ModelArgs(Section):
     def compute_device(self) -> str | None:
         """Return `device`, else the device of the device_group; None: neither is configured."""
         return self.device or (self.device_group.device if self.device_group else None)
+
+    @property
+    def named_gpus(self) -> tuple[int, ...]:
+        """Return the numbers of the GPUs that are named, one for each process; () if none is."""
+        if self.processes == 1 and self.device is not None:
+            number = self.device.partition(":")[2]
+            return (int(number),) if number else ()
+        return self.device_group.named_gpus if self.device_group else ()
+
+    @property
+    def group_device(self) -> str:
+        """Return the kind of device of the processes of the model's group; cpu if neither mesh nor group says it."""
+        mesh, group = self.device_mesh, self.device_group
+        in_group = "cpu" if group is None else group.device_type
+        return (None if mesh is None else mesh.device_type) or in_group
 
     @property
     def processes(self) -> int:
@@ -231,7 +246,7 @@ def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str])
     return ServedModelConfig(name, tuple(other for other in others if other != name), args, sampler)
 
 
-# --- where a sampler runs on Ray --------------------------------------------------------------------------------------
+# --- processes on Ray -------------------------------------------------------------------------------------------------
 
 
 def has_own_process(sampler: ApplicationSpec, model: ModelArgs) -> bool:
@@ -248,6 +263,16 @@ def has_own_process(sampler: ApplicationSpec, model: ModelArgs) -> bool:
     trained = None if model.device_group is None else model.device_group.name
     elsewhere = args.device_group is not None and args.device_group.name != trained
     return model.processes > 1 or elsewhere or bool(resources_of(sampler).num_gpus)
+
+
+def wanted_replicas(application: ApplicationSpec) -> int:
+    """Return the number of replicas of a model or of processors on Ray.
+
+    It is fixed, not autoscaled, because replicas hold adapters or processors.
+    """
+    said = application.deployments[0].replicas if application.deployments else None
+    in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
+    return said or in_args
 
 
 def resources_of(application: ApplicationSpec) -> RayActorOptions:

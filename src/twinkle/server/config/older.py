@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.errors import ConfigProblem
-from twinkle.server.config.applications import GATEWAY_PREFIX
+from twinkle.server.config.applications import GATEWAY_PREFIX, PROCESSOR_PREFIX
 from twinkle.server.config.messages import path_of, problem, unknown_key
 
 
@@ -140,7 +140,7 @@ _SERVER: dict[str, OlderKey] = {
 _ADAPTER: dict[str, OlderKey] = {
     "adapter_timeout": _to_limit("session_timeout_seconds"),
     "per_token_adapter_limit": _to_limit("max_adapters_per_tenant"),
-    "adapter_max_lifetime": _dropped("an adapter lives as long as its session"),
+    "adapter_max_lifetime": _to_limit("adapter_max_lifetime_seconds"),
 }
 _MODEL: dict[str, OlderKey] = {
     "max_loras": _to_limit("max_adapters_per_tenant"),
@@ -197,7 +197,8 @@ def older_keys() -> dict[str, str]:
         "task_queue, ARGS.queue_config": "see the next rows; the section itself is gone",
         **{f"….{key}": words for key, words in queue.items()},
         "applications[].route_prefix": "server: `/server` and `/` become `/api/v1`; `/models/NAME` becomes "
-        "`/api/v1/model/NAME`, `/samplers/NAME` becomes `/api/v1/sampler/NAME`",
+        "`/api/v1/model/NAME`, `/samplers/NAME` becomes `/api/v1/sampler/NAME`, `/processors` becomes "
+        "`/api/v1/processor`; requests to the older paths are answered, too",
         "applications[].deployments[1:]": "dropped: an application is one deployment, its first entry",
         **{f"ARGS.server_config.{key}": one.words for key, one in _SERVER.items()},
         "ARGS.http_options, ARGS.route_prefix": "dropped if they are the same as the top level's `http_options` and as "
@@ -315,6 +316,8 @@ def _route_prefix(conversion: Conversion, application: dict[str, Any], at: str) 
     today = route
     if kind == "server" and route in ("/", "/server"):
         today = GATEWAY_PREFIX
+    elif kind == "processor" and route == "/processors":
+        today = PROCESSOR_PREFIX
     elif kind in ("model", "sampler") and route.startswith(f"/{kind}s/"):
         today = f"{GATEWAY_PREFIX}/{kind}/{route.removeprefix(f'/{kind}s/')}"
     if today != route:

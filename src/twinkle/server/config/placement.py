@@ -4,6 +4,7 @@ The embedded runtime is one process on one device: a model or sampler that asks 
 options are checked for both runtimes and take effect on Ray only.
 """
 
+import re
 from math import prod
 from typing import Annotated, Literal, Self
 
@@ -31,8 +32,22 @@ def _mesh(value: object) -> object:
     raise ValueError
 
 
+def _deployment_name(text: str) -> str:
+    """Return the name; ValueError for characters that have a meaning in Serve's names of replicas and in file names."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", text):
+        raise ValueError
+    return text
+
+
 def _queue(value: int) -> int:
     if value != -1 and value < 1:
+        raise ValueError
+    return value
+
+
+def _gpus(value: float) -> float:
+    """Return the number; ValueError for one that Ray refuses: it gives a process parts of one GPU, or whole GPUs."""
+    if not 0 <= value < float("inf") or (value > 1 and value != int(value)):
         raise ValueError
     return value
 
@@ -41,9 +56,11 @@ Size = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
 Numbers = Annotated[tuple[Number, ...], Field(strict=False, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+GpuList = Annotated[str, Field(pattern=r"^ *[0-9]+ *(, *[0-9]+ *)*$")]
 Ranks = Annotated[Size | Numbers, Words("a number of processes ≥ 1 or a list of ranks")]
-VisibleDevices = Annotated[Number | Text | Numbers, Words("a device number, several, or text such as 0,1")]
-DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu")]
+VisibleDevices = Annotated[Number | GpuList | Numbers, Words("a device number, several, or text such as 0,1")]
+DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu (the server does not run on NPUs)")]
+DeploymentName = Annotated[str, Rule(_deployment_name, "letters, digits and the characters _ . -")]
 Dimension = Literal["dp", "fsdp", "tp", "pp", "cp", "ep", "ep_fsdp"]
 
 
@@ -53,15 +70,15 @@ class DeviceGroup(SparseSection):
     name: Text
     """Name of the group."""
     ranks: Ranks = 1
-    """Number of processes, or a list of their ranks. On the embedded runtime, the one rank in a list is the number of
-    the GPU."""
+    """Number of processes, or a list with the number of each process's GPU. On Ray all listed GPUs are on one machine,
+    and without a list Ray chooses them. Numbers count the GPUs that the machine's CUDA_VISIBLE_DEVICES leaves, from 0.
+    With `device_type: cpu` a list only says how many processes there are."""
     device_type: DeviceType
     """Kind of device."""
     gpus_per_worker: Size = 1
     """Devices of one process. More than 1 are for vLLM with its own process on Ray."""
     visible_devices: VisibleDevices | None = None
-    """The device of the machine that the embedded runtime uses; null: `ranks` decides. No effect on Ray, which chooses
-    devices itself."""
+    """Numbers of the GPUs to use, instead of those in `ranks`."""
 
     @property
     def processes(self) -> int:
@@ -84,6 +101,16 @@ class DeviceGroup(SparseSection):
         named = self.visible_devices
         return len(named) if isinstance(named, tuple) else len(str(named).split(","))
 
+    @property
+    def named_gpus(self) -> tuple[int, ...]:
+        """Return the numbers of the GPUs that the group names, in the order of its processes; () if it names none."""
+        if self.device_type != "cuda":
+            return ()
+        if self.visible_devices is None:
+            return self.ranks if isinstance(self.ranks, tuple) else ()
+        named = self.visible_devices
+        return named if isinstance(named, tuple) else tuple(int(part) for part in str(named).split(","))
+
 
 class DeviceMesh(SparseSection):
     """How the devices are laid out: either sizes, or `mesh` with `mesh_dim_names`."""
@@ -103,7 +130,7 @@ class DeviceMesh(SparseSection):
     cp_size: Size | None = None
     """Context parallel size."""
     ulysses_size: Size | None = None
-    """Sequence parallel size (Ulysses)."""
+    """Sequence parallel size (Ulysses). Only 1: the server does not divide sequences."""
     ep_size: Size | None = None
     """Expert parallel size."""
     etp_size: Size | None = None
@@ -126,8 +153,17 @@ class DeviceMesh(SparseSection):
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if self.mesh is not None and given:
             raise refusal(f"either mesh with mesh_dim_names or {', '.join(given)}, not both")
-        if self.mesh is not None and self.mesh_dim_names is not None and _depth(self.mesh) != len(self.mesh_dim_names):
+        if self.mesh is None or self.mesh_dim_names is None:
+            return self
+        if _depth(self.mesh) != len(self.mesh_dim_names):
             raise refusal("as many mesh_dim_names as mesh has levels of lists, all of one depth")
+        if _shape(self.mesh) is None:
+            raise refusal("a mesh whose lists of one level all have the same length")
+        if sorted(_ranks(self.mesh)) != list(range(_count(self.mesh))):
+            last = _count(self.mesh) - 1
+            raise refusal(f"a mesh with each number from 0 to {last} once: they are processes (ranks names GPUs)")
+        if len(set(self.mesh_dim_names)) < len(self.mesh_dim_names):
+            raise refusal("mesh_dim_names that are all different")
         return self
 
     @property
@@ -137,6 +173,13 @@ class DeviceMesh(SparseSection):
             return _count(self.mesh)
         given = [getattr(self, name) or 1 for name in _SIZES if name != "world_size"]
         return max(self.world_size or 1, prod(given))
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Return the sizes of the dimensions of ``mesh`` by name; empty if there is no ``mesh``."""
+        if self.mesh is None or self.mesh_dim_names is None:
+            return {}
+        return dict(zip(self.mesh_dim_names, _shape(self.mesh) or (), strict=True))
 
     def larger_than_one(self) -> list[str]:
         """Return the keys whose size is above 1, and ``mesh`` if it has several ranks."""
@@ -152,8 +195,24 @@ def _depth(mesh: object) -> int:
     return -1 if len(depths) > 1 or -1 in depths else 1 + depths.pop()
 
 
+def _shape(mesh: object) -> tuple[int, ...] | None:
+    """Return the lengths of the lists at each level; None if they differ within a level."""
+    if not isinstance(mesh, tuple):
+        return ()
+    shapes = {_shape(part) for part in mesh}
+    inner = shapes.pop()
+    return None if shapes or inner is None else (len(mesh), *inner)
+
+
+def _ranks(mesh: object) -> list[int]:
+    if isinstance(mesh, tuple):
+        return [rank for part in mesh for rank in _ranks(part)]
+    assert isinstance(mesh, int), "checked by the schema"
+    return [mesh]
+
+
 def _count(mesh: object) -> int:
-    return sum(_count(part) for part in mesh) if isinstance(mesh, tuple) else 1
+    return len(_ranks(mesh))
 
 
 # --- Ray Serve --------------------------------------------------------------------------------------------------------
@@ -203,12 +262,15 @@ class RuntimeEnv(SparseSection):
 
 
 class RayActorOptions(SparseSection):
-    """Resources that Ray reserves for a replica."""
+    """Resources that Ray reserves for a replica.
+
+    For a group of processes, num_cpus, num_gpus and env_vars are those of each.
+    """
 
     num_cpus: Annotated[float, Field(ge=0)] | None = None
     """Number of CPUs."""
-    num_gpus: Annotated[float, Field(ge=0)] | None = None
-    """Number of GPUs."""
+    num_gpus: Annotated[float, Rule(_gpus, "a number from 0 to 1, or a whole number above 1")] | None = None
+    """Number of GPUs. If `device_group` names GPUs: the part of each GPU that a process takes."""
     memory: Annotated[float, Field(ge=0)] | None = None
     """Bytes of memory."""
     resources: dict[str, float] | None = None
@@ -222,8 +284,9 @@ class RayActorOptions(SparseSection):
 class DeploymentOptions(SparseSection):
     """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
 
-    name: str | None = None
-    """Name of the deployment. Only for people who read the file."""
+    name: DeploymentName | None = None
+    """Name of the deployment, as Ray Serve shows it. If a model or the processors have several
+    replicas, -0, -1, … follows it."""
     num_replicas: Size | None = None
     """Number of replicas; no effect beside `autoscaling_config`."""
     max_ongoing_requests: Size | None = None

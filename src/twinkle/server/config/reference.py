@@ -3,6 +3,7 @@
 ``python -m twinkle.server.config`` prints the tables.
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import indent, wrap
@@ -93,7 +94,7 @@ def _section_tables() -> Iterator[str]:
             for name, field in section.model_fields.items()
         ]
         title = f"`{path}`" if path else "Top level"
-        yield _table(title, section.__doc__ or "", ("key", "allowed", "default", "meaning"), rows)
+        yield _table(title, inspect.cleandoc(section.__doc__ or ""), ("key", "allowed", "default", "meaning"), rows)
         waiting += _subsections(path, section)
 
 

@@ -21,11 +21,13 @@ from twinkle.server.config.applications import (
     ServerArgs,
     has_own_process,
     is_path,
+    resources_of,
     served_models,
 )
 from twinkle.server.config.messages import path_of, refusal
-from twinkle.server.config.placement import DeviceMesh
+from twinkle.server.config.placement import DeviceGroup, DeviceMesh
 from twinkle.server.config.sections import AuthConfig, HttpOptions
+from twinkle.utils.requirements import exists
 
 Applications = Sequence[ApplicationSpec]
 Broken = Iterator[InitErrorDetails]
@@ -33,6 +35,7 @@ Location = tuple[str | int, ...]
 Args = TypeVar("Args", ServerArgs, ModelArgs, SamplerArgs)
 
 _ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
+_DIVISION = "training is spread by dp_size and fsdp_size"
 _ONE_ENGINE = "a sampler has one engine for each replica of its model (more: num_replicas of the model)"
 _SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
@@ -41,11 +44,12 @@ _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
 def network_rules(http: HttpOptions, auth: AuthConfig) -> list[InitErrorDetails]:
     """Return an error if other machines would reach an open server and ``allow_open_on_network`` is not set."""
-    if auth.mode == "keys" or auth.allow_open_on_network or http.is_loopback:
+    if auth.mode != "open" or auth.allow_open_on_network or http.is_loopback:
         return []
     allowed = (
-        "localhost, 127.0.0.0/8 or ::1 while auth.mode is open; to listen here set auth.mode: keys and create keys, "
-        "or, where everybody who reaches the server may use it, auth.allow_open_on_network: true"
+        "localhost, 127.0.0.0/8 or ::1 while auth.mode is open. To listen here, leave auth.mode out (the first launch "
+        "generates a key), set auth.mode: keys and create keys, or, if everybody who reaches the server may use it, "
+        "set auth.allow_open_on_network: true"
     )
     return [_broken(("http_options", "host"), http.host, allowed)]
 
@@ -58,7 +62,7 @@ def application_rules(applications: Applications, runtime: str = "embedded") -> 
         _names_differ,
         _one_application_a_model,
         _routes,
-        _groups_of_processes if on_ray else _one_device,
+        *((_groups_of_processes, _gpus_of_models) if on_ray else (_one_device,)),
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
@@ -181,16 +185,62 @@ def _groups_of_processes(applications: Applications) -> Broken:
     A mock must not be divided at all; models with ``backend: megatron`` are not checked here.
     """
     for at, args in _with(applications, ModelArgs):
-        if args.processes == 1 or args.backend == "megatron":
+        if args.backend == "megatron":
             continue  # the Megatron backend will check how it divides a model, once there is one
-        if args.backend == "mock":
-            yield _broken((*at, "device_group"), args.processes, "1 process for a model with backend: mock")
-        if args.device_group is not None and args.device_group.processes != args.processes:
-            allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
-            yield _broken((*at, "device_group", "ranks"), args.device_group.ranks, allowed)
-        for key, value in _larger_sizes(args.device_mesh):
-            if key not in ("world_size", "dp_size", "fsdp_size", "mesh"):
-                yield _broken((*at, "device_mesh", key), value, "1: training is spread by dp_size and fsdp_size")
+        if args.processes > 1 or _larger_sizes(args.device_mesh):
+            yield from _division(args, at)
+        if args.device_group is not None:
+            yield from _named_gpus(args.device_group, args.processes, at)
+
+
+def _division(args: ModelArgs, at: Location) -> Broken:
+    group, mesh = args.device_group, args.device_mesh
+    if args.backend == "mock" and args.processes > 1:
+        yield _broken((*at, "device_group"), args.processes, "1 process for a model with backend: mock")
+    if group is not None and group.processes != args.processes:
+        allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
+        yield _broken((*at, "device_group", "ranks"), group.ranks, allowed)
+    for key, value in _larger_sizes(mesh):
+        if key not in ("world_size", "dp_size", "fsdp_size", "mesh"):
+            sequences = "; sequences are divided by the library's TransformersModel only"
+            allowed = f"1: {_DIVISION}{sequences if key == 'ulysses_size' else ''}"
+            yield _broken((*at, "device_mesh", key), value, allowed)
+    if mesh is None:
+        return
+    others = [name for name, size in mesh.dimensions.items() if size > 1 and name not in ("dp", "fsdp")]
+    if others:
+        yield _broken((*at, "device_mesh", "mesh_dim_names"), list(mesh.mesh_dim_names or ()), f"dp, fsdp: {_DIVISION}")
+    product = (mesh.dp_size or 1) * (mesh.fsdp_size or 1)
+    if mesh.world_size is not None and mesh.mesh is None and mesh.world_size not in (1, product):
+        allowed = f"{product}, which is dp_size × fsdp_size"
+        yield _broken((*at, "device_mesh", "world_size"), mesh.world_size, allowed)
+    elif mesh.size != args.processes and not others:
+        allowed = f"{args.processes} processes, as many as device_group or nproc_per_node has"
+        yield _broken((*at, "device_mesh"), mesh.size, allowed)
+
+
+def _named_gpus(group: DeviceGroup, processes: int, at: Location) -> Broken:
+    """Refuse a list that names a GPU twice, or does not name one for each process."""
+    named = group.named_gpus
+    key, value = ("ranks", group.ranks) if group.visible_devices is None else ("visible_devices", group.visible_devices)
+    if len(set(named)) < len(named):
+        yield _broken((*at, "device_group", key), value, "each GPU once")
+    elif named and len(named) != processes and key == "visible_devices":
+        yield _broken((*at, "device_group", key), value, f"{processes}, one GPU for each process")
+
+
+def _gpus_of_models(applications: Applications) -> Broken:
+    """Refuse a num_gpus of 0 for a model that computes on GPUs, and one above 1 if each process has one GPU."""
+    for index, one in enumerate(applications):
+        if not isinstance(one.args, ModelArgs) or one.args.backend != "transformers":
+            continue
+        given, group = resources_of(one).num_gpus, one.args.processes > 1
+        device = one.args.group_device if group else one.args.compute_device or "cpu"
+        most = 1.0 if group or one.args.named_gpus else float("inf")
+        if given is not None and device.startswith("cuda") and not 0 < given <= most:
+            allowed = "a number > 0" if most > 1 else "a number > 0 and ≤ 1: the part of the GPU of each process"
+            at = ("applications", index, "deployments", 0, "ray_actor_options", "num_gpus")
+            yield _broken(at, given, allowed)
 
 
 def _larger_sizes(mesh: DeviceMesh | None) -> list[tuple[str, object]]:
@@ -259,6 +309,10 @@ def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Broken:
     group = sampler.device_group
     if group is not None and group.processes not in (1, gpus):
         yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus}, as gpus_per_worker: {_ONE_ENGINE}")
+    elif group is not None and isinstance(group.ranks, tuple) and group.named_gpus and len(group.named_gpus) != gpus:
+        yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus} GPUs, as gpus_per_worker says")
+    elif group is not None:
+        yield from _named_gpus(group, gpus, at)
     for key, value in _larger_sizes(sampler.device_mesh):
         of_engine = key in ("world_size", "tp_size")
         if not of_engine or value != gpus:
@@ -289,6 +343,13 @@ _LATER = "the Megatron backend comes later"
 def launch_notes(applications: Applications) -> list[str]:
     """Return a note on each valid key that prevents a launch: ``backend: megatron``."""
     return [f"{path}: megatron is valid but cannot be launched yet: {_LATER}" for path in _megatron(applications)]
+
+
+def package_notes(applications: Applications) -> list[str]:
+    """Return a note on each sampler that needs vLLM, if that is not installed here."""
+    needed = [at for at, args in _with(applications, SamplerArgs) if args.sampler_type == "vllm"]
+    missing = [] if exists("vllm") else needed
+    return [f"{path_of((*at, 'sampler_type'))}: vllm needs the package vllm, not installed here" for at in missing]
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:

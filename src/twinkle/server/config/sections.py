@@ -58,6 +58,10 @@ def _not_blank(value: object) -> object:
     return value
 
 
+def _lower_case(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _database_url(text: str) -> str:
     if text.startswith(_POSTGRESQL):
         return _postgresql_url(text)
@@ -129,11 +133,13 @@ def names_this_machine(host: str) -> bool:
 class AuthConfig(Section):
     """Who may use the server."""
 
-    mode: Literal["open", "keys"] = "open"
+    mode: Literal["open", "keys"] | None = None
     """open: any key that begins with tml- is accepted (from Twinkle's own client, any key), and each key is a separate
-    tenant. keys: only keys created with `twinkle-server keys create` are accepted."""
+    tenant. keys: only keys of this server are accepted (`twinkle-server keys create`, or a generated one). null: open
+    on an address that only this machine can reach, or with `allow_open_on_network`; otherwise keys, and the first
+    launch generates a key if there is none (see server.md)."""
     allow_open_on_network: bool = False
-    """Allow `mode: open` on an address that other machines can reach."""
+    """Allow open mode on an address that other machines can reach."""
     jwt: bool = False
     """Clients may exchange their key for a short-lived token (`POST auth/token`) and send that instead. Keys are still
     accepted."""
@@ -234,6 +240,10 @@ class LimitsConfig(Section):
     session_timeout_seconds: Seconds = 1800.0
     """Seconds without a heartbeat after which a session without unfinished ops expires and its adapters are evicted.
     Their state stays on disk."""
+    adapter_max_lifetime_seconds: Seconds | None = None
+    """Seconds after its creation at which an adapter is evicted, even if its client is alive; time while the server is
+    down counts. Ops that it accepted before and that wait for no missing one are executed first, and its state stays on
+    disk. null: an adapter lives as long as its session."""
     silent_session_seconds: Seconds = 60.0
     """Seconds without a heartbeat after which a session counts as silent (SDKs send a heartbeat every 10 s). At the
     limit of adapters or sessions, a tenant's silent sessions without unfinished ops make room first; adapters of a
@@ -355,7 +365,7 @@ class TelemetryConfig(Section):
 class LoggingConfig(Section):
     """The log on stderr. --log-level and --log-format on the command line replace these keys."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged."""
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = "info"
+    """Lowest level that is logged, in lower or upper case."""
     format: Literal["text", "json"] = "text"
     """json: one JSON object per line, with the ids of the request that the line is about."""

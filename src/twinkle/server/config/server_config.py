@@ -17,7 +17,7 @@ from twinkle.server.config.applications import (
 )
 from twinkle.server.config.messages import Section, inner_type, is_section, problem, problems_of
 from twinkle.server.config.older import convert
-from twinkle.server.config.rules import application_rules, launch_notes, network_rules
+from twinkle.server.config.rules import application_rules, launch_notes, network_rules, package_notes
 from twinkle.server.config.sections import (
     AuthConfig,
     ClientsConfig,
@@ -100,6 +100,18 @@ class ServerConfig(Section):
     def database_url(self) -> str:
         """Return the URL of the state's database. It may hold a password: do not show it."""
         return self.persistence.url_in(self.data_dir)
+
+    @property
+    def auth_mode(self) -> Literal["open", "keys"]:
+        """Return the mode in effect: ``auth.mode``, or if it is not given, the one that suits the address."""
+        if self.auth.mode is not None:
+            return self.auth.mode
+        return "open" if self.http_options.is_loopback or self.auth.allow_open_on_network else "keys"
+
+    @property
+    def generates_key(self) -> bool:
+        """Return whether a launch generates a key if the server never had one: nothing chose the mode keys."""
+        return self.auth.mode is None and self.auth_mode == "keys"
 
     @property
     def served_models(self) -> tuple[ServedModelConfig, ...]:
@@ -223,8 +235,18 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    later = launch_notes(config.applications)
-    return config, [*converted.notes, *about_variables, *without_effect(config), *later]
+    later = [*launch_notes(config.applications), *package_notes(config.applications)]
+    return config, [*converted.notes, *about_variables, *_mode_note(config), *without_effect(config), *later]
+
+
+def _mode_note(config: ServerConfig) -> list[str]:
+    if not config.generates_key:
+        return []
+    return [
+        "auth.mode: not given; keys is used, because other machines can reach this server (host "
+        f"{config.http_options.host}). The first launch generates a key. auth.allow_open_on_network: true lets "
+        "everybody use the server"
+    ]
 
 
 def _without_empty_headings(data: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, SamplerArgs
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, wanted_replicas
 from twinkle.server.config.sections import LimitsConfig, TelemetryConfig
 from twinkle.server.config.sources import notes_on_application
 
 _FOR_RAY = "has no effect on the embedded runtime; it is for the Ray runtime"
-_RAY_CHOOSES = "has no effect on the Ray runtime, where Ray gives each process its GPU"
 _RAY_LISTENS = "has no effect on the Ray runtime, where the proxies of Ray Serve accept connections"
 _CONNECTION_LIMITS = ("max_connections_per_address", "max_header_bytes")
 # Keys of ProcessorArgs that are for the Ray runtime.
@@ -65,35 +64,31 @@ def _on_ray(application: ApplicationSpec, at: str) -> Iterator[str]:
     args = application.args
     if isinstance(args, ModelArgs) and args.backend != "megatron":
         yield from _model(args, f"{at}.args")
-    if (
-        isinstance(args, SamplerArgs)
-        and args.device_group is not None
-        and args.device_group.visible_devices is not None
-    ):
-        yield f"{at}.args.device_group.visible_devices: {_RAY_CHOOSES}"
     if isinstance(args, ProcessorArgs):
         yield from _processor(application, args, f"{at}.args")
     for options in application.deployments:
         at = f"{at}.deployments[0]"
-        if options.autoscaling_config is not None and options.num_replicas is not None:
+        scaling = options.autoscaling_config
+        if scaling is not None and options.num_replicas is not None:
             yield f"{at}.num_replicas: has no effect beside autoscaling_config"
+        if scaling is not None and application.import_path in ("model", "processor"):
+            count = wanted_replicas(application)
+            replicas = "1 replica" if count == 1 else f"{count} replicas"
+            yield (
+                f"{at}.autoscaling_config: means {replicas} from the start (max_replicas), and its other keys have no "
+                "effect: adapters and processors do not move with the load"
+            )
         actor = options.ray_actor_options
         if actor is not None and actor.runtime_env is not None:
             yield from notes_on_application(actor.runtime_env.env_vars, f"{at}.ray_actor_options.runtime_env.env_vars")
 
 
 def _model(args: ModelArgs, at: str) -> Iterator[str]:
-    if args.device is not None and ":" in args.device:
-        yield f"{at}.device: the number {_RAY_CHOOSES}"
     group = args.device_group
-    if group is not None:
-        if isinstance(group.ranks, tuple) and group.ranks != tuple(range(len(group.ranks))):
-            only_how_many = "their numbers have no effect, only how many there are: Ray gives each process its GPU"
-            yield f"{at}.device_group.ranks: {only_how_many}"
-        if group.visible_devices is not None:
-            yield f"{at}.device_group.visible_devices: {_RAY_CHOOSES}"
-        if group.gpus_per_worker > 1:
-            yield f"{at}.device_group.gpus_per_worker: has no effect, a process of a model computes on one GPU"
+    if args.device is not None and args.processes > 1:
+        yield f"{at}.device: has no effect, the {args.processes} processes use the devices of device_group"
+    if group is not None and group.gpus_per_worker > 1:
+        yield f"{at}.device_group.gpus_per_worker: has no effect, a process of a model computes on one GPU"
     yield from _mesh(args, at)
 
 

@@ -2,3 +2,9 @@
 
 May import: services and the rooms below them.
 """
+
+from twinkle.compatibility import missing
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name)

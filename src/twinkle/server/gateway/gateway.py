@@ -108,7 +108,7 @@ class Gateway:
         self.running_time = RunningTime(min(limits.session_timeout_seconds, limits.silent_session_seconds))
         self.silent_sessions = SilentSessions(self)
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
-        self.identity = Identity(config.auth, store.keys)
+        self.identity = Identity(config, store.keys)
         self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
         self.signed_urls = SignedUrls(store, self.identity, config.timings.signed_url)
         self.unloading = Unloading(self)
@@ -164,6 +164,10 @@ class Gateway:
         return budgets
 
     # --- which model --------------------------------------------------------------------------------------------------
+
+    def is_served(self, name: str) -> bool:
+        """Return whether a name is that of a served model, here or in another process."""
+        return known_name(name, self._served) is not None
 
     def model(self, name: str) -> Services:
         """Return the services of a base model by its name or alias; a suffix such as ``:peft:262144`` is ignored.
@@ -478,6 +482,7 @@ class Gateway:
         """Do the maintenance of this process's services; delete outdated ops, custom losses and audit entries."""
         await self.usage_recorder.maintain(now)
         await self.resume_interrupted_evictions()
+        await self.unloading.end_lifetimes(time.monotonic())
         await self._cancel_samples_of_vanished_clients(now)
         limits = self.config.limits
         for entry in self.services.values():

@@ -13,11 +13,12 @@ from typing import Any, Literal, TypeGuard
 import jwt
 
 from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
-from twinkle.server.config.sections import AuthConfig
+from twinkle.server.config import ServerConfig
 from twinkle.server.state.records.keys import Keys
 from twinkle.server.state.store import Store
 
 _TOKEN_PURPOSE = "tokens of clients"
+FROM_VARIABLES = "clients send the key in TINKER_API_KEY (Tinker's SDK) or TWINKLE_SERVER_TOKEN (twinkle_client)"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class KeyDescription:
 
 
 class Identity:
-    def __init__(self, auth: AuthConfig, keys: Keys) -> None:
-        self._auth = auth
+    def __init__(self, config: ServerConfig, keys: Keys) -> None:
+        self._auth = config.auth
+        self._is_open = config.auth_mode == "open"
         self._keys = keys
         self._secret = keys.secret_for(_TOKEN_PURPOSE)
 
@@ -50,17 +52,17 @@ class Identity:
             return await self._read(key)
         if not key or not key.startswith(prefix):
             which = f"an API key that begins with {prefix}" if prefix else "an API key"
-            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
-        if self._auth.mode == "open":
+            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer; {FROM_VARIABLES}")
+        if self._is_open:
             return KeyDescription(None, "any key", self._keys.open_tenant(key))
         record = await self._keys.find(key)
         if record is None:
-            raise UnauthorizedError("a key of this server (twinkle-server keys create)")
+            raise UnauthorizedError(f"a key of this server (twinkle-server keys create); {FROM_VARIABLES}")
         return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
 
     async def is_valid(self, key_id: str | None) -> bool:
         """Return whether a key with this id exists and is not revoked. In open mode the answer is always True."""
-        if self._auth.mode == "open":
+        if self._is_open:
             return True
         return key_id is not None and await self._keys.find_by_id(key_id) is not None
 
@@ -104,7 +106,7 @@ class Identity:
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
         if not await self.is_valid(claims["key_id"]):
-            raise UnauthorizedError("a token whose key is still valid")
+            raise UnauthorizedError(f"a token whose key is still valid; {FROM_VARIABLES}")
         return KeyDescription(claims["key_id"], "a token", str(claims["sub"]))
 
 

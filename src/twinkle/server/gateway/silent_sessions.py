@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal, Protocol, TypeVar
 
-from twinkle.errors import QuotaError
+from twinkle.errors import LimitReachedError, QuotaError
 from twinkle.server.config import ServerConfig
 from twinkle.server.gateway.fleet import Fleet
 from twinkle.server.gateway.running_time import RunningTime
@@ -28,7 +28,9 @@ T = TypeVar("T")
 _ADAPTERS = "max_adapters_per_tenant"
 _SESSIONS = "max_sessions_per_tenant"
 _NAMED = 5  # the most sessions that an error names
-_HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClient.close() does that)"
+_FINISH = "POST /api/v1/sessions/SESSION_ID/finish (ServiceClient.close() and TwinkleClient.close() do that)"
+_HOW_TO_END = f"end one with {_FINISH}"
+_HOW_TO_REMOVE = f"remove an adapter with model.remove_adapter(name), end a session with {_FINISH}"
 
 
 class Host(Protocol):
@@ -133,7 +135,7 @@ class SilentSessions:
         held = _named(f"{session_id} ({count})" for session_id, count in holders.most_common())
         limit = self._gateway.tenants.limits(tenant_id).max_adapters_per_tenant
         advice = f"they are held by sessions {held}, none of which is idle and silent for {self._seconds:g} s"
-        raise QuotaError("adapters", limit, limit, _ADAPTERS, f"{advice}; {_HOW_TO_END}")
+        raise LimitReachedError("adapters", limit, limit, _ADAPTERS, f"{advice}; {_HOW_TO_REMOVE}")
 
     async def _end_one(self, tenant_id: str) -> None:
         """End the session without unfinished ops that has been silent for longest.
@@ -149,7 +151,7 @@ class SilentSessions:
         newest = _named(session.session_id for session in page.items if session.state == "active")
         limit = self._gateway.tenants.limits(tenant_id).max_sessions_per_tenant
         advice = f"none of them is idle and silent for {self._seconds:g} s; the newest are {newest}"
-        raise QuotaError("active sessions", limit, limit, _SESSIONS, f"{advice}; {_HOW_TO_END}")
+        raise LimitReachedError("active sessions", limit, limit, _SESSIONS, f"{advice}; {_HOW_TO_END}")
 
     async def _silent(self, tenant_id: str, except_session: str = "") -> list[SessionRecord]:
         """Return the tenant's silent sessions that have no unfinished ops, the longest silent one first.

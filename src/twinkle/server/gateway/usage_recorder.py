@@ -2,7 +2,7 @@
 
 import asyncio
 
-from twinkle.errors import QuotaError
+from twinkle.errors import LimitReachedError
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.usage import utc_day
@@ -26,11 +26,12 @@ class UsageRecorder:
             await self._store.usage.note_storage(utc_day(now), await self._store.usage.storage())
 
     async def check_space(self, tenant_id: str) -> None:
-        """Raise QuotaError if the tenant has a limit for bytes of checkpoints and has reached it."""
+        """Raise LimitReachedError if the tenant has a limit for bytes of checkpoints and has reached it."""
         limit = self._tenants.limits(tenant_id).max_checkpoint_bytes_per_tenant
         used = 0 if limit is None else await self._store.usage.storage_of(tenant_id)
         if limit is not None and used >= limit:
-            raise QuotaError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant")
+            advice = "delete checkpoints that are no longer needed"
+            raise LimitReachedError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant", advice)
 
     async def read_key_names(self) -> None:
         """Read which key names belong to which tenants, where the configuration gives limits by the name of a key."""

@@ -29,7 +29,7 @@ from twinkle.errors import (
 from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.identity import KeyDescription
+from twinkle.server.gateway.identity import FROM_VARIABLES, KeyDescription
 from twinkle.server.http.body_limits import read_body, upload_of
 from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
@@ -42,7 +42,10 @@ PREFIX = GATEWAY_PREFIX
 # Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
 SMALL_BODY = 16_384
 _BEARER = "bearer"
+# Headers by which a proxy shows that it forwards a request.
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 _REMEMBERED_HOSTS = 100
+_SHOWN_PATH = 200  # characters of an unknown path that the answer repeats
 # The JSON parser holds the interpreter lock: 1 MiB takes some 50 ms; 64 MiB took seconds, and a gigabyte of memory.
 JSON_BYTES = 2**20
 T = TypeVar("T")
@@ -108,7 +111,8 @@ def bearer_of(request: Request, header: str = "authorization") -> str | None:
     if scheme.lower() == _BEARER:
         return rest.strip()
     if space:
-        raise UnauthorizedError(f"an API key (tml-…), alone or after Bearer; {scheme[:20]!r} is another scheme")
+        wanted = f"an API key (tml-…), alone or after Bearer; {scheme[:20]!r} is another scheme; {FROM_VARIABLES}"
+        raise UnauthorizedError(wanted)
     return scheme
 
 
@@ -120,7 +124,7 @@ def refuse_rebinding(request: Request) -> None:
     be a name of this machine, or the host of ``public_url``.
     """
     config, host = gateway_of(request).config, request.url.hostname or ""
-    if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
+    if config.auth_mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
         public = None if config.public_url is None else urlsplit(config.public_url).hostname
         if host != public:
             raise InvalidInputError("Host header", host, "localhost, 127.0.0.1 or the host of public_url")
@@ -178,8 +182,16 @@ def iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def is_loopback(request: Request) -> bool:
-    return request.client is None or request.client.host in ("127.0.0.1", "::1")
+def is_local(request: Request) -> bool:
+    """Return whether the caller is on this machine.
+
+    A proxy on this machine would make every caller look local. Therefore no caller counts as local if a public_url is
+    configured, the request has a header of a proxy, or its Host header is not a name of this machine.
+    """
+    if gateway_of(request).config.public_url is not None or any(name in request.headers for name in _FORWARDED):
+        return False
+    on_loopback = request.client is None or request.client.host in ("127.0.0.1", "::1")
+    return on_loopback and names_this_machine(request.url.hostname or "")
 
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
@@ -250,11 +262,17 @@ def install_error_handlers(app: FastAPI) -> None:
         value = repr(first["input"])[:120]
         return json_response({"detail": f"{first['loc'][-1]}: got {value}, {first['msg']}"}, 400)
 
+    async def no_route(request: Request, _error: Exception) -> Response:
+        """Answer a path without a route. Handlers raise NotFoundError instead, which has its own answer."""
+        where = f"{request.method} {request.url.path[:_SHOWN_PATH]}"
+        return json_response({"detail": f"{where}: there is no such route; /openapi.json lists all"}, 404)
+
     async def gone(request: Request, _error: Exception) -> Response:
         """Answer a client that disconnected in the middle of a request. It will not read this; it is not an error."""
         logger.debug("%s %s: the client is gone", request.method, request.url.path)
         return Response(status_code=400)
 
+    app.add_exception_handler(404, no_route)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(TwinkleError, expected)

@@ -141,8 +141,8 @@ class LiveObjects:
         self.batches = batches
         self._by_id: dict[str, Live] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_id)
+    def ids(self) -> list[str]:
+        return list(self._by_id)
 
     def add(self, processor_type: str, class_name: str, thing: Any) -> Live:
         live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing)

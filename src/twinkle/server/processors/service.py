@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from twinkle.errors import (
     GoneError,
     InvalidInputError,
+    LimitReachedError,
+    NotFoundError,
     OverloadedError,
     QuotaError,
     ShuttingDownError,
@@ -31,6 +33,8 @@ from twinkle.server.verbs.features import FIELDS, numbers
 
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
+_CLOSE_SOME = "close() datasets and other remote objects that are no longer needed, or end a session that has some"
+_END_ONE = "end one of them with TwinkleClient.close()"
 _SHUTDOWN = "the server is shutting down"
 _AT_ONCE = 2**20  # bytes that may be hashed or parsed on the event loop; more goes to a thread
 
@@ -64,7 +68,7 @@ class _Session:
         self.worker: WorkerProcess | None = None
         self.starting = asyncio.Lock()
         self.has_slot = False  # whether it counts as one of the workers that the server may have
-        self.live = 0  # objects in the worker
+        self.live: frozenset[str] = frozenset()  # the ids of the objects in the worker
         self.kept_bytes = 0  # of batches that requests can refer to
         self.being_made = 0  # objects that are being created
         self.waiting = 0  # requests that wait for the worker
@@ -73,7 +77,8 @@ class _Session:
 
     def lost(self, worker: WorkerProcess) -> None:
         if self.worker is worker:
-            self.worker, self.has_slot, self.live, self.kept_bytes, self.ended = None, False, 0, 0, worker.why
+            self.worker, self.has_slot, self.kept_bytes, self.ended = None, False, 0, worker.why
+            self.live = frozenset()
 
 
 class ProcessorService:
@@ -108,7 +113,7 @@ class ProcessorService:
     def status(self) -> dict[str, int]:
         return {
             "workers": sum(session.has_slot for session in self._sessions.values()),
-            "processors": sum(session.live for session in self._sessions.values()),
+            "processors": sum(len(session.live) for session in self._sessions.values()),
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
@@ -121,6 +126,12 @@ class ProcessorService:
         """Call a function of a processor and return ``{"result": …}`` as JSON. GoneError at the end of a pass."""
         session = self._session(tenant_id, session_id)
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
+
+    def check_alive(self, tenant_id: str, session_id: str, processor_id: str) -> None:
+        """Raise UnknownProcessorError if the session has no such processor. The worker is not asked: it may be busy."""
+        session = self._session(tenant_id, session_id)
+        if processor_id not in session.live:
+            raise self._missing(session)
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
         """Return the rows of a batch to which ``__next__`` gave a reference. Columns that training reads are arrays."""
@@ -151,6 +162,11 @@ class ProcessorService:
         if session is None or session.tenant_id != tenant_id:
             raise UnknownProcessorError("processor_id")
         return session
+
+    def _missing(self, session: _Session) -> NotFoundError:
+        """Return the error for a processor that the session does not have, or has lost with its worker."""
+        ended = session.worker is None and session.ended is not None
+        return WorkerEndedError(str(session.ended)) if ended else UnknownProcessorError("processor_id")
 
     async def _once(
         self, session: _Session, key: str | None, kind: bytes, body: bytes, work: Callable[[], Awaitable[bytes]]
@@ -184,7 +200,7 @@ class ProcessorService:
     async def _ask(self, session: _Session, header: Mapping[str, Any], body: bytes) -> bytes:
         worker = session.worker
         if worker is None:
-            raise UnknownProcessorError("processor_id") if session.ended is None else WorkerEndedError(session.ended)
+            raise self._missing(session)
         if session.waiting >= _MOST_WAITING:
             raise QuotaError(
                 "waiting requests of this session", session.waiting, _MOST_WAITING, "waiting_processor_calls"
@@ -201,7 +217,7 @@ class ProcessorService:
         finally:
             session.waiting -= 1
         if session.worker is worker:
-            session.live, session.kept_bytes = frame.header["live"], frame.header["kept_bytes"]
+            session.live, session.kept_bytes = frozenset(frame.header["live"]), frame.header["kept_bytes"]
         outcome = frame.header["outcome"]
         if outcome == "quota":
             raise self._no_room(session, int(frame.body))
@@ -231,7 +247,7 @@ class ProcessorService:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _check_room(self, session: _Session) -> None:
-        """Raise QuotaError if the tenant has as many processors as it may have; ShuttingDownError during a shutdown.
+        """Raise LimitReachedError if the tenant has all the processors it may have; ShuttingDownError at a shutdown.
 
         The caller must not await anything between this check and counting the new processor: two requests at the same
         time could both pass the check.
@@ -239,10 +255,10 @@ class ProcessorService:
         if self._stopping:
             raise ShuttingDownError
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
-        made = sum(other.live + other.being_made for other in of_tenant)
+        made = sum(len(other.live) + other.being_made for other in of_tenant)
         most = self._limits.max_processors_per_tenant
         if made >= most:
-            raise QuotaError("processors", made, most, "max_processors_per_tenant")
+            raise LimitReachedError("processors", made, most, "max_processors_per_tenant", _CLOSE_SOME)
 
     async def _ensure_worker(self, session: _Session) -> None:
         async with session.starting:
@@ -263,13 +279,15 @@ class ProcessorService:
         if self._stopping:
             raise ShuttingDownError
         taken = [other for other in self._sessions.values() if other.has_slot]
-        used, most = len(taken), self._most_workers
-        if used >= most:
-            raise QuotaError("workers for processors on this server", used, most, "processor_workers")
         used = sum(other.tenant_id == session.tenant_id for other in taken)
         most = self._limits.max_processor_sessions_per_tenant
         if used >= most:
-            raise QuotaError("sessions with processors", used, most, "max_processor_sessions_per_tenant")
+            key = "max_processor_sessions_per_tenant"
+            raise LimitReachedError("sessions with processors", used, most, key, _END_ONE)
+        used, most = len(taken), self._most_workers
+        if used >= most:
+            advice = "wait until another session with processors ends"
+            raise QuotaError("workers for processors on this server", used, most, "processor_workers", advice)
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:

@@ -103,7 +103,7 @@ class Workbench:
         except Exception as error:  # an edge: with a client's data any library may fail in any way
             logger.exception("%s failed", request.header["op"])
             outcome, body = self._unexpected(error)
-        state = {"outcome": outcome, "live": len(self.objects), "kept_bytes": batches.used}
+        state = {"outcome": outcome, "live": self.objects.ids(), "kept_bytes": batches.used}
         return pack(state, body.encode())
 
     def _answer(self, request: Frame) -> str:

@@ -26,6 +26,7 @@ from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.service import configured_processors
 from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
+from twinkle.server.runtime.generated_key import prepare_key
 from twinkle.server.runtime.process import announcement, listen, recorded, url_of
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.telemetry import instruments
@@ -53,6 +54,7 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
     process = await Process.open(config)
     try:
+        about_key = await prepare_key(config, process.store, may_show=True)
         models = [await asyncio.to_thread(load_served_model, served, config.timings) for served in config.served_models]
         connections = Connections(
             connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
@@ -71,7 +73,8 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             lifespan="on",
         )
         url = config.public_url or url_of(*listener.getsockname()[:2])
-        server = _Server(settings, process, announcement(config, notes, [model.memory for model in models], url))
+        text = announcement(config, notes, [model.memory for model in models], url, about_key)
+        server = _Server(settings, process, text)
         with recorded(config.data_dir) as record:
             record(url)
             await server.serve(sockets=[listener])

@@ -7,9 +7,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
@@ -25,24 +26,35 @@ _LOOK_SECONDS = 1.0  # to wait for the lock: ``running`` in another process hold
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that serves a data directory. ``url`` is None until the process has recorded it, late in its start."""
+    """A process that serves a data directory. ``url`` is None until the process has recorded it, late in its start.
+
+    ``ray_address``: of its Ray cluster, recorded with the URL; None on the embedded runtime.
+    """
 
     pid: int
     url: str | None = None
+    ray_address: str | None = None
+
+
+class Record(Protocol):
+    """Records where the server of a data directory answers."""
+
+    def __call__(self, url: str | None, ray_address: str | None = None) -> None: ...
 
 
 @contextlib.contextmanager
-def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
+def recorded(data_dir: Path) -> Iterator["Record"]:
     """Record that this process serves the directory, until the context or the process ends.
 
-    DataDirInUseError if another process serves it. The context gives a function that records the URL.
+    DataDirInUseError if another process serves it. The context gives a function that records the URL and, on Ray, the
+    cluster's address.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
     lock = DirectoryLock(data_dir, name=_FILE, wait_seconds=_LOOK_SECONDS)
 
-    def write(url: str | None) -> None:
-        path.write_text(json.dumps(asdict(ServerProcess(os.getpid(), url))))
+    def write(url: str | None, ray_address: str | None = None) -> None:
+        path.write_text(json.dumps(asdict(ServerProcess(os.getpid(), url, ray_address))))
 
     try:
         write(None)
@@ -104,12 +116,17 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:
+def announcement(
+    config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str, about_key: Sequence[str] = ()
+) -> str:
     """Return the text that a server prints once it serves: its models, its URL, and how to connect.
 
     ``memory``: a sentence for each served model, in their order; empty if other processes have the models.
+    ``about_key``: lines about the generated key.
     """
-    key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
+    is_open = config.auth_mode == "open"
+    origin = "see above" if about_key else "twinkle-server keys create"
+    key = "tml-local" if is_open else f"tml-… ({origin})"
     lines = [f"note: {note}" for note in notes]
     for number, served in enumerate(config.served_models):
         others = f" (also {', '.join(served.aliases)})" if served.aliases else ""
@@ -120,7 +137,8 @@ def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[st
         f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
         f"dashboard: {url}/dashboard",
         f"data in {config.data_dir}",
-        f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
+        f"keys: {'any key that begins with tml- is a tenant of its own' if is_open else 'required'}",
+        *(f"  {line}" for line in about_key),
         "connect:",
         f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
         *(

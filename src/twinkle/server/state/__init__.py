@@ -4,3 +4,9 @@
 databases that can hold them, and the journal. ``files/`` has the data directory, ``integrity/`` the code that finds and
 repairs damage. No module here imports one of the protocols.
 """
+
+from twinkle.compatibility import missing
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name)

@@ -3,6 +3,7 @@
 state.db      the database (SQLite in WAL mode), unless the configuration names another file or PostgreSQL
 journal/      bodies of requests and encoded outcomes, in segment files
 secret        the key with which API keys are hashed, and tokens and addresses signed
+generated-key the key that a launch generated (``runtime.generated_key``), unless it was shown or the file was deleted
 copies/       copies of the secret and the database, used when the originals are damaged
 reserve       a file that is deleted to free space when the disk is full
 lock          held by the one server that uses the directory, or shared by the processes of that server

@@ -7,16 +7,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from fastapi import Request
 
 from tests.support.servers.native_running import NativeTenant
 from tests.support.servers.running import MODEL, Server, Tenant, key_for
 from twinkle.server.backends.mock import MockTrainer
 from twinkle.server.gateway import hub_uploads as uploads
+from twinkle.server.http.routes import Call
+from twinkle.server.protocols.native import model_routes
+from twinkle.server.protocols.tinker import training
 from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.types import NativeVerb
 from twinkle.server.verbs.adapters import NativeAdapters
+from twinkle.server.wire.requests import GetInfoRequest
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, 3, 4, 5, 6, 7]},
@@ -264,3 +270,52 @@ def test_sessions_of_the_other_protocol_have_no_native_adapters(server: Server, 
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     said = native.refusal("add_adapter_to_model", adapter_name="a", config=config)
     assert "X-Twinkle-Session-Id" in said
+
+
+# --- what a client elsewhere must not learn ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "public_url", "told"),
+    [
+        ("127.0.0.1:8000", "accept", None, True),
+        ("localhost", "accept", None, True),
+        ("twinkle.example.com", "accept", None, False),  # a proxy that only passes the Host header on
+        ("localhost", "x-forwarded-for", None, False),
+        ("localhost", "accept", "https://twinkle.example.com", False),
+    ],
+)
+def test_only_clients_on_this_machine_learn_folders(host: str, header: str, public_url: str | None, told: bool) -> None:
+    """Behind a proxy on this machine, every client has a loopback address."""
+    model = SimpleNamespace(
+        name="m", architecture="llama", max_context_length=8, tokenizer_dir="/srv/m", tokenizer_id="org/m"
+    )
+    entry, run = SimpleNamespace(model=model), SimpleNamespace(run_id="r", model_name="m", base_model="m")
+    run.spec = SimpleNamespace(rank=8)
+
+    async def run_record(_model_id: str, _tenant_id: str) -> SimpleNamespace:
+        return run
+
+    gateway: Any = SimpleNamespace(
+        config=SimpleNamespace(public_url=public_url),
+        model=lambda _name: entry,
+        serving=lambda _name: entry,
+        run_record=run_record,
+    )
+    request = Request(
+        {
+            "type": "http",
+            "scheme": "http",
+            "path": "/",
+            "server": ("127.0.0.1", 8000),
+            "client": ("127.0.0.1", 40000),
+            "headers": [(b"host", host.encode()), (header.encode(), b"10.0.0.1")],
+            "app": SimpleNamespace(state=SimpleNamespace(gateway=gateway)),
+        }
+    )
+    call = Call(request, gateway, "t", b"", b"")
+    native = json.loads(bytes(asyncio.run(model_routes.get_info(call, "m")).body))
+    assert native.get("model_folder") == ("/srv/m" if told else None)
+    of_run: Any = Call(request, gateway, "t", b"", GetInfoRequest(model_id="r"))
+    tinkers = json.loads(bytes(asyncio.run(training.get_info(of_run)).body))
+    assert tinkers["model_data"]["tokenizer_id"] == ("/srv/m" if told else "org/m")

@@ -10,8 +10,9 @@ from pathlib import Path
 from fastapi import Response
 
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import by_adapter, by_base_model, by_first_replica, by_new_adapter, by_processors
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, decoded, json_response
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, decoded, is_local, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.processors.service import ProcessorService
@@ -28,6 +29,11 @@ from twinkle.server.types import Outcome
 from twinkle.server.verbs.codec import SentVerb
 from twinkle.server.verbs.verbs import verb_named
 from twinkle_client.protocol.base import IDEMPOTENCY_HEADER, NUMBER_HEADER, OkResponse
+from twinkle_client.protocol.sessions import (
+    ModelInfoResponse,
+    ProcessorHeartbeatRequest,
+    ProcessorHeartbeatResponse,
+)
 from twinkle_client.protocol.verbs import (
     AddAdapterRequest,
     AddAdapterResponse,
@@ -45,6 +51,20 @@ _MODEL = "/model/{model:path}/twinkle"
 async def create(call: Call[bytes], model: str) -> Response:
     services_of(call.gateway, model)
     return wire_response(OkResponse())
+
+
+@routes.get(f"{_MODEL}/get_info", by_base_model)
+async def get_info(call: Call[bytes], model: str) -> Response:
+    """Describe a model. Only clients on this machine get model_folder, from which they may load the tokenizer."""
+    served = services_of(call.gateway, model).model
+    return wire_response(
+        ModelInfoResponse(
+            model_name=served.name,
+            architecture=served.architecture,
+            max_context_length=served.max_context_length,
+            model_folder=served.tokenizer_dir if is_local(call.request) else None,
+        )
+    )
 
 
 @routes.post(f"{_MODEL}/add_adapter_to_model", by_new_adapter, json_body(AddAdapterRequest))
@@ -129,13 +149,27 @@ async def call_processor(call: Call[bytes]) -> Response:
     return Response(result, media_type="application/json")
 
 
+@routes.post("/processor/twinkle/heartbeat", by_processors, json_body(ProcessorHeartbeatRequest), traced=False)
+async def processor_heartbeat(call: Call[ProcessorHeartbeatRequest]) -> Response:
+    """Note that the client of a processor is alive; this is a heartbeat of the processor's session."""
+    session_id = await session_of(call)
+    _processors(call.gateway).check_alive(call.tenant_id, session_id, call.body.processor_id)
+    await call.gateway.heartbeat(session_id, call.tenant_id)
+    return wire_response(ProcessorHeartbeatResponse())
+
+
 async def _processor_request(call: Call[bytes]) -> tuple[ProcessorService, bytes, str | None]:
     """Return the service, the body and the idempotency key.
 
     The body may be large, so the process's memory is checked before it is read.
     """
-    service = call.gateway.processors
-    if not isinstance(service, ProcessorService):
-        raise UnsupportedError("this server has no processors: its configuration has no processor application")
+    service = _processors(call.gateway)
     call.gateway.memory.guard.check()
     return service, await body_of(call.request), call.request.headers.get(IDEMPOTENCY_HEADER)
+
+
+def _processors(gateway: Gateway) -> ProcessorService:
+    """Return the processor service of this process; UnsupportedError if the server has none."""
+    if not isinstance(gateway.processors, ProcessorService):
+        raise UnsupportedError("this server has no processors: its configuration has no processor application")
+    return gateway.processors

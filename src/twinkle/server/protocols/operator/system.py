@@ -12,12 +12,11 @@ from functools import partial
 from fastapi import Request, Response
 
 from twinkle.errors import NotFoundError, UnauthorizedError
-from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway.fleet import ModelReport, stopped_in
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.owners import anybody
-from twinkle.server.http.requests import PREFIX, bearer_of, gateway_of, is_loopback, json_response
+from twinkle.server.http.requests import PREFIX, bearer_of, is_local, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.telemetry.metrics import render
 from twinkle.server.types import Budget
@@ -35,8 +34,6 @@ _CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
-# Headers by which a proxy shows that it forwards a request.
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 
 
 @routes.post(f"{PREFIX}/client/config", anybody, json_body(ClientConfigRequest))
@@ -168,17 +165,6 @@ def _check_reader(request: Request, telemetry: Telemetry) -> None:
         raise NotFoundError("page", "/metrics")
     if telemetry.has_token(bearer_of(request)):
         return
-    if who == "local" and _is_local(request):
+    if who == "local" and is_local(request):
         return
     raise UnauthorizedError("the token in telemetry.metrics_token_file, as Authorization: Bearer")
-
-
-def _is_local(request: Request) -> bool:
-    """Return whether the caller is on this machine.
-
-    A proxy on this machine would make every caller look local. Therefore no caller counts as local if a public_url is
-    configured or the request has a header of a proxy.
-    """
-    if gateway_of(request).config.public_url is not None or any(name in request.headers for name in _FORWARDED):
-        return False
-    return is_loopback(request) and names_this_machine(request.url.hostname or "")

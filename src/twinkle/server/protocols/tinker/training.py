@@ -7,7 +7,7 @@ from fastapi import Response
 from twinkle.server import ids
 from twinkle.server.gateway.weight_copies import create_from_checkpoint
 from twinkle.server.http.owners import anybody, by_model_id, by_new_model
-from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_response
+from twinkle.server.http.requests import PREFIX, decoded, is_local, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
 from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields, requests
@@ -98,7 +98,7 @@ async def get_info(call: Call[requests.GetInfoRequest]) -> Response:
     run = await call.gateway.run_record(call.body.model_id, call.tenant_id)
     model = call.gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
-    tokenizer_id = model.tokenizer_dir if is_loopback(call.request) else model.tokenizer_id
+    tokenizer_id = model.tokenizer_dir if is_local(call.request) else model.tokenizer_id
     return json_response(
         {
             "type": "get_info",

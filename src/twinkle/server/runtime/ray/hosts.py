@@ -24,6 +24,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from twinkle import hub
+from twinkle.environment import set_variables
 from twinkle.errors import GoneError, TwinkleServerError, UserError
 from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
@@ -40,6 +41,7 @@ from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
 from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
 from twinkle.server.runtime.ray.directory import Directory
+from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.layout import layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
@@ -47,7 +49,7 @@ from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
-from twinkle.server.runtime.ray.trainer_group import load_group
+from twinkle.server.runtime.ray.trainer_group import load_group, ranks_of
 from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging
@@ -75,7 +77,7 @@ class Host:
     async def _begin(self, processors: Processors | None = None, name: str = "") -> Gateway:
         """Begin to work and to answer. ``name``: of this replica, if other processes send requests to it by name."""
         process, layout = self._process, self._layout
-        replicas = {each: RemoteReplica(each, application) for each, application in layout.applications.items()}
+        replicas = {each: RemoteReplica(each, address) for each, address in layout.addresses.items()}
         if processors is None and layout.processors.names:
             processors = RemoteProcessors(layout.processors, replicas)
         self._app = make_app(telemetry=process.telemetry)
@@ -170,12 +172,17 @@ class ModelReplica(Host):
     """One replica of a base model: its services, and the HTTP application for requests about its adapters."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServerConfig, served: ServedModelConfig, name: str, *companions: object
+        self, config: ServerConfig, served: ServedModelConfig, place: Place | None, name: str, *companions: object
     ) -> None:
-        """Load the model. ``companions``: the other replicas, which Serve deploys as arguments of the first."""
+        """Load the model. ``companions``: the other replicas, which Serve deploys as arguments of the first.
+
+        ``place``: the machine and the ids of the GPUs, if the model or its sampler names some.
+        """
         log_to(config, name)
         let_threads_alternate()
-        model = await asyncio.to_thread(load_replica, config, on_own_gpu(served))
+        if place is not None and served.model.processes == 1 and served.model.named_gpus:
+            set_variables(place.variables(served.model.named_gpus))  # before torch looks at them
+        model = await asyncio.to_thread(load_replica, config, on_own_gpu(served), place)
         self._lock = await asyncio.to_thread(_only_one, config.data_dir, name)
         process = await self._open(config)
         group = self._layout.models[served.name]
@@ -233,7 +240,9 @@ class ProcessorReplica(Host):
         assert service is not None, "there is an application of processors"
         self._service = service
         await service.start()
-        await self._begin(service, name)
+        gateway = await self._begin(service, name)
+        seconds = self._process.config.timings.maintenance
+        self._process.run(run_maintenance(gateway.flush_heartbeats(), lambda _now: gateway.flush_heartbeats(), seconds))
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int
@@ -248,6 +257,7 @@ class ProcessorReplica(Host):
 
     async def __del__(self) -> None:
         self._process.cancel_tasks()
+        await self._process.gateway.flush_heartbeats()
         self._process.gateway.release_waiters()
         await self._service.stop()
         await self._process.close()
@@ -256,13 +266,16 @@ class ProcessorReplica(Host):
 # --- starting a process -----------------------------------------------------------------------------------------------
 
 
-def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel:
+def load_replica(config: ServerConfig, served: ServedModelConfig, place: Place | None = None) -> ServedModel:
     """Load the model of one replica, here or in a group of processes, and its sampler, here or in its own process.
 
     Blocks until everything is loaded and all processes have started.
     """
-    load = load_group if served.model.processes > 1 else partial(load_served_model, timings=config.timings)
-    devices = devices_of(config, served)
+    if served.model.processes > 1:
+        load = partial(load_group, processes=ranks_of(config, served, place))
+    else:
+        load = partial(load_served_model, timings=config.timings)
+    devices = devices_of(config, served, place)
     if devices is None:
         return load(served)
     starting = start_engine(served, devices)  # it loads while the trainer is loaded here

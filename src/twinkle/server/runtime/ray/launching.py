@@ -3,12 +3,10 @@
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -20,9 +18,17 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
+from twinkle.server.config.demand import (
+    GATEWAY_APPLICATION,
+    Demand,
+    demands_of,
+    described,
+    total_cpus,
+    total_gpus,
+)
 from twinkle.server.runtime.process import listen, url_of
-from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
-from twinkle.server.runtime.ray.layout import wanted_replicas
+from twinkle.server.runtime.ray.deployments import application_for
+from twinkle.server.runtime.ray.gpu_reservations import ThrottledReport, release, reserve
 
 DEFAULT_NAMESPACE = "twinkle_cluster"
 NOT_DEPLOYED = "NOT_DEPLOYED"
@@ -30,6 +36,7 @@ _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
 _TRIES = 20
 _PATIENCE_SECONDS = 30.0  # without a change of status; then the reasons for waiting are printed again
+_SCHEDULING_SECONDS = 5.0  # in which Ray starts processes for which there are resources
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
@@ -53,15 +60,20 @@ def _auth_mode() -> str | None:
 
 
 @contextlib.contextmanager
-def connected(config: ServerConfig, start: bool = True) -> Iterator[Cluster]:
-    """Connect to the cluster of RAY_ADDRESS or of `ray start` on this machine, until the context ends.
+def connected(config: ServerConfig, start: bool = True, address: str | None = None) -> Iterator[Cluster]:
+    """Connect to the cluster at ``address``, else that of RAY_ADDRESS or of `ray start` on this machine.
 
     If there is none, start one, or raise TwinkleServerError if ``start`` is false.
     """
     try:
-        context = _connect(config, None if start else "auto")
+        context = _connect(config, address or (None if start else "auto"))
     except ConnectionError as error:
-        raise TwinkleServerError("no Ray cluster runs here, and RAY_ADDRESS names none") from error
+        said = read_ray_variables()
+        where = f"at RAY_ADDRESS={said.address}" if said.address else "here, and RAY_ADDRESS names none"
+        raise TwinkleServerError(
+            f"no Ray cluster answers {where} ({error}). If the cluster asks for a token, set RAY_AUTH_MODE=token and "
+            f"put the token into {said.token_path}; if it asks for none, set RAY_AUTH_MODE=disabled"
+        ) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         info = context.address_info
@@ -91,17 +103,25 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         proxy_location=config.proxy_location or "HeadOnly",
         http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
     )
-    gpus = ray.cluster_resources().get("GPU", 0.0)
-    wanted = gpus_wanted(config, gpus > 0)
-    if wanted > gpus:
-        _tell(f"the applications ask for {wanted:g} GPUs and the cluster has {gpus:g}: they wait until it has more")
-    targets = [
-        serve.RunTarget(application_for(config, one, gpus > 0), one.name, route, _SERVE_LOGGING)
-        for one, route in _served_at(config)
-    ]
+    total = ray.cluster_resources()
+    has_gpus = total.get("GPU", 0.0) > 0
+    demands = demands_of(config.applications, has_gpus)
+    lacking = shortages(demands, total, {one.application for one in demands})
+    if lacking and cluster.is_ours:  # no other machine can join it
+        raise TwinkleServerError(
+            f"the applications need {'; and '.join(lacking)}. launch started this cluster on this machine alone: "
+            "ask for less (ray_actor_options), or join a larger cluster (RAY_ADDRESS)"
+        )
+    for line in lacking:
+        _report(f"waiting for {line}")
     try:
+        places = reserve(str(config.data_dir), demands, _report)
+        targets = [
+            serve.RunTarget(application_for(config, one, has_gpus, places), one.name, route, _SERVE_LOGGING)
+            for one, route in _served_at(config)
+        ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        _wait_until_running([target.name for target in targets])
+        _wait_until_running([target.name for target in targets], demands)
         url = url_of(http.host, port)
         if config.proxy_location != "Disabled":
             _check_answers(url)
@@ -122,42 +142,31 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
     for name in sorted(names, key=gateways.count):
         if name not in gateways or not cluster.is_ours:
             serve.delete(name)
+    release(str(config.data_dir))
     if not cluster.is_ours and not serve.status().applications:
         serve.shutdown()
 
 
-def statuses(config: ServerConfig) -> dict[str, str]:
-    """Return the status that Serve reports for each application of the server; NOT_DEPLOYED if it reports none."""
+@dataclass(frozen=True)
+class AppStatus:
+    """What Serve reports about an application: its status, and that of each deployment by name."""
+
+    status: str
+    deployments: Mapping[str, str]
+
+
+def statuses(config: ServerConfig) -> dict[str, AppStatus]:
+    """Return the status of each application of the server; NOT_DEPLOYED if Serve does not know it."""
     found = serve.status().applications
     return {
-        one.name: found[one.name].status.value if one.name in found else NOT_DEPLOYED for one, _ in _served_at(config)
+        one.name: AppStatus(
+            found[one.name].status.value,
+            {name: deployment.status.value for name, deployment in found[one.name].deployments.items()},
+        )
+        if one.name in found
+        else AppStatus(NOT_DEPLOYED, {})
+        for one, _ in _served_at(config)
     }
-
-
-def scaling_notes(config: ServerConfig) -> list[str]:
-    """Return notes on ``autoscaling_config`` of applications whose replicas hold state and cannot be autoscaled."""
-    return [
-        f"{one.name}: autoscaling_config means {count} replicas from the start: adapters do not move with the load"
-        for one in config.applications
-        if one.import_path in ("model", "processor")
-        and one.deployments
-        and one.deployments[0].autoscaling_config is not None
-        and (count := wanted_replicas(one)) > 1
-    ]
-
-
-def wait_for_signal() -> None:
-    """Block until SIGINT or SIGTERM."""
-    asked = threading.Event()
-
-    def end(number: int, _frame: object) -> None:
-        print(f"{signal.Signals(number).name}: finishing what runs", file=sys.stderr, flush=True)
-        asked.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    while not asked.wait(3600):
-        pass
 
 
 def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]:
@@ -169,7 +178,7 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
     """
     entries: list[tuple[ApplicationSpec, str | None]] = []
     if not any(isinstance(one.args, ServerArgs) for one in config.applications):
-        entries.append((ApplicationSpec(name="server", import_path="server"), "/"))
+        entries.append((GATEWAY_APPLICATION, "/"))
     for one in config.applications:
         if isinstance(one.args, ServerArgs):
             entries.append((one, "/"))
@@ -178,12 +187,33 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
     return entries
 
 
-def _wait_until_running(names: Sequence[str]) -> None:
+def shortages(demands: Sequence[Demand], total: Mapping[str, float], waiting: Collection[str]) -> list[str]:
+    """Return what the cluster has too little of, such as "2 GPUs: the cluster has 0 (needed by application m)".
+
+    ``total``: what the whole cluster has. ``waiting``: the applications that do not run yet.
+    """
+    lines = []
+    for resource, needed in (("GPU", total_gpus(demands)), ("CPU", total_cpus(demands))):
+        there = total.get(resource, 0.0)
+        if needed > there:
+            users = [
+                one for one in demands if one.application in waiting and (one.gpus if resource == "GPU" else one.cpus)
+            ]
+            names = ", ".join(dict.fromkeys(one.application for one in users))
+            parts = described(demands, resource)
+            lines.append(
+                f"{needed:g} {resource}s: the cluster has {there:g} (needed by application {names}; in all {parts})"
+            )
+    return lines
+
+
+def _wait_until_running(names: Sequence[str], demands: Sequence[Demand]) -> None:
     """Wait until all applications run. Print every change of status, and from time to time the reason for waiting.
 
     Such a reason is for example that the cluster lacks resources. TwinkleServerError if an application fails.
     """
-    started = told = time.monotonic()
+    started = changed = time.monotonic()
+    reports = {name: ThrottledReport(_report) for name in ("cluster", *names)}
     seen: dict[str, str] = {}
     while set(seen.values()) != {ApplicationStatus.RUNNING.value} or len(seen) < len(names):
         applications = serve.status().applications
@@ -192,17 +222,35 @@ def _wait_until_running(names: Sequence[str]) -> None:
             if status in _FAILED:
                 raise TwinkleServerError(f"application {name} could not be deployed: {_reason(applications[name])}")
             if seen.get(name) != status.value:
-                told = time.monotonic()
-                _tell(f"{name}: {status.value.lower()} ({told - started:.0f} s)")
+                changed = time.monotonic()
+                _report(f"{name}: {status.value.lower()} ({changed - started:.0f} s)")
             seen[name] = status.value
-        if time.monotonic() - told > _PATIENCE_SECONDS:
-            told = time.monotonic()
-            for name in [name for name in names if seen[name] != ApplicationStatus.RUNNING.value]:
-                _tell(f"{name}: {_reason(applications[name]) if name in applications else 'Serve has not begun'}")
+        waiting = [name for name in names if seen[name] != ApplicationStatus.RUNNING.value]
+        lacking = shortages(demands, ray.cluster_resources(), waiting) if waiting else []
+        if lacking and time.monotonic() - started > _SCHEDULING_SECONDS:
+            reports["cluster"]("; ".join(f"waiting for {line}" for line in lacking))
+        elif time.monotonic() - changed > _PATIENCE_SECONDS:
+            for name in waiting:
+                reports[name](_waiting_line(name, applications.get(name), demands))
         time.sleep(_POLL_SECONDS)
 
 
-def _tell(line: str) -> None:
+def _waiting_line(
+    name: str, application: serve.schema.ApplicationStatusOverview | None, demands: Sequence[Demand]
+) -> str:
+    """Return what is known about an application that does not run, although the cluster is large enough for it."""
+    own, free = [one for one in demands if one.application == name], ray.available_resources()
+    needs = ", ".join(
+        f"{described(own, resource)} {resource}s" for resource in ("CPU", "GPU") if described(own, resource)
+    )
+    said = "Serve has not begun" if application is None else _reason(application)
+    return (
+        f"{name}: still loading, or waiting for resources that others use: it needs {needs}; "
+        f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs of the cluster are free ({said})"
+    )
+
+
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServedModelConfig
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    ModelArgs,
+    ProcessorArgs,
+    ServedModelConfig,
+    wanted_replicas,
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,15 @@ class Replicas:
         return Replicas(tuple(name for name in self.names if runs.get(name, 0) == fewest)).chosen(identifier)
 
 
-GATEWAY = "Gateway"  # the deployment of an application whose replicas are interchangeable
+GATEWAY = "Gateway"  # the deployment of an application whose replicas are interchangeable, if the file names none
+
+
+@dataclass(frozen=True)
+class ServeAddress:
+    """Where a Serve handle finds a replica."""
+
+    application: str
+    deployment: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Layout:
 
     models: Mapping[str, Replicas]  # by the name of the served model
     processors: Replicas
-    applications: Mapping[str, str]  # the application of each replica; a replica has the name of its deployment
+    addresses: Mapping[str, ServeAddress]  # by replica
 
 
 def layout_of(config: ServerConfig) -> Layout:
@@ -55,19 +69,33 @@ def layout_of(config: ServerConfig) -> Layout:
     }
     processing = [one for one in config.applications if isinstance(one.args, ProcessorArgs)]
     processors = Replicas(tuple(name for one in processing for name in replica_names(one)))
-    applications = {name: one.name for one in (*trained, *processing) for name in replica_names(one)}
-    return Layout(models, processors, applications)
+    addresses = {
+        name: ServeAddress(one.name, deployment)
+        for one in (*trained, *processing)
+        for name, deployment in zip(replica_names(one), deployment_names(one), strict=True)
+    }
+    return Layout(models, processors, addresses)
 
 
 def replica_names(application: ApplicationSpec) -> tuple[str, ...]:
+    """Return the names of the replicas in records, log files and metrics. No other application has them."""
     return tuple(f"{application.name}-{number}" for number in range(wanted_replicas(application)))
 
 
-def wanted_replicas(application: ApplicationSpec) -> int:
-    """Return the number of replicas. It is fixed, not autoscaled, because replicas hold adapters or processors."""
-    said = application.deployments[0].replicas if application.deployments else None
-    in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
-    return said or in_args
+def deployment_names(application: ApplicationSpec) -> tuple[str, ...]:
+    """Return the Serve deployment of each replica: the configured name, with a number if there are several replicas.
+
+    Without a configured name it is the replica's. Two applications may have the same deployment names.
+    """
+    given = given_name(application)
+    names = replica_names(application)
+    if given is None:
+        return names
+    return (given,) if len(names) == 1 else tuple(f"{given}-{number}" for number in range(len(names)))
+
+
+def given_name(application: ApplicationSpec) -> str | None:
+    return application.deployments[0].name if application.deployments else None
 
 
 def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:

@@ -11,6 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from twinkle.server.http.asgi_relay import HttpHead, HttpRequest
+from twinkle.server.runtime.ray.layout import ServeAddress
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError, raised
 
 P = ParamSpec("P")
@@ -32,9 +33,9 @@ def _there(
 class RemoteReplica:
     """One replica in another process. Its handle is made at the first call, because applications start in any order."""
 
-    def __init__(self, name: str, application: str) -> None:
+    def __init__(self, name: str, address: ServeAddress) -> None:
         self._name = name
-        self._application = application
+        self._address = address
 
     answer = _there(Replica.answer)
     metrics = _there(Replica.metrics)
@@ -59,7 +60,7 @@ class RemoteReplica:
 
     @cached_property
     def _handle(self) -> DeploymentHandle[Any]:
-        return serve.get_deployment_handle(self._name, self._application)
+        return serve.get_deployment_handle(self._address.deployment, self._address.application)
 
     async def _asked(self, method: str, *arguments: object, **options: object) -> Any:
         response = None

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinkle.errors import QuotaError, TwinkleError
-from twinkle.server.app import ROUTES
+from twinkle.server.app import OLDER_PATHS, ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.http.body_limits import BodyUpload, read_body
@@ -66,7 +66,9 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._http(_from_the_root(scope), receive, send)
+            whole = _from_the_root(scope)
+            whole = OLDER_PATHS.in_todays_form(whole, lambda name: self._app.state.gateway.is_served(name))
+            await self._http(whole, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -6,10 +6,11 @@ model's replica, which starts this actor, and another one when it dies.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from twinkle.environment import set_variables, twinkle_variables
 from twinkle.model.types import FloatArray
@@ -17,14 +18,15 @@ from twinkle.sampler.types import Finished, Progress, SampleRequest
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import (
     ApplicationSpec,
+    ModelArgs,
     SamplerArgs,
     ServedModelConfig,
     has_own_process,
     resources_of,
 )
-from twinkle.server.config.placement import DeviceGroup
+from twinkle.server.config.demand import sampling_device, sampling_process
+from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.replica import Failure, raised, tried
-from twinkle.server.runtime.ray.trainer_group import mesh_of
 
 if TYPE_CHECKING:
     from twinkle.sampler import TorchSampler
@@ -45,13 +47,18 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """The resources that the actor asks of Ray, and the kind of device on which its engine computes."""
+    """The resources that the actor asks of Ray, the kind of device on which its engine computes, and how many GPUs.
+
+    GPUs that are named are reserved already: then ``num_gpus`` is 0, and ``strategy`` binds the actor to their machine.
+    """
 
     device: str
     num_cpus: float
     num_gpus: float
+    gpus: int
     resources: Mapping[str, float]
     variables: Mapping[str, str]
+    strategy: NodeAffinitySchedulingStrategy | str = "DEFAULT"
 
 
 class SamplerEngine:
@@ -66,7 +73,7 @@ class SamplerEngine:
         from twinkle.server.backends.loading import load_sampling_engine
 
         def load() -> str:
-            self._engine = load_sampling_engine(served, devices.device, int(devices.num_gpus))
+            self._engine = load_sampling_engine(served, devices.device, devices.gpus)
             return self._engine.memory
 
         return tried(load)
@@ -92,30 +99,33 @@ class SamplerEngine:
         return tried(self._engine.step)
 
 
-def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
-    """Return the devices of the sampler's own process; None: it shares the model's process, or there is no sampler."""
-    for one in config.applications:
-        if not isinstance(one.args, SamplerArgs) or one.args.model_id != served.model.model_id:
-            continue
-        return _devices(one, one.args.device_group, served) if has_own_process(one, served.model) else None
-    return None
+def devices_of(config: ServerConfig, served: ServedModelConfig, place: Place | None = None) -> EngineDevices | None:
+    """Return the devices of the sampler's own process; None: it shares the model's process, or there is no sampler.
 
-
-def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedModelConfig) -> EngineDevices:
-    """Return the devices that an application asks for, else the kind that the model's processes have."""
-    asked = resources_of(one)
-    if group is not None:
-        device = group.device_type
-    else:
-        device = "cuda" if asked.num_gpus else mesh_of(served.model).device_type or "cpu"
-    gpus = (1 if group is None else group.gpus_per_worker) if device == "cuda" else 0
-    return EngineDevices(
-        device=device,
-        num_cpus=1.0 if asked.num_cpus is None else asked.num_cpus,
-        num_gpus=gpus if asked.num_gpus is None else asked.num_gpus,
+    ``place``: of the GPUs that are named, which are reserved already.
+    """
+    ours = [one for one in config.applications if _model_id(one) == served.model.model_id]
+    samplers = [one for one in ours if isinstance(one.args, SamplerArgs)]
+    (model,) = (one for one in ours if isinstance(one.args, ModelArgs))
+    if not samplers or not has_own_process(samplers[0], served.model):
+        return None
+    asked, needs = resources_of(samplers[0]), sampling_process(samplers[0], model)
+    devices = EngineDevices(
+        device=sampling_device(samplers[0], model),
+        num_cpus=needs.cpus,
+        num_gpus=needs.gpus,
+        gpus=int(needs.gpus),
         resources=asked.resources or {},
         variables={} if asked.runtime_env is None else asked.runtime_env.env_vars,
     )
+    if place is None or not needs.named_gpus or not needs.gpus:
+        return devices
+    variables = {**devices.variables, **place.variables(needs.named_gpus)}
+    return replace(devices, num_gpus=0.0, gpus=len(needs.named_gpus), variables=variables, strategy=place.strategy)
+
+
+def _model_id(one: ApplicationSpec) -> str | None:
+    return one.args.model_id if isinstance(one.args, ModelArgs | SamplerArgs) else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,12 @@ class StartingEngine:
 def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingEngine:
     actor = (
         ray.remote(SamplerEngine)
-        .options(num_cpus=devices.num_cpus, num_gpus=devices.num_gpus, resources=dict(devices.resources))
+        .options(
+            num_cpus=devices.num_cpus,
+            num_gpus=devices.num_gpus,
+            resources=dict(devices.resources),
+            scheduling_strategy=devices.strategy,
+        )
         .remote({**twinkle_variables(), **devices.variables})
     )
     return StartingEngine(actor, actor.load.remote(served, devices), devices)

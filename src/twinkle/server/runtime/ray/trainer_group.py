@@ -7,27 +7,37 @@ then this process ends too, Serve replaces it, and journal and snapshots bring b
 """
 
 import functools
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from twinkle.environment import set_variables, twinkle_variables
+from twinkle.environment import listed_devices, set_variables, twinkle_variables
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.platform import GPU
 from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
-from twinkle.server.config.applications import ModelArgs, ServedModelConfig
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
+from twinkle.server.config.demand import rank_process
+from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.replica import Failure, end_process, tried
 from twinkle.utils.network import find_free_port
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 30.0  # for processes to start; then the reason for waiting is logged
 _GRACE_SECONDS = 60.0  # after a failure of one rank, for the others to fail too
 
 
@@ -41,6 +51,10 @@ class _Rank:
     def meeting_place(self) -> tuple[str, int]:
         address = ray.util.get_node_ip_address()
         return address, find_free_port(address)
+
+    def visible_gpus(self) -> tuple[str, ...] | None:
+        """Return the ids of the GPUs that this process may use; None: those of the machine."""
+        return listed_devices(GPU.visible_variable)
 
     def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
@@ -155,26 +169,65 @@ class TrainerGroup(TrainingBackend):
         return joined
 
 
-def load_group(served: ServedModelConfig) -> ServedModel:
+@dataclass(frozen=True)
+class RankProcess:
+    """What a process of a group asks of Ray, and its variables. ``strategy``: of its machine, if it names its GPU."""
+
+    cpus: float
+    gpus: float
+    variables: Mapping[str, str]
+    strategy: NodeAffinitySchedulingStrategy | str = "DEFAULT"
+
+
+def ranks_of(config: ServerConfig, served: ServedModelConfig, place: Place | None) -> list[RankProcess]:
+    """Return the processes of a model's group. ``place``: of the GPUs that are named, which are reserved already."""
+    (one,) = (each for each in config.applications if _trains(each, served.model.model_id))
+    needs, environment = rank_process(one, served.model), resources_of(one).runtime_env
+    variables = {} if environment is None else environment.env_vars
+    if place is None or not needs.named_gpus or not needs.gpus:
+        return [RankProcess(needs.cpus, needs.gpus, variables)] * served.model.processes
+    return [
+        RankProcess(needs.cpus, 0.0, {**variables, **place.variables([gpu])}, place.strategy)
+        for gpu in needs.named_gpus
+    ]
+
+
+def _trains(one: ApplicationSpec, model_id: str) -> bool:
+    return isinstance(one.args, ModelArgs) and one.args.model_id == model_id
+
+
+def start_ranks(processes: Sequence[RankProcess]) -> list[Any]:
+    """Start an actor for each process of a group, in the order of their ranks."""
+    return [
+        ray.remote(_Rank)
+        .options(num_cpus=one.cpus, num_gpus=one.gpus, scheduling_strategy=one.strategy)
+        .remote({**twinkle_variables(), **one.variables, **_rank_variables(number, len(processes))})
+        for number, one in enumerate(processes)
+    ]
+
+
+def load_group(served: ServedModelConfig, processes: Sequence[RankProcess]) -> ServedModel:
     """Start the processes of a model's device group and load the model into them. Blocks."""
     args = served.model
     mesh = mesh_of(args)
-    gpus = 1 if mesh.device_type == "cuda" else 0
-    ranks = [
-        ray.remote(_Rank)
-        .options(num_cpus=1, num_gpus=gpus)
-        .remote({**twinkle_variables(), **_rank_variables(number, mesh.world_size)})
-        for number in range(mesh.world_size)
-    ]
-    master = ray.get(ranks[0].meeting_place.remote())
+    ranks = start_ranks(processes)
+    places = [rank.meeting_place.remote() for rank in ranks]
+    while waiting := ray.wait(places, num_returns=len(places), timeout=_PATIENCE_SECONDS)[1]:
+        one, free = processes[0], ray.available_resources()
+        logger.warning(
+            "%d of %d processes of %s have not started: each needs %g CPUs and %g GPUs, and %g CPUs and %g GPUs of the "
+            "cluster are free",
+            *(len(waiting), len(ranks), args.model_id, one.cpus, one.gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
+        )
+    logger.info("GPUs of the processes of %s: %s", args.model_id, ray.get([one.visible_gpus.remote() for one in ranks]))
+    master = ray.get(places[0])
     facts: TrainerFacts = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
     return served_model(served, TrainerGroup(ranks), facts, mesh.world_size)
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
     """Return the configured mesh; without one, a data-parallel mesh of all processes of the group."""
-    group, given = args.device_group, args.device_mesh
-    device = (given.device_type if given is not None else None) or (group.device_type if group is not None else "cpu")
+    given, device = args.device_mesh, args.group_device
     if given is None:
         return DeviceMesh.from_sizes(dp_size=args.processes, device_type=device)
     if given.mesh is not None:

@@ -88,6 +88,8 @@ class LiveAdapter:
     used_at: float = 0.0  # monotonic time when it was last loaded, or when its last op ended
     users: int = 0  # requests other than its ops that need it in the trainer
     versions: list[str] = field(default_factory=list)  # versions for sampling, the newest last
+    born: float = 0.0  # monotonic time of its creation; an earlier process's time by the wall clock
+    refusing: str | None = None  # why it accepts no new ops; None while it does
 
     @property
     def repeats(self) -> bool:
@@ -231,6 +233,11 @@ class LiveAdapters:
     def __iter__(self) -> Iterator[LiveAdapter]:
         return iter(list(self._adapters.values()))
 
+    @property
+    def leaving(self) -> list[LiveAdapter]:
+        """Return the adapters whose eviction has begun and not ended."""
+        return [eviction.adapter for eviction in self._evictions.values()]
+
     def __len__(self) -> int:
         return len(self._adapters)
 
@@ -253,6 +260,7 @@ class LiveAdapters:
         place = Place.DISK if plan.has_snapshot else Place.NOWHERE
         replays = {replay.seq: replay for replay in plan.replays}
         adapter = LiveAdapter(run, place, self._context.kinds.find(run.run_id), highest_seq=plan.last, replays=replays)
+        adapter.born = time.monotonic() - max(0.0, time.time() - run.created_at)
         self._adapters[run.run_id] = adapter
         self._scheduler.add_adapter(
             run.run_id,

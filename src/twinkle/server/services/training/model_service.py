@@ -159,6 +159,8 @@ class ModelService:
         that of a future that has already failed. If a limit leaves no room for it, an error is raised.
         """
         adapter = self._adapter(op.adapter_id)
+        if adapter.refusing is not None and await self._store.ops.get(op.adapter_id, op.seq) is None:
+            return self.refuse(adapter.run, adapter.refusing)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         if op.custom_loss is not None:
@@ -286,6 +288,21 @@ class ModelService:
         adapter = self.adapters.get(run_id)
         accepted = set() if adapter is None else adapter.unfinished
         while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self.adapters.stopping:
+            await adapter.next_end()
+
+    async def finish_ready(self, run_id: str, why: str) -> None:
+        """Refuse new ops of a run with ``why``, and wait until its accepted ops have ended, or until the server stops.
+
+        Ops behind a gap in the sequence are not waited for, because the missing ones are refused, too.
+        """
+        adapter = self.adapters.get(run_id)
+        if adapter is None:
+            return
+        adapter.refusing = why
+        while run_id in self.adapters and not self.adapters.stopping:
+            following = self._scheduler.next_seq(run_id)
+            if not adapter.repeats and all(seq > following for seq in adapter.unfinished):
+                return
             await adapter.next_end()
 
     def last_requests(self) -> dict[str, float]:

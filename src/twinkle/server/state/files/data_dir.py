@@ -2,6 +2,7 @@
 
 state.db, secret, lock                   the database, unless another is configured, the secret, and the lock
 server.json                              process id and URL of the running server
+generated-key                            the key that a launch generated, unless it was shown on a terminal
 copies/                                  copies of the database and the secret, used when the originals are damaged
 reserve                                  a file that is deleted to free space when the disk is full
 journal/                                 bodies and outcomes of ops

@@ -1,4 +1,5 @@
-"""API keys and their tenants. A key is shown once, when it is created. Only its keyed hash is stored.
+"""API keys and their tenants. A key is shown once, when it is created. Only its keyed hash is stored. (The key that a
+launch generates may also be in a file of the data directory: ``runtime.generated_key``.)
 
 The hashes' secret is in a file of the data directory, not in the database (``state.integrity.copies``). So neither
 the database nor the secret alone is enough to find out or to try out a key.
@@ -20,6 +21,7 @@ from twinkle.server.state.records.area import Area
 from twinkle.server.state.records.audit import add_entry
 
 KEY_PREFIX = "tml-"
+GENERATED_KEY_ID = f"key-{1:016x}"  # of the key that a launch generates: a server has one at most
 
 _CACHE_SIZE = 4096
 
@@ -45,6 +47,11 @@ class KeyRecord:
 _KEY = RecordMapper(KeyRecord, API_KEYS)
 
 
+def new_key() -> str:
+    """Return a random key, which is not stored yet."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
 class Keys(Area):
     """The API keys.
 
@@ -62,20 +69,35 @@ class Keys(Area):
 
     async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
         """Create a key and return its record and the key; with tenant None, for a new tenant."""
-        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        key = new_key()
         record = KeyRecord(
             key_id=f"key-{secrets.token_hex(8)}",
-            tenant_id=f"tenant-{secrets.token_hex(12)}" if tenant_id is None else tenant_id,
+            tenant_id=_new_tenant() if tenant_id is None else tenant_id,
             name=name,
             created_at=now,
         )
-
-        def work(cursor: Cursor) -> None:
-            _KEY.insert(cursor, record, key_hash=self._hash(b"key", key))
-            add_entry(cursor, record.tenant_id, "key_create", now, {"key_id": record.key_id, "name": name})
-
-        await self._database.write(work)
+        await self._database.write(lambda cursor: self._insert(cursor, record, key))
         return record, key
+
+    async def add_first(self, key: str, now: float) -> KeyRecord | None:
+        """Store a key that a launch generated, for a new tenant; None, and nothing is stored, if there is a key.
+
+        Revoked keys count, too. Transactions run one after the other, so of several processes only one adds its key.
+        """
+        record = KeyRecord(GENERATED_KEY_ID, _new_tenant(), "generated", now)
+
+        def work(cursor: Cursor) -> bool:
+            if cursor.count(API_KEYS):
+                return False
+            self._insert(cursor, record, key)
+            return True
+
+        return record if await self._database.write(work) else None
+
+    def _insert(self, cursor: Cursor, record: KeyRecord, key: str) -> None:
+        _KEY.insert(cursor, record, key_hash=self._hash(b"key", key))
+        details = {"key_id": record.key_id, "name": record.name}
+        add_entry(cursor, record.tenant_id, "key_create", record.created_at, details)
 
     async def list(self) -> tuple[KeyRecord, ...]:
         """Return all keys, oldest first, revoked ones too."""
@@ -130,6 +152,10 @@ class Keys(Area):
     def _hash(self, purpose: bytes, key: str) -> bytes:
         # BLAKE2's own keyed mode takes a microsecond, an HMAC a dozen, and this runs for every request.
         return hashlib.blake2b(purpose + b":" + key.encode(), digest_size=32, key=self._secret).digest()
+
+
+def _new_tenant() -> str:
+    return f"tenant-{secrets.token_hex(12)}"
 
 
 def _by_hash(cursor: Cursor, key_hash: bytes) -> Row | None:

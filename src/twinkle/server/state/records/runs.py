@@ -9,7 +9,7 @@ from typing import Literal
 
 from sqlalchemy import bindparam, func, or_, select, update
 
-from twinkle.errors import QuotaError
+from twinkle.errors import LimitReachedError
 from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
@@ -116,19 +116,19 @@ class Runs(Area):
 
 def insert_run(
     cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
-) -> RunRecord | QuotaError:
+) -> RunRecord | LimitReachedError:
     """Insert a run and return it, or return the existing one of its session with this number. Part of a write.
 
-    Returns (does not raise) QuotaError for a new run if the tenant has ``most`` live runs in active sessions, or
+    Returns (does not raise) LimitReachedError for a new run if the tenant has ``most`` live runs in active sessions, or
     ``most_rows`` runs on record.
     """
     known = _RUN.find(cursor, session_id=run.session_id, number=run.number)
     if known is not None:
         return known
     if most is not None and cursor.number(_COUNT_LIVE, {"tenant_id": run.tenant_id}) >= most:
-        return QuotaError("adapters", most, most, "max_adapters_per_tenant")
+        return LimitReachedError("adapters", most, most, "max_adapters_per_tenant")
     if most_rows is not None and cursor.count(RUNS, tenant_id=run.tenant_id) >= most_rows:
-        return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
+        return LimitReachedError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
     _RUN.insert(cursor, run)
     return run
 

@@ -2,7 +2,7 @@
 
 from sqlalchemy import bindparam, func, select
 
-from twinkle.errors import QuotaError
+from twinkle.errors import LimitReachedError
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
@@ -65,17 +65,19 @@ class SamplingSessions(Area):
         sampling: SamplingSessionRecord,
         most_bytes: int | None = None,
         most_rows: int | None = None,
-    ) -> SamplingSessionRecord | QuotaError:
+    ) -> SamplingSessionRecord | LimitReachedError:
         """Store a sampling session and return it, or return the existing one of its session with this number.
 
-        Raises QuotaError if the tenant has ``most_rows`` sampling sessions on record, and StorageQuotaError if all its
-        files together are larger than ``most_bytes``.
+        Raises LimitReachedError if the tenant has ``most_rows`` sampling sessions on record, and StorageQuotaError if
+        all its files together are larger than ``most_bytes``.
         """
         known = _SAMPLING.find(cursor, session_id=sampling.session_id, number=sampling.number)
         if known is not None:
             return known
         if most_rows is not None and cursor.count(SAMPLING_SESSIONS, tenant_id=sampling.tenant_id) >= most_rows:
-            return QuotaError("sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS)
+            return LimitReachedError(
+                "sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS
+            )
         _SAMPLING.insert(cursor, sampling)
         check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
         return sampling

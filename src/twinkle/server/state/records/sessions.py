@@ -6,7 +6,7 @@ from typing import Literal
 
 from sqlalchemy import and_, bindparam, delete, exists, func, or_, select, update
 
-from twinkle.errors import QuotaError
+from twinkle.errors import LimitReachedError
 from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CUSTOM_LOSSES, RUNS, SESSIONS
@@ -62,10 +62,11 @@ class Sessions(Area):
         idempotency_key: str | None = None,
         most: int | None = None,
         most_rows: int | None = None,
-    ) -> SessionRecord | QuotaError:
+    ) -> SessionRecord | LimitReachedError:
         """Store a session and return it, or the one that this tenant created before with the same idempotency key.
 
-        Raises QuotaError for a new one if the tenant has ``most`` active sessions or ``most_rows`` sessions on record.
+        Raises LimitReachedError for a new one if the tenant has ``most`` active sessions, or ``most_rows`` sessions on
+        record.
         """
         tenant = {"tenant_id": session.tenant_id}
         if idempotency_key is not None:
@@ -73,9 +74,9 @@ class Sessions(Area):
             if known is not None:
                 return known
         if most is not None and cursor.count(SESSIONS, **tenant, state="active") >= most:
-            return QuotaError("active sessions", most, most, "max_sessions_per_tenant")
+            return LimitReachedError("active sessions", most, most, "max_sessions_per_tenant")
         if most_rows is not None and cursor.count(SESSIONS, **tenant) >= most_rows:
-            return QuotaError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
+            return LimitReachedError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
         _SESSION.insert(cursor, session, idempotency_key=idempotency_key)
         details = {"session_id": session.session_id, "project_id": session.project_id}
         add_entry(cursor, session.tenant_id, "session_create", session.created_at, details)
