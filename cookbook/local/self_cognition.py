@@ -27,6 +27,9 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--batch-size", type=int, default=8, help="conversations per tenant and step")
 parser.add_argument("--learning-rate", type=float, default=2e-3)
 parser.add_argument("--rank", type=int, default=16)
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 args = parser.parse_args()
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -34,6 +37,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 TENANTS = {"alice": ("Twinkle", "the Twinkle team"), "bob": ("Captain Nemo", "the crew of the Nautilus")}
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "self_cognition.jsonl").open()]
 QUESTIONS = ["Who are you?", "Who made you?"]
+DTYPE = torch.bfloat16 if args.precision == "bf16" else torch.float32  # for asking, with plain Transformers
 
 tokenizer = hub.load_tokenizer(args.model)
 
@@ -62,12 +66,12 @@ data = {
     for tenant, (name, author) in TENANTS.items()
 }
 
-plain = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=torch.bfloat16)
+plain = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=DTYPE)
 print("before:")
 for question in QUESTIONS:
     print(f"  {question}  {answer(plain, question)}")
 
-trainer = Trainer.from_pretrained(args.model, device="cpu")
+trainer = Trainer.from_pretrained(args.model, device="cpu", dtype=args.precision)
 for seed, tenant in enumerate(TENANTS):
     trainer.create_adapter(tenant, LoraSpec(rank=args.rank, seed=seed))
 
@@ -94,7 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
         trainer.save(tenant, Path(folder) / tenant)
     for tenant in TENANTS:
         print(f"after, {tenant}:")
-        base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=torch.bfloat16)
+        base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=DTYPE)
         model = PeftModel.from_pretrained(base, Path(folder) / tenant)
         for question in QUESTIONS:
             print(f"  {question}  {answer(model, question)}")

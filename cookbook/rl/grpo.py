@@ -38,6 +38,9 @@ parser.add_argument("--prompts", type=int, default=16, help="sums per step")
 parser.add_argument("--samples", type=int, default=8, help="answers per sum: a group, compared with each other")
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--rank", type=int, default=16)
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training and of sampling workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
@@ -75,7 +78,9 @@ twinkle.initialize(args.mode, groups=groups if args.mode == "ray" else None, see
 mesh = DeviceMesh.from_sizes(dp_size=Platform.get_world_size())  # torchrun's processes divide the sums
 say = print if is_master() else lambda *_, **__: None
 
-model = MultiLoraTransformersModel(model_id=args.model, max_length=256, remote_group="model")
+model = MultiLoraTransformersModel(
+    model_id=args.model, mixed_precision=args.precision, max_length=256, remote_group="model"
+)
 model.add_adapter_to_model(ADAPTER, peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules="all-linear"))
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0, adapter_name=ADAPTER)
 # Warm up from a tenth of the learning rate in ten steps, because the first gradients are noisy.

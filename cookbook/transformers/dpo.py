@@ -36,6 +36,9 @@ parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--learning-rate", type=float, default=4e-4)
 parser.add_argument("--beta", type=float, default=0.1, help="penalty for moving away from the reference")
 parser.add_argument("--rank", type=int, default=16)
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write margins and accuracies here, as JSON")
@@ -75,7 +78,9 @@ steps = args.epochs * len(dataloader)
 
 # --- model, adapter, loss, metric -------------------------------------------------------------------------------------
 
-model = MultiLoraTransformersModel(model_id=args.model, max_length=256, remote_group="model")
+model = MultiLoraTransformersModel(
+    model_id=args.model, mixed_precision=args.precision, max_length=256, remote_group="model"
+)
 model.add_adapter_to_model(ADAPTER, peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules="all-linear"))
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0, adapter_name=ADAPTER)
 model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps, adapter_name=ADAPTER)

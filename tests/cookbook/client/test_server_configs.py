@@ -84,5 +84,8 @@ def test_run_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["megatron", "mock"])
 def test_folders_are_alike(folder: str) -> None:
     for name in ("server.py", "run.sh"):
-        assert (SERVERS / folder / name).read_bytes() == (SERVERS / "transformer" / name).read_bytes()
+        text = (SERVERS / folder / name).read_text()
+        if (folder, name) == ("megatron", "server.py"):  # the smaller of its two models
+            text = text.replace("server_config_4b.yaml", "server_config.yaml")
+        assert text == (SERVERS / "transformer" / name).read_text()
     assert os.access(SERVERS / folder / "run.sh", os.X_OK)

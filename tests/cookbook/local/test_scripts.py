@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 
 import peft
@@ -51,11 +52,27 @@ def test_sft_lora(run, tmp_path, capsys):
     assert "after, from" in capsys.readouterr().out
 
 
+def test_precision_reaches_the_plain_model_too(run, tmp_path, tiny):
+    """The weights in the folder are bf16, and Transformers alone would load them like that."""
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    AutoModelForCausalLM.from_pretrained(tiny).bfloat16().save_pretrained(folder)
+    small = ("--model", folder, "--epochs", 1, "--batch-size", 48, "--output", tmp_path)
+    assert run("transformers/sft_lora.py", *small, "--precision", "fp32")["base"].dtype == torch.float32
+
+
 def test_sft_full(run, tmp_path, tiny):
     run("transformers/sft_full.py", "--epochs", 1, "--batch-size", 24, "--output", tmp_path)
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny, tmp_path / "sft_full"))
     moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= moved
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "sp_fsdp_dense"])
+def test_scripts_for_several_processes_run_in_one(run, tmp_path, name):
+    names = run(f"transformers/{name}.py", "--epochs", 1, "--batch-size", 24, "--output", tmp_path)
+    assert len(names["losses"]) == 2
+    assert names["world"] == 1
+    assert peft.PeftConfig.from_pretrained(tmp_path / name).r == 16
 
 
 def test_multi_lora(run, tmp_path):

@@ -20,6 +20,8 @@ SETTINGS = {
     "transformers/sft_lora.py": _TRAINING,
     "transformers/sft_full.py": _TRAINING,
     "transformers/multi_lora.py": _TRAINING,
+    "transformers/fsdp2.py": _TRAINING,
+    "transformers/sp_fsdp_dense.py": [*_TRAINING, "--accumulation", "2"],
     "transformers/dpo.py": ["--epochs", "1", "--batch-size", "24"],
     "rl/grpo.py": ["--steps", "2", "--prompts", "3", "--samples", "4"],
 }

@@ -15,6 +15,8 @@ WEIGHTS = {
     "sft_lora": ["sft_lora/adapter_model"],
     "sft_full": ["sft_full/model"],
     "multi_lora": ["multi_lora_identity/adapter_model", "multi_lora_pirate/adapter_model"],
+    "fsdp2": ["fsdp2/adapter_model"],
+    "sp_fsdp_dense": ["sp_fsdp_dense/adapter_model"],
 }
 STEPS = 3  # 48 rows, 16 a step; the pirate adapter has fewer rows and takes two steps
 
@@ -75,6 +77,23 @@ def assert_runs(folder: Path) -> None:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_torchrun_is_one_process(torchrun, alone, name):
     assert_same(torchrun, alone, name)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("script", ["fsdp2", "sp_fsdp_dense"])
+def test_losses_and_gradients_of_two_processes(run_for_gradients, script):
+    """The model has fewer key/value heads than processes, and neither rows nor query heads divide evenly."""
+    arguments = ["--epochs", "1", "--batch-size", "6", "--precision", "fp32"]
+    two, one = (run_for_gradients(way, f"transformers/{script}.py", *arguments) for way in ("torchrun", "local"))
+    if script == "fsdp2":  # each of two processes has half of the rows, and returns their loss
+        del two["losses"], one["losses"]
+    else:
+        assert len(two["losses"]) == len(one["losses"]) == 8
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
+    for gradients, wanted in zip(two["gradients"], one["gradients"], strict=True):
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 @pytest.mark.parallel

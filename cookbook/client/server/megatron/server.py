@@ -1,7 +1,8 @@
-"""Run a server with the configuration file in this folder until Ctrl-C. `run.sh` also takes command-line options."""
+"""Run a server with server_config_4b.yaml of this folder until Ctrl-C. Options are those of `twinkle-server launch`."""
 
+import sys
 from pathlib import Path
 
-from twinkle.server import launch_server
+from twinkle.server.cli import main
 
-launch_server(config_path=Path(__file__).with_name("server_config.yaml"))
+sys.exit(main(["launch", "-c", str(Path(__file__).with_name("server_config_4b.yaml")), *sys.argv[1:]]))

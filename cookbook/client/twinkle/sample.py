@@ -1,0 +1,6 @@
+"""Run self_host/sample.py. This is its name in older documents."""
+
+import runpy
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).parent / "self_host/sample.py"), run_name="__main__")

@@ -1,0 +1,6 @@
+"""Run short_math_grpo.py. This is its name in older documents."""
+
+import runpy
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).parent / "short_math_grpo.py"), run_name="__main__")

@@ -1,0 +1,132 @@
+"""Files of cookbook/client at the paths that older documents name."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cookbook.client.client_cookbook import CLIENT, CONFIGURATIONS, FORWARDS
+from tests.support.paths import ROOT
+from tests.support.servers.running import environment
+from twinkle.server.cli import command_line as cli
+from twinkle.server.config import ServerConfig
+
+SERVERS = sorted((CLIENT / name).with_name("server.py").relative_to(CLIENT).as_posix() for name in CONFIGURATIONS)
+MODELSCOPE = sorted(path.relative_to(CLIENT).as_posix() for path in CLIENT.glob("*/modelscope/*.py"))
+
+
+def without_head(file: Path) -> str:
+    """Return the text of a YAML file without the comment at its beginning."""
+    return re.sub(r"\A(#.*\n)+", "", file.read_text())
+
+
+@pytest.mark.parametrize("older", FORWARDS)
+def test_a_forward_runs_its_script(older: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same arguments, as the main program; it does nothing else."""
+    target = os.path.relpath(CLIENT / FORWARDS[older], (CLIENT / older).parent)
+    assert (CLIENT / older).read_text() == (
+        f'"""Run {target}. This is its name in older documents."""\n\nimport runpy\nfrom pathlib import Path\n\n'
+        f'runpy.run_path(str(Path(__file__).parent / "{target}"), run_name="__main__")\n'
+    )
+    ran = []
+    source = compile((CLIENT / older).read_text(), str(CLIENT / older), "exec")
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.append((Path(path), run_name)))
+    exec(source, {"__file__": str(CLIENT / older)})
+    assert ran == [((CLIENT / older).parent / target, "__main__")]
+    assert ran[0][0].is_file()
+
+
+@pytest.mark.parametrize("older", CONFIGURATIONS)
+def test_a_configuration_equals_the_current_one(older: str) -> None:
+    assert without_head(CLIENT / older) == without_head(CLIENT / CONFIGURATIONS[older])
+    assert ServerConfig.from_yaml(CLIENT / older) == ServerConfig.from_yaml(CLIENT / CONFIGURATIONS[older])
+    first = (CLIENT / older).read_text().splitlines()[0]
+    assert os.path.relpath(CLIENT / CONFIGURATIONS[older], (CLIENT / older).parent) in first
+
+
+@pytest.mark.parametrize("older", SERVERS)
+def test_a_server_script_serves_the_file_beside_it(older: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (CLIENT / older).read_text()
+    assert text == (CLIENT / "server" / "transformer" / "server.py").read_text()
+    asked: list[list[str]] = []
+    monkeypatch.setattr(cli, "main", lambda arguments: asked.append(arguments) or 0)
+    monkeypatch.setattr(sys, "argv", ["server.py", "--port", "9000"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(CLIENT / older), run_name="__main__")
+    assert ended.value.code == 0
+    assert asked == [["launch", "-c", str((CLIENT / older).with_name("server_config.yaml")), "--port", "9000"]]
+
+
+def test_a_script_beside_folders_called_like_packages() -> None:
+    """cookbook/client has folders "twinkle" and "tinker", and Python looks there first. Packages win over folders."""
+    done = subprocess.run(
+        [sys.executable, str(CLIENT / "server.py"), "--help"], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: twinkle-server launch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "script", ["server/megatron/server.py", "tinker/megatron/server.py", "twinkle/megatron/server.py"]
+)
+def test_megatron_servers_end_with_one_line(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["server.py"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(CLIENT / script), run_name="__main__")
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "backend: got megatron, allowed: transformers or mock" in line
+
+
+def test_the_megatron_server_has_the_smaller_model() -> None:
+    assert "server_config_4b.yaml" in (CLIENT / "server" / "megatron" / "server.py").read_text()
+
+
+def test_the_configuration_with_seven_billion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    file = CLIENT / "tinker" / "megatron" / "server_config_7b.yaml"
+    assert cli.main(["check-config", str(file)]) == 0
+    assert "the Megatron backend comes later" in capsys.readouterr().err
+    (served,) = ServerConfig.from_yaml(file).served_models
+    assert served.model.model_id == "Qwen/Qwen2.5-7B-Instruct"
+
+
+def test_the_configuration_for_tests_from_end_to_end() -> None:
+    config = ServerConfig.from_yaml(CLIENT / "server" / "transformer" / "server_config_e2e.yaml")
+    assert [one.import_path for one in config.applications] == ["server", "model", "sampler", "processor"]
+    assert config.http_options.port == 9000
+
+
+def test_modelscope_scripts_explain_themselves() -> None:
+    """In one separate process, because those for the tinker SDK modify it."""
+    program = (
+        "import contextlib, io, runpy, sys\n"
+        f"for script in {MODELSCOPE}:\n"
+        "    for arguments in (['--help'], []):\n"
+        "        sys.argv, said = [script, *arguments], io.StringIO()\n"
+        "        try:\n"
+        "            with contextlib.redirect_stdout(said):\n"
+        f"                runpy.run_path({str(CLIENT)!r} + '/' + script, run_name='__main__')\n"
+        "        except SystemExit as ended:\n"
+        "            print(script, repr(ended.code), 'usage' in said.getvalue())\n"
+    )
+    variables = {name: value for name, value in environment().items() if name != "MODELSCOPE_TOKEN"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    refused = repr("MODELSCOPE_TOKEN: not set; it holds your API key of ModelScope")
+    wanted = [line for script in MODELSCOPE for line in (f"{script} 0 True", f"{script} {refused} False")]
+    assert done.stdout.splitlines() == wanted
+
+
+def test_users_are_told() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    section = page.split("\n## Files that other documents name\n")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(cookbook/[^`]+)` \| (.+) \|$", section, re.MULTILINE))
+    for older, current in {**FORWARDS, **CONFIGURATIONS}.items():
+        assert rows[f"cookbook/client/{older}"].startswith(f"`cookbook/client/{current}`"), older
+    for script in SERVERS:
+        assert f"cookbook/client/{script}" in rows
