@@ -27,10 +27,10 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 # The contract tests of sampling. The other contract tests do not depend on the sampler.
 VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test_openai_sdk.py
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
-POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py)
+POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
-RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle
+RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
 EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU, TORCH_CPU, the newest version in it, is installed.
@@ -101,7 +101,7 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
-	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes
+	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-postgres: $(STAMP) ## state and recovery on PostgreSQL (Debian's package), in a temporary database cluster
