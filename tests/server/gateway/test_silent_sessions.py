@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.servers.otlp_collector import eventually
 from tests.support.servers.running import MODEL, Server, Tenant, key_for, mock_config, sample_body
 from twinkle.server.gateway.running_time import RunningTime
 
@@ -105,11 +106,18 @@ def test_nobody_is_silent(guest: Tenant) -> None:
 def test_requests_are_signs_of_life_too(guest: Tenant) -> None:
     """A client written by a user may send no heartbeats at all."""
     models = [guest.model() for _ in range(3)]
-    for seq in range(1, 12):
+    heard, longest_gap, seq = time.monotonic(), 0.0, 0
+    until = heard + SILENT + 0.9
+    while time.monotonic() < until:
+        seq += 1
         for model in models:
             guest.result(guest.forward_backward(model, seq))
+        longest_gap, heard = max(longest_gap, time.monotonic() - heard), time.monotonic()
         time.sleep(0.2)
-    assert guest.post("create_model", create_body(guest.session())).status_code == 429
+    answer = guest.post("create_model", create_body(guest.session()))
+    if max(longest_gap, time.monotonic() - heard) >= SILENT:
+        pytest.skip("this machine stalled for longer than the server waits for a sign of life")
+    assert answer.status_code == 429
 
 
 def test_sessions_make_room(guest: Tenant) -> None:
@@ -125,15 +133,20 @@ def test_sessions_make_room(guest: Tenant) -> None:
 
 def test_silent_sessions_do_not_look_active(guest: Tenant) -> None:
     gone, alive = guest.session(), guest.session()
-    fall_silent(guest, alive)
-    assert states(guest) == {gone: "silent", alive: "active"}
-    wanted = {"statuses": [{"type": "active"}]}
-    found = guest.post("sessions/search", wanted).json()["sessions"]
-    assert [each["session_id"] for each in found] == [alive]
-    status = {each["session_id"]: each["status"] for each in guest.post("sessions/search", {}).json()["sessions"]}
-    assert status == {gone: None, alive: {"type": "active"}}
-    beat(guest, gone)
-    assert states(guest) == {gone: "active", alive: "active"}
+    # On a machine that stalls, a live session may look silent for a moment: each answer is asked for until it is right.
+    eventually(lambda: beat(guest, alive) and states(guest) == {gone: "silent", alive: "active"})
+
+    def active() -> list[str]:
+        found = guest.post("sessions/search", {"statuses": [{"type": "active"}]}).json()["sessions"]
+        return [each["session_id"] for each in found]
+
+    def statuses() -> dict[str, object]:
+        found = guest.post("sessions/search", {}).json()["sessions"]
+        return {each["session_id"]: each["status"] for each in found}
+
+    eventually(lambda: beat(guest, alive) and active() == [alive])
+    eventually(lambda: beat(guest, alive) and statuses() == {gone: None, alive: {"type": "active"}})
+    eventually(lambda: beat(guest, gone, alive) and states(guest) == {gone: "active", alive: "active"})
 
 
 def test_a_frozen_server_ends_no_session(own_server: Callable[..., Server]) -> None:
