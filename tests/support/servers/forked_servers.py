@@ -38,6 +38,8 @@ _READ_BY_IMPORTS = (
     "TORCH",
     "TRANSFORMERS_",
 )
+# Libraries set these variables in the process that runs the tests, some time after the import.
+_SET_BY_LIBRARIES = {"TORCHINDUCTOR_CACHE_DIR"}
 _POLL_SECONDS = 0.005
 
 
@@ -128,7 +130,11 @@ def _fork(
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORTS)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_BY_IMPORTS) and name not in _SET_BY_LIBRARIES
+    }
 
 
 class _Forker:
