@@ -28,6 +28,7 @@ from twinkle.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
+from twinkle_client import __version__ as __version__  # one number for both distributions
 
 if TYPE_CHECKING:
     from twinkle.hub.plugin import Plugin
@@ -102,7 +103,6 @@ __all__ = [
     "trust_remote_code",
 ]
 
-__version__ = "0.1.0"
 __release_datetime__ = "2026-11-15 00:00:00"  # UTC; set with the version, see docs/releases.md
 
 _LAZY = {
