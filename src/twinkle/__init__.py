@@ -7,7 +7,7 @@ modules in ``_MODULES``, used as ``twinkle.infra``. Import paths of other versio
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from twinkle import compatibility
+from twinkle import compatibility, extras
 from twinkle.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
@@ -170,7 +170,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"twinkle.{name}")
     if name not in _LAZY:
         raise compatibility.missing(__name__, name)
-    value = getattr(import_module(_LAZY[name]), name)
+    value = extras.load(_LAZY[name], name)
     globals()[name] = value  # so that the next access finds it without calling this function
     return value
 
