@@ -1,4 +1,4 @@
-"""An environment with nothing but what `pip install twinkle-posttrain` installs, made of links to installed packages."""
+"""An environment with only what `pip install twinkle-posttrain` installs, made of links to installed packages."""
 
 import importlib.metadata as metadata
 import os
