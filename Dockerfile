@@ -22,8 +22,9 @@ RUN python -m venv /opt/twinkle
 RUN /opt/twinkle/bin/pip install ${TORCH_PIP_ARGS} "${TORCH}" \
     && /opt/twinkle/bin/python -c "import sys, torch; built = 'cuda' if torch.version.cuda else 'cpu'; sys.exit(built != '${VARIANT}' and f'VARIANT is ${VARIANT}, but pip installed torch for {built}: see TORCH_PIP_ARGS')"
 COPY pyproject.toml README.md LICENSE /src/
+COPY client /src/client
 COPY src /src/src
-RUN /opt/twinkle/bin/pip install "/src[transformers,server,client,${EXTRAS}]"
+RUN /opt/twinkle/bin/pip install /src/client "/src[server,${EXTRAS}]"
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
 ARG VARIANT=cuda

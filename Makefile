@@ -1,5 +1,9 @@
 # The entry point for development. Targets that need the virtual environment create it first, and update it only when
-# pyproject.toml or this file has changed. `make` without a target lists the targets.
+# a pyproject.toml or this file has changed. `make` without a target lists the targets.
+
+# pipefail: the exit status of pip counts, not that of the filter behind it
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 PYTHON ?= python3
 TORCH_PIP_ARGS ?=
@@ -31,15 +35,19 @@ POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tes
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
-EXTRAS := transformers,client,server,demo,dev
-PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
+# The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
+WHEELS_VENV := .venv-wheels
+WHEELS_CLIENT := tinker==0.36.0
+EXTRAS := server,demo,dev
+PIP_INSTALL := python -u -m pip install --disable-pip-version-check
+PROJECTS := pyproject.toml client/pyproject.toml
 # The range of pyproject.toml's `transformers` extra. Without a GPU, TORCH_CPU, the newest version in it, is installed.
 TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook test-kit \
-	test-vllm test-parallel test-postgres test-ray test-dashboard attack chaos damage fuzz soak clean
+.PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
+	test-kit test-vllm test-parallel test-postgres test-ray test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,7 +56,7 @@ help: ## list the targets
 	@echo "  TORCH_PIP_ARGS='...'   extra arguments for 'pip install torch'. On a machine without a GPU, '--index-url URL'"
 	@echo "                         with an index of CPU builds avoids the CUDA build of the default index"
 
-setup: $(STAMP) ## create .venv and install all dependencies
+setup: $(STAMP) ## create .venv and install all dependencies: about 0.5 GB to download without a GPU, 3 GB with one
 
 demo: $(STAMP) ## start a server and train a small model on it, in about two minutes
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
@@ -77,6 +85,17 @@ bench: $(STAMP) ## benchmark trainer, sampler, service and data on CPU; writes J
 	@$(VENV)/bin/python benchmarks/native_overhead.py --json build/bench/native_overhead.json
 	@$(VENV)/bin/python benchmarks/sampling.py --json build/bench/sampling.json
 	@$(VENV)/bin/python benchmarks/tokenise.py --json build/bench/tokenise.json
+
+wheels: $(STAMP) ## build the wheels and source archives of both distributions into dist/
+	@rm -rf dist
+	@for project in client .; do \
+		log=$$($(VENV)/bin/python -m build --no-isolation --outdir dist $$project 2>&1) || { echo "$$log" >&2; exit 1; }; \
+	done
+	@ls -sh1 dist
+
+test-wheels: wheels $(WHEELS_VENV)/.setup-stamp ## install the wheels into an empty environment, start a server there, train
+	@$(WHEELS_VENV)/bin/$(PIP_INSTALL) -qq --force-reinstall --no-deps dist/*.whl
+	@$(VENV)/bin/pytest -q -m wheels tests/deploy/installed
 
 test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests with the oldest and newest transformers, each in its own venv
 
@@ -129,13 +148,13 @@ clean: ## remove build outputs and caches, but not the environments
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	@find src tests benchmarks cookbook -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): $(PROJECTS) Makefile
 	@$(call make_venv,$(VENV))
 	@$(call install_torch,$(VENV))
 	@$(call install_twinkle,$(VENV),)
 	@touch $@
 
-$(MATRIX:%=$(MATRIX_VENV)%/.setup-stamp): $(MATRIX_VENV)%/.setup-stamp: pyproject.toml Makefile
+$(MATRIX:%=$(MATRIX_VENV)%/.setup-stamp): $(MATRIX_VENV)%/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(MATRIX_VENV)$*)
 	@$(call install_torch,$(MATRIX_VENV)$*)
 	@$(call install_twinkle,$(MATRIX_VENV)$*,transformers==$*)
@@ -144,39 +163,41 @@ $(MATRIX:%=$(MATRIX_VENV)%/.setup-stamp): $(MATRIX_VENV)%/.setup-stamp: pyprojec
 $(COOKBOOK_VENV)/.setup-stamp: Makefile
 	@$(call make_venv,$(COOKBOOK_VENV))
 	@$(call install_torch,$(COOKBOOK_VENV))
-	@echo "installing $(COOKBOOK) into $(COOKBOOK_VENV)"
-	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) $(COOKBOOK)
+	@$(call pip_install,$(COOKBOOK_VENV),$(COOKBOOK))
 	@touch $@
 
 $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp): $(COMPAT_VENV)%/.setup-stamp: Makefile
 	@$(call make_venv,$(COMPAT_VENV)$*)
 	@$(call install_torch,$(COMPAT_VENV)$*)
-	@echo "installing tinker $* into $(COMPAT_VENV)$*"
-	@$(COMPAT_VENV)$*/bin/$(PIP_INSTALL) tinker==$*
+	@$(call pip_install,$(COMPAT_VENV)$*,tinker==$*)
 	@touch $@
 
 $(KIT_VENV)/.setup-stamp: Makefile
 	@$(call make_venv,$(KIT_VENV))
 	@$(call install_torch,$(KIT_VENV))
-	@echo "installing $(KIT) into $(KIT_VENV)"
-	@$(KIT_VENV)/bin/$(PIP_INSTALL) $(KIT_REQUIREMENTS)
-	@$(KIT_VENV)/bin/$(PIP_INSTALL) --no-deps $(KIT)
+	@$(call pip_install,$(KIT_VENV),$(KIT_REQUIREMENTS))
+	@$(call pip_install,$(KIT_VENV),--no-deps $(KIT))
 	@touch $@
 
-$(VLLM_VENV)/.setup-stamp: pyproject.toml Makefile
+$(VLLM_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(VLLM_VENV))
 	@$(call install_torch,$(VLLM_VENV))
-	@echo "installing $(VLLM) into $(VLLM_VENV) (large, takes a while)"
-	@$(VLLM_VENV)/bin/$(PIP_INSTALL) --no-deps $(VLLM)
+	@$(call pip_install,$(VLLM_VENV),--no-deps $(VLLM))
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
-	@$(VLLM_VENV)/bin/$(PIP_INSTALL) -r $(VLLM_VENV)/requirements.txt $(TORCH_CPU)
+	@$(call pip_install,$(VLLM_VENV),-r $(VLLM_VENV)/requirements.txt $(TORCH_CPU))
 	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
 	@touch $@
 
-$(RAY_VENV)/.setup-stamp: pyproject.toml Makefile
+$(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(RAY_VENV))
 	@$(call install_torch,$(RAY_VENV))
 	@$(call install_twinkle,$(RAY_VENV),'$(RAY)')
+	@touch $@
+
+$(WHEELS_VENV)/.setup-stamp: $(PROJECTS) Makefile | wheels
+	@$(call make_venv,$(WHEELS_VENV))
+	@$(call install_torch,$(WHEELS_VENV))
+	@$(call pip_install,$(WHEELS_VENV),dist/twinkle_posttrain_client-*.whl "$$(echo dist/twinkle_posttrain-*.whl)[server]" $(WHEELS_CLIENT))
 	@touch $@
 
 # (venv) Keeps an existing environment if its pip works, however it was created.
@@ -196,10 +217,11 @@ define install_torch
 build=$$($(1)/bin/python -c '$(TORCH_BUILD)' 2>/dev/null || echo none); \
 if nvidia-smi >/dev/null 2>&1; then wanted='$(TORCH_RANGE)'; else wanted='$(TORCH_CPU)'; fi; \
 if [ "$$build" = none ]; then \
-	echo "installing $$wanted into $(1) (large, takes a while)"; \
-	$(1)/bin/$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$wanted"; \
+	echo "installing $$wanted into $(1): a build for CPUs downloads about 0.2 GB, one for CUDA about 3 GB"; \
+	start=$$SECONDS; \
+	$(1)/bin/$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$wanted" && echo "installed torch in $$((SECONDS - start)) s"; \
 elif [ "$$build" = cpu ] && [ "$$wanted" = '$(TORCH_RANGE)' ] && [ -z '$(TORCH_PIP_ARGS)' ]; then \
-	echo "replacing the CPU build of torch in $(1) with $$wanted (large, takes a while)"; \
+	echo "replacing the CPU build of torch in $(1) with $$wanted: about 3 GB to download"; \
 	$(1)/bin/$(PIP_INSTALL) --force-reinstall --no-deps "$$wanted" && \
 	$(1)/bin/$(PIP_INSTALL) "$$wanted"; \
 else \
@@ -212,8 +234,24 @@ TORCH_BUILD := import torch; \
 	ok = (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14); \
 	print((torch.version.cuda or "cpu") if ok else "none")
 
-# (venv, additional requirements)
+# (venv, additional requirements) Both distributions, editable. An environment of an earlier checkout has them under the
+# name `twinkle`: its leftovers would stay beside the new ones, so they are removed first.
 define install_twinkle
-echo "installing twinkle[$(EXTRAS)]$(if $(2), with $(2)) into $(1)"; \
-$(1)/bin/$(PIP_INSTALL) $(2) -e '.[$(EXTRAS)]'
+if $(1)/bin/python -c 'import importlib.metadata as m; m.version("twinkle")' 2>/dev/null; then \
+	echo "removing the distribution twinkle from $(1): it is called twinkle-posttrain now"; \
+	$(1)/bin/python -m pip uninstall -qq -y twinkle || exit 1; \
+fi; \
+$(call pip_install,$(1),$(2) -e ./client -e '.[$(EXTRAS)]')
 endef
+
+# (venv, arguments of pip install) Shows each file with its size, and the time that it took. Errors are shown in full.
+define pip_install
+echo "installing into $(1): $(strip $(subst ',,$(2)))"; start=$$SECONDS; \
+$(1)/bin/$(PIP_INSTALL) $(2) | awk '$(PIP_PROGRESS)' && echo "  done in $$((SECONDS - start)) s"
+endef
+
+PIP_PROGRESS := \
+	/^ *(Downloading|Using cached) / && !/\.metadata/ { \
+		sub(/^ */, ""); sub(/(https?|file):[^ ]*\//, ""); print "  " $$0; fflush() } \
+	/^ *Building / { print "  " $$0; fflush() } \
+	/^Installing collected packages/ { print "  unpacking " NF - 3 " packages"; fflush() }

@@ -7,7 +7,7 @@ modules in ``_MODULES``, used as ``twinkle.infra``. Import paths of other versio
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from twinkle import compatibility
+from twinkle import compatibility, extras
 from twinkle.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
@@ -28,6 +28,7 @@ from twinkle.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
+from twinkle_client import __version__ as __version__  # one number for both distributions
 
 if TYPE_CHECKING:
     from twinkle.hub.plugin import Plugin
@@ -102,7 +103,6 @@ __all__ = [
     "trust_remote_code",
 ]
 
-__version__ = "0.1.0"
 __release_datetime__ = "2026-11-15 00:00:00"  # UTC; set with the version, see docs/releases.md
 
 _LAZY = {
@@ -170,7 +170,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"twinkle.{name}")
     if name not in _LAZY:
         raise compatibility.missing(__name__, name)
-    value = getattr(import_module(_LAZY[name]), name)
+    value = extras.load(_LAZY[name], name)
     globals()[name] = value  # so that the next access finds it without calling this function
     return value
 

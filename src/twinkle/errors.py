@@ -134,10 +134,12 @@ class UploadError(TwinkleError, OSError):
 
 
 class MissingDependencyError(TwinkleError, ImportError):
-    """An optional package is needed for this and is not installed."""
+    """An optional package is needed for this and is not installed. :mod:`twinkle.extras` raises it."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r} (our extra {extra!r}): pip install {package}")
+    def __init__(self, package: str, extra: str | None, purpose: str) -> None:
+        """``extra``: our extra that installs the package; None if none does."""
+        named, wanted = ("", package) if extra is None else (f" (our extra {extra!r})", f"twinkle-posttrain[{extra}]")
+        super().__init__(f"{purpose} needs the package {package!r}{named}: pip install '{wanted}'")
 
 
 class ResourcesError(TwinkleError, RuntimeError):

@@ -16,7 +16,7 @@ Importing a name that the client does not have raises an ImportError with the re
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from twinkle_client.compatibility import PATHS, OlderImportPaths, missing
+from twinkle_client.compatibility import PATHS, OlderImportPaths, missing, warn_of_twinkle_kit
 
 if TYPE_CHECKING:
     from twinkle_client.client.current import default_client, init_twinkle_client, initialize, shutdown
@@ -119,6 +119,7 @@ _HOME = {
     "shutdown": "twinkle_client.client.current",
 }
 
+warn_of_twinkle_kit()
 OlderImportPaths(__name__, PATHS).install()  # older import paths, such as twinkle_client.http.utils
 
 

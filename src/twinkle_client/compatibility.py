@@ -13,8 +13,11 @@ found, and answers only for those of its table: it cannot hide a module, and cos
 
 A module that is made for a path holds no objects of its own. Classes belong to the module that defines them, so they
 are pickled by their real names; other processes, also Ray's, find the old path once they import the package.
+
+:func:`warn_of_twinkle_kit` tells users that they have installed the existing Twinkle into the same environment.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["PATHS", "Absent", "Moved", "OlderImportPaths", "Table", "missing"]
+__all__ = ["PATHS", "Absent", "Moved", "OlderImportPaths", "Table", "missing", "warn_of_twinkle_kit"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,35 @@ def missing(table: Table, module: str, name: str) -> AttributeError | ImportErro
     if isinstance(entry, Absent):
         return ImportError(f"{module}.{name}: {entry.why}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def warn_of_twinkle_kit() -> None:
+    """Warn if the distribution ``twinkle-kit`` is in this environment: it has the same import names as ours.
+
+    ``import twinkle_client`` calls it, and ``import twinkle`` imports that. It reads the names of the metadata folders,
+    which takes less than a millisecond; importing importlib.metadata takes tens of them. If twinkle-kit was installed
+    last, its files have replaced this one, and nothing can warn.
+    """
+    found = next(filter(None, map(_version_of_twinkle_kit, sys.path)), None)
+    if found is None:
+        return
+    warnings.warn(
+        f"twinkle-kit {found} and twinkle-posttrain are installed in the same environment. Both have the packages "
+        "twinkle, twinkle_client and twinkle_agentic, and the one installed last has overwritten files of the other. "
+        "Use separate environments, or keep one: "
+        "pip uninstall twinkle-kit twinkle-posttrain twinkle-posttrain-client, then install the one that you want",
+        stacklevel=3,  # the statement that imports the package
+    )
+
+
+def _version_of_twinkle_kit(folder: str) -> str | None:
+    """Return the version of the twinkle-kit whose metadata is in this folder of ``sys.path``."""
+    try:
+        names = os.listdir(folder or os.curdir)
+    except OSError:  # not a folder: a zip file, or a path that does not exist
+        return None
+    found = [name for name in names if name.startswith("twinkle_kit-") and name.endswith(".dist-info")]
+    return found[0].removeprefix("twinkle_kit-").removesuffix(".dist-info") if found else None
 
 
 _PLACES = "the server decides which processes and devices run its components"

@@ -65,7 +65,7 @@ def test_nothing_else_is_sent() -> None:
 
 def test_the_package_can_be_built_from_what_is_copied() -> None:
     sources = {source for source, _ in from_here()}
-    assert {"pyproject.toml", "src", PROJECT["readme"], *PROJECT["license-files"]} <= sources
+    assert {"pyproject.toml", "client", "src", PROJECT["readme"], *PROJECT["license-files"]} <= sources
 
 
 def test_extras_exist() -> None:

@@ -88,12 +88,6 @@ def test_types_are_shipped(package):
     assert (SRC / package / "py.typed").is_file()
 
 
-def test_the_server_requires_the_client_and_not_the_reverse():
-    extras = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "twinkle[client]" in extras["server"]
-    assert {Requirement(text).name for text in extras["client"]} == {"httpx", "numpy", "pydantic"}
-
-
 def test_ray_is_of_a_version_that_asks_for_a_token():
     """Earlier versions admit everybody who reaches the cluster's ports, unless configured otherwise."""
     extras = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -1,7 +1,8 @@
 """Advantages computed from rewards. torch is imported when a name is first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.advantage.group_relative import Advantage, GRPOAdvantage, RLOOAdvantage
@@ -18,4 +19,4 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

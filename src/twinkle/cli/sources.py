@@ -8,7 +8,8 @@ from typing import Any
 
 from twinkle.cli.fields import ConfigRegistry, normalized
 from twinkle.environment import twinkle_variables
-from twinkle.errors import InvalidInputError, MissingDependencyError
+from twinkle.errors import InvalidInputError
+from twinkle.extras import missing
 
 __all__ = ["CLISource", "ConfigSource", "DotEnvSource", "EnvVarSource", "YamlSource"]
 
@@ -65,7 +66,7 @@ class YamlSource(ConfigSource):
         try:
             from omegaconf import OmegaConf
         except ImportError as error:
-            raise MissingDependencyError("omegaconf", "transformers", "a YAML file of options") from error
+            raise missing("omegaconf", "a YAML file of options") from error
         content = OmegaConf.to_container(OmegaConf.load(self._path), resolve=True)
         if not isinstance(content, dict):
             raise InvalidInputError("config", str(self._path), "a YAML file with a mapping at its top")

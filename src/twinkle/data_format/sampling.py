@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.data_format.input_feature import InputFeature
-from twinkle.errors import InvalidInputError, MissingDependencyError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.extras import missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ class SamplingParams:
             from vllm import SamplingParams as VllmSamplingParams
             from vllm.sampling_params import RequestOutputKind
         except ImportError as error:
-            raise MissingDependencyError("vllm", "vllm", "SamplingParams.to_vllm") from error
+            raise missing("vllm", "SamplingParams.to_vllm") from error
         arguments: dict[str, Any] = {
             "n": self.num_samples,
             # vLLM generates at least one token: a caller that only scores the prompt has to discard it.

@@ -1,12 +1,12 @@
 """Loading of the rows that a :class:`DatasetMeta` describes, as a dataset of the ``datasets`` library."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.errors import InvalidInputError, MissingDependencyError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.extras import require
 from twinkle.hub import HubOperation
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def load_rows(meta: DatasetMeta, streaming: bool, options: dict[str, Any]) -> Rows:
     """Load the rows that ``meta`` describes, as a table or as a stream."""
-    if find_spec("datasets") is None:
-        raise MissingDependencyError("datasets", "transformers", "twinkle.dataset")
+    require("datasets", "twinkle.dataset")
     path = meta.local_path()
     if meta.data is not None:
         rows = _from_memory(meta, streaming, options)

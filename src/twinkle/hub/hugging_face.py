@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from twinkle.environment import read_environment
-from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
+from twinkle.errors import DownloadError, TwinkleError, UploadError
+from twinkle.extras import require
 from twinkle.hub.cache import announce
 from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
 
@@ -128,8 +128,7 @@ class HFHub:
 
 
 def _require(purpose: str) -> None:
-    if find_spec("huggingface_hub") is None:
-        raise MissingDependencyError("huggingface_hub", "transformers", purpose)
+    require("huggingface_hub", purpose)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.environment import read_environment
-from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
+from twinkle.errors import DownloadError, TwinkleError, UploadError
+from twinkle.extras import missing
 from twinkle.hub.cache import announce
 from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
 
@@ -109,7 +110,7 @@ class MSHub:
         try:
             from modelscope import snapshot_download
         except ImportError as error:
-            raise MissingDependencyError("modelscope", "modelscope", f"ms://{repo_id}") from error
+            raise missing("modelscope", f"ms://{repo_id}") from error
         offline = read_environment().offline
         if not offline:
             announce(f"looking up {repo_id} on ModelScope")
@@ -130,7 +131,7 @@ def _api(purpose: str) -> Any:
     try:
         from modelscope import HubApi
     except ImportError as error:
-        raise MissingDependencyError("modelscope", "modelscope", purpose) from error
+        raise missing("modelscope", purpose) from error
     return HubApi()
 
 

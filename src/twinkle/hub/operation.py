@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from twinkle.environment import read_environment
-from twinkle.errors import InvalidInputError, MissingDependencyError, TwinkleError, UnknownNameError
+from twinkle.errors import InvalidInputError, TwinkleError, UnknownNameError
+from twinkle.extras import require
 from twinkle.hub.hugging_face import HFHub
 from twinkle.hub.model_id import HuggingFaceId, ModelScopeId, parse_model_id, resolve_model_id_alias
 from twinkle.hub.modelscope_hub import MSHub
@@ -150,8 +150,7 @@ class HubOperation:
     ) -> Any:
         """Return a dataset of the ``datasets`` library; ``options`` are further arguments of its ``load_dataset``."""
         source, name = split_source(dataset_id)
-        if find_spec("datasets") is None:
-            raise MissingDependencyError("datasets", "transformers", dataset_id)
+        require("datasets", dataset_id)
         request = DatasetRequest(name, subset_name, split, streaming, revision, token, options)
         return _HUBS[source].load_dataset(request)
 

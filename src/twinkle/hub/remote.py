@@ -7,7 +7,8 @@ Both libraries resume broken downloads and lock the files that they write.
 from pathlib import Path
 
 from twinkle.environment import read_environment
-from twinkle.errors import DownloadError, MissingDependencyError
+from twinkle.errors import DownloadError
+from twinkle.extras import missing
 from twinkle.hub.cache import announce
 from twinkle.hub.model_folder import require_model_folder
 from twinkle.hub.model_id import HuggingFaceId, ModelScopeId
@@ -38,7 +39,7 @@ def download_from_hugging_face(model: HuggingFaceId) -> Path:
         # The base class of the library's HTTP errors; it comes from requests or httpx, depending on the version.
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
     except ImportError as error:
-        raise MissingDependencyError("huggingface_hub", "transformers", f"hf://{model.name}") from error
+        raise missing("huggingface_hub", f"hf://{model.name}") from error
     offline = read_environment().offline
     if not offline:
         announce(f"looking up {model.name} on Hugging Face")
@@ -57,7 +58,7 @@ def download_from_modelscope(model: ModelScopeId) -> Path:
         from modelscope import snapshot_download
         from modelscope.hub.errors import HubError  # since 1.38; before that its errors had no common base
     except ImportError as error:
-        raise MissingDependencyError("modelscope", "modelscope", f"ms://{model.name}") from error
+        raise missing("modelscope", f"ms://{model.name}") from error
     offline = read_environment().offline
     if not offline:
         announce(f"looking up {model.name} on ModelScope")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle.extras import require
 from twinkle.hub.model_folder import require_model_folder
 from twinkle.hub.model_id import (
     HuggingFaceId,
@@ -57,6 +58,7 @@ def resolve(model_id: str) -> LocalModel:
 
 def load_tokenizer(model_id: str) -> "PreTrainedTokenizerBase":
     """Return the model's tokenizer; downloads the whole model if it is not on this machine yet."""
+    require("transformers", "load_tokenizer")
     path = resolve(model_id).path
     from transformers import AutoTokenizer
 

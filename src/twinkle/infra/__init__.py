@@ -6,6 +6,7 @@ Ray and torch are imported when they are first used.
 from typing import TYPE_CHECKING
 
 from twinkle.compatibility import missing
+from twinkle.extras import load
 from twinkle.infra.device_group import DeviceGroup
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.drawing import get_device_placement
@@ -53,6 +54,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "collect_tensor_dict":  # imported on first use, because it needs torch
         raise missing(__name__, name)
-    from twinkle.infra.tensor_collect import collect_tensor_dict
-
-    return collect_tensor_dict
+    return load("twinkle.infra.tensor_collect", name)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from twinkle.environment import Mode, read_environment, read_launch
 from twinkle.errors import InvalidInputError
+from twinkle.extras import require
 from twinkle.framework_util import seed_everything
 from twinkle.infra.components import forget_components
 from twinkle.infra.device_group import DeviceGroup, GroupPlan, plan_groups
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.notifier import Notifier, report_uncaught
 from twinkle.utils.logger import get_logger
-from twinkle.utils.requirements import requires
 
 __all__ = [
     "Settings",
@@ -153,7 +153,7 @@ def _local_mesh(plans: tuple[GroupPlan, ...], mesh: DeviceMesh | None) -> Device
 
 
 def _prepare_ray(plans: tuple[GroupPlan, ...]) -> None:
-    requires("ray")
+    require("ray", "initialize(mode='ray')")
     if not plans:
         raise InvalidInputError("groups", None, "one or more DeviceGroups where mode is 'ray'")
     from twinkle.infra.ray_resources import acquire

@@ -1,7 +1,8 @@
 """Losses. The module behind a name is imported when the name is first used, and with it, for most names, torch."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.loss.alignment import align_logps_to_mask
@@ -79,4 +80,4 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle.errors import InvalidInputError, MissingDependencyError
+from twinkle.errors import InvalidInputError
+from twinkle.extras import missing
 from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs
 from twinkle.loss.token_logps import (
     chunked_logps_from_logits,
@@ -94,7 +95,7 @@ class LigerFusedLinearCrossEntropyLoss(Loss):
         try:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Kernel
         except ImportError:
-            raise MissingDependencyError("liger-kernel", "liger", "LigerFusedLinearCrossEntropyLoss") from None
+            raise missing("liger_kernel", "LigerFusedLinearCrossEntropyLoss") from None
         self.ignore_index = ignore_index
         self.reduction = _checked_reduction(reduction)
         self.label_smoothing = label_smoothing

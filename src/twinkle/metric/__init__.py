@@ -1,7 +1,8 @@
 """Metrics of training. The module behind a name, and with it torch, is imported when the name is first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.metric.completion import CompletionRewardMetric
@@ -44,4 +45,4 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

@@ -3,11 +3,11 @@
 Heavy names (those that need torch and transformers) are imported when they are first used, not with this package.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from twinkle.compatibility import missing
 from twinkle.errors import UnsupportedError
+from twinkle.extras import load
 from twinkle.model.types import (
     AdamParams,
     AdapterSnapshot,
@@ -59,4 +59,4 @@ def __getattr__(name: str) -> object:
         raise UnsupportedError(f"{name}: there is no Megatron backend yet; {_NOT_IMPLEMENTED[name]} has the same verbs")
     if name not in _HOME:
         raise missing(__name__, name)
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

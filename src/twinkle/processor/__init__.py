@@ -1,7 +1,8 @@
 """Processors, which make batches for models. torch is imported when a name is first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.processor.input_processor import InputProcessor
@@ -14,4 +15,4 @@ _HOME = {"InputProcessor": "twinkle.processor.input_processor"}
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

@@ -98,7 +98,7 @@ def warn_without_math_verify(reward: str) -> None:
     if not has_math_verify():
         warnings.warn(
             f"{reward} compares text and numbers only, because math_verify is not installed: x+1 and 1+x are not equal "
-            "to it (our extra 'math'; pip install math-verify)",
+            "to it (our extra 'math': pip install 'twinkle-posttrain[math]')",
             stacklevel=3,
         )
 

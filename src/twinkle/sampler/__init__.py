@@ -4,10 +4,10 @@ The heavy dependencies of :class:`TorchSampler`, :class:`LocalSampler` and :clas
 transformers) are imported when one of them is first used; vLLM itself when a :class:`vLLMSampler` is made.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from twinkle.compatibility import missing
+from twinkle.extras import load
 from twinkle.sampler.types import (
     DrawnTokens,
     Finished,
@@ -54,4 +54,4 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise missing(__name__, name)
-    return getattr(import_module(_LAZY[name]), name)
+    return load(_LAZY[name], name)

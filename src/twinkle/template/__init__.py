@@ -4,8 +4,9 @@ The module behind a name, and with it what it needs of numpy, Jinja and Transfor
 first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.template.deepseek_v4 import DeepseekV4Template
@@ -50,4 +51,4 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return load(_HOME[name], name)

@@ -21,6 +21,7 @@ import numpy as np
 from twinkle.data_format import ToolCall
 from twinkle.data_format.columns import columns_to_rows, rows_to_columns
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.extras import require
 from twinkle.hub import HubOperation
 from twinkle.template.chat_template import ChatRenderer, ChatTemplate, Rendered
 from twinkle.template.labels import IGNORE, IntArray, encode_texts, label_spans, shift_labels, unshift_labels
@@ -119,6 +120,7 @@ class Template:
         self.enable_thinking = enable_thinking
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        require("transformers", type(self).__name__)
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)

@@ -102,7 +102,7 @@ def _package(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(name, "none: it is the package of an environment", "OpenEnv") from error
+        raise MissingDependencyError(name, None, "OpenEnv") from error
 
 
 def _only_class(package: ModuleType, endings: tuple[str, ...], option: str) -> type:

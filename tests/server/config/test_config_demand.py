@@ -158,7 +158,7 @@ def test_autoscaling_of_models_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["check-config", str(DOCUMENTED / "twinkle.yaml")]) == 0
     said = capsys.readouterr().err
     assert "applications[1].deployments[0].autoscaling_config: means 1 replica from the start (max_replicas)" in said
-    assert "runtime: ray needs the package ray[serve], which is not installed here" in said
+    assert "runtime: ray needs the package 'ray[serve]' (our extra 'ray'): pip install 'twinkle-posttrain[ray]'" in said
 
 
 def test_a_gpu_that_an_embedded_server_would_not_find() -> None:

@@ -43,7 +43,10 @@ def test_the_file_for_megatron_and_vllm_names_what_is_missing() -> None:
     told = check(DOCUMENTED / "tinker.yaml")
     assert (told.returncode, told.stdout) == (0, "ok\n"), told.stderr
     assert "note: applications[1].args.backend: megatron is valid but cannot be launched yet" in told.stderr
-    missing = "note: applications[2].args.sampler_type: vllm needs the package vllm, not installed here"
+    missing = (
+        "note: applications[2].args.sampler_type: vllm needs the package 'vllm' (our extra 'vllm'): "
+        "pip install 'twinkle-posttrain[vllm]'"
+    )
     assert (missing in told.stderr) == (not exists("vllm"))
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
+from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError
+from twinkle.extras import missing
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
 from twinkle.model.decoder.lora.stacks import initial_a
@@ -168,5 +169,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise MissingDependencyError("peft", "transformers", "an adapter on a TransformersModel") from None
+        raise missing("peft", "an adapter on a TransformersModel") from None
     return peft

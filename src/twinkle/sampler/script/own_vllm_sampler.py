@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.data_format import SampleResponse
-from twinkle.errors import InvalidInputError, MissingDependencyError
+from twinkle.errors import InvalidInputError
+from twinkle.extras import missing
 from twinkle.infra import DeviceMesh, remote_class, remote_function
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
@@ -62,7 +63,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         memory_dir: str | Path | None = None,
     ) -> None:
         if not has_vllm():
-            raise MissingDependencyError("vllm", "vllm", "vLLMSampler")
+            raise missing("vllm", "vLLMSampler")
         from twinkle.sampler.vllm import VllmSampler
         from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
 

@@ -11,8 +11,9 @@ server_watch    ends vLLM's processes when the server's process is gone
 vllm_sampler    all of these behind the interface of a sampler
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.sampler.vllm.vllm_sampler import VllmSampler
@@ -23,4 +24,4 @@ __all__ = ["VllmSampler"]
 def __getattr__(name: str) -> object:
     if name != "VllmSampler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("twinkle.sampler.vllm.vllm_sampler"), name)
+    return load("twinkle.sampler.vllm.vllm_sampler", name)

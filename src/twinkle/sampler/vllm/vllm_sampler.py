@@ -17,11 +17,11 @@ from torch import Tensor
 from twinkle.environment import set_variable_defaults
 from twinkle.errors import (
     InvalidInputError,
-    MissingDependencyError,
     TwinkleError,
     TwinkleServerError,
     UnsupportedError,
 )
+from twinkle.extras import missing
 from twinkle.model.adapters import checkpoint
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.torch_sampler.jobs import Tokenizer
@@ -31,8 +31,8 @@ from twinkle.sampler.validation import CheckedRequest, Limits, check_request
 
 try:
     import vllm
-except ImportError as missing:
-    raise MissingDependencyError("vllm", "vllm", "sampler_type: vllm") from missing
+except ImportError as error:
+    raise missing("vllm", "sampler_type: vllm") from error
 
 from twinkle.sampler.vllm.engine import Arrival, Ended, Engine, Failed
 from twinkle.sampler.vllm.engine_args import base_folder, make_engine_args

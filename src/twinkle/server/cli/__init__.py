@@ -3,18 +3,25 @@
 May import: everything.
 """
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from twinkle.server.cli.command_line import main
+from twinkle.extras import extra_of, missing
 
 __all__ = ["main"]
 
 
-def __getattr__(name: str) -> object:
-    """Load the command line when it is asked for: ``import twinkle.server`` needs none of it."""
-    if name == "main":
-        from twinkle.server.cli.command_line import main
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code, as :func:`twinkle.server.cli.command_line.main` does.
 
-        return main
-    raise AttributeError(name)
+    The command line is imported here: ``import twinkle.server`` needs none of it, and without the extra ``server`` the
+    message says so.
+    """
+    try:
+        from twinkle.server.cli.command_line import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or extra_of(error.name) is None:
+            raise
+        print(f"twinkle-server: {missing(error.name, 'the server', extra='server')}", file=sys.stderr)
+        return 1
+    return run(arguments)

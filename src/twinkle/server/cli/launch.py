@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle.errors import MissingDependencyError, TwinkleServerError
+from twinkle.errors import TwinkleServerError
+from twinkle.extras import missing
 from twinkle.utils.requirements import exists
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def run_server(
         serve_embedded(config, notes)
         return
     if not exists("ray"):
-        raise MissingDependencyError("ray[serve]", "ray", "runtime: ray (runtime: embedded needs none)")
+        raise missing("ray", "runtime: ray (runtime: embedded needs none)")
     from twinkle.server.runtime.ray.running import serve_ray
 
     said = config.model_copy(update={"logging": config.logging.model_copy(update={"level": level, "format": form})})

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from twinkle.errors import InvalidInputError, MissingDependencyError
+from twinkle.errors import InvalidInputError
+from twinkle.extras import missing
 
 if TYPE_CHECKING:
     from tinker.types import Datum, TensorData
@@ -45,7 +46,7 @@ def input_feature_to_datum(feature: Mapping[str, Any]) -> "Datum":
     try:
         from tinker import types
     except ImportError as error:
-        raise MissingDependencyError("tinker", "demo", "input_feature_to_datum") from error
+        raise missing("tinker", "input_feature_to_datum") from error
     tokens = _row(feature["input_ids"]).astype(np.int64)
     inputs: dict[str, TensorData] = {}
     if feature.get("labels") is not None:

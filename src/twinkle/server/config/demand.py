@@ -7,6 +7,7 @@ is.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from twinkle.extras import missing
 from twinkle.server.config.applications import (
     ApplicationSpec,
     ModelArgs,
@@ -172,7 +173,7 @@ def machine_notes(applications: Sequence[ApplicationSpec], runtime: str, here: M
     """Return notes on what a launch on this machine alone would lack. Elsewhere, or on a cluster, it may be there."""
     if runtime != "ray":
         return list(_device_notes(applications, here))
-    lacking = [] if here.has_ray else ["runtime: ray needs the package ray[serve], which is not installed here"]
+    lacking = [] if here.has_ray else [str(missing("ray", "runtime: ray"))]
     return [*lacking, *_ray_notes(applications, here)]
 
 

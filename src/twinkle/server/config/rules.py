@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic_core import InitErrorDetails
 
 from twinkle.errors import ConfigError, ConfigProblem, InvalidInputError, UserError
+from twinkle.extras import missing
 from twinkle.hub import parse_model_id
 from twinkle.server.config.applications import (
     GATEWAY_PREFIX,
@@ -348,8 +349,7 @@ def launch_notes(applications: Applications) -> list[str]:
 def package_notes(applications: Applications) -> list[str]:
     """Return a note on each sampler that needs vLLM, if that is not installed here."""
     needed = [at for at, args in _with(applications, SamplerArgs) if args.sampler_type == "vllm"]
-    missing = [] if exists("vllm") else needed
-    return [f"{path_of((*at, 'sampler_type'))}: vllm needs the package vllm, not installed here" for at in missing]
+    return [] if exists("vllm") else [str(missing("vllm", f"{path_of((*at, 'sampler_type'))}: vllm")) for at in needed]
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import ConfigError, MissingDependencyError
+from twinkle.errors import ConfigError
+from twinkle.extras import missing
 from twinkle.server.config import TelemetryConfig
 from twinkle.server.config.timings import Timings
 from twinkle.server.gateway.gateway import Gateway
@@ -127,7 +128,7 @@ def _export(config: TelemetryConfig, seconds: float) -> "Export":
     try:
         from twinkle.server.telemetry.otlp import Export  # needs packages that the rest of the server does not
     except ImportError as error:
-        raise MissingDependencyError("opentelemetry-sdk", "telemetry", "telemetry.enabled: true") from error
+        raise missing("opentelemetry.sdk", "telemetry.enabled: true") from error
     return Export(config, seconds)
 
 

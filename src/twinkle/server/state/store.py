@@ -18,7 +18,8 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError
 
-from twinkle.errors import MissingDependencyError, UnsupportedError
+from twinkle.errors import UnsupportedError
+from twinkle.extras import missing
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.state.database.database import Database
 from twinkle.server.state.database.driver import Driver, Role
@@ -172,7 +173,7 @@ def _driver(url: URL, role: Role) -> Driver:
     try:
         from twinkle.server.state.database.postgres import PostgresDriver  # imports psycopg, which is optional
     except ImportError as error:
-        raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
+        raise missing("psycopg", "a state on PostgreSQL") from error
     return PostgresDriver(url, role)
 
 
