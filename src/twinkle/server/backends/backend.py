@@ -68,13 +68,14 @@ class TrainingBackend(Protocol):
         items: Sequence[TrainItem],
         *,
         train: bool,
-        limit: Callable[[], int | None],
+        limit: Callable[[], int | None] | None,
         give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Compute one micro-batch a step, of at most ``limit()`` tokens if possible, and yield after each.
 
         Between steps the compute thread may work for others. A backend that can be interrupted in the middle of a step
-        calls ``give_way`` there, as often as it likes. A backend that inherits this method computes all in one step.
+        calls ``give_way`` there, as often as it likes. Without a ``limit`` there is one step, and ``give_way`` uses the
+        sampler of the same model, but not the backend. A backend that inherits this method computes all in one step.
         """
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)

@@ -62,6 +62,7 @@ class SamplerService:
         idle_version_seconds: float = 1800.0,
         engine_samples: int = 256,
         completion_streams: bool = True,
+        computes_here: bool = True,
         recorder: SamplingRecorder | None = None,
     ) -> None:
         """Make a service that is not started yet.
@@ -72,8 +73,11 @@ class SamplerService:
         engine_samples: how many samples the engine gets at a time. With more, the first tenants would keep others out;
         for the same reason one tenant gets at most three quarters of them.
         completion_streams: whether clients may wait for all of their samples with one poll.
+        computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
+        own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
         """
         self._sampler = sampler
+        self._computes_here = computes_here
         self._compute = compute
         self._recorder = recorder or SamplingRecorder("sampler")
         memory = memory or ProcessMemory()
@@ -374,9 +378,15 @@ class SamplerService:
             if not (self._busy or due or self._queue.has_item(self.admission.may_start)):
                 await self._wake.wait()
             self._wake.clear()
-            events, self._busy = await self._compute.run(self._next_turn(), Lane.SAMPLING)
+            events, self._busy = await self._compute.run(
+                self._next_turn(), Lane.SAMPLING, turn_follows=self._turn_follows
+            )
             for event in events:
                 self._hand_over(event)
+
+    def _turn_follows(self, turn: tuple[list[SampleEvent], bool]) -> bool:
+        _events, busy = turn
+        return busy and self._computes_here
 
     def _next_turn(self) -> Callable[[], tuple[list[SampleEvent], bool]]:
         """Return the work of the compute thread's next turn: what to cancel, to release and to start, then a step."""
