@@ -113,6 +113,19 @@ class TrainingBackend(Protocol):
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
 
 
+def run_passes(
+    trainer: TrainingBackend, items: Sequence[TrainItem], *, train: bool, let_sampling_run: Callable[[], None]
+) -> list[TrainResult | TrainFailure]:
+    """Run passes in one step. ``let_sampling_run`` is called in the middle of it if the trainer can be interrupted."""
+    steps = trainer.in_steps(items, train=train, limit=None, give_way=let_sampling_run)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: list[TrainResult | TrainFailure] = end.value
+            return results
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A loaded base model with its trainer and sampler.
