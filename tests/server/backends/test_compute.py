@@ -207,6 +207,40 @@ def test_sampling_gets_its_share_in_the_middle_of_a_piece(monkeypatch: pytest.Mo
     assert done == [*two, "sample", *two * 4, "train", "sample", "train", "train"]
 
 
+@pytest.mark.parametrize("within", [True, False], ids=["in a piece", "between pieces"])
+def test_turns_without_progress_do_not_keep_training_out(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that is busy, and does nothing in its turns, takes hardly any time for each."""
+    monkeypatch.setattr(compute_thread, "_SOON", 10.0)
+    clock, trained, turns = Clock(), threading.Event(), 0
+
+    async def main() -> None:
+        compute = Compute(0.5, clock)
+
+        def train() -> None:
+            clock.now += 0.02
+            if within:
+                compute.let_sampling_run()
+
+        def turn() -> bool:
+            clock.now += 1e-6
+            return not trained.is_set()
+
+        async def sample() -> None:
+            nonlocal turns
+            while await compute.run(turn, Lane.SAMPLING, turn_follows=bool):
+                turns += 1
+
+        sampling = asyncio.create_task(sample())
+        for _ in range(3):
+            await asyncio.wait_for(compute.run(train), 30)
+        trained.set()
+        await sampling
+        compute.close()
+
+    asyncio.run(main())
+    assert turns > 0
+
+
 def test_a_turn_that_does_not_come_holds_nobody_up() -> None:
     """The sampler has announced its next turn, and then has nothing to do."""
     gate = Gate()

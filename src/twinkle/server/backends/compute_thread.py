@@ -24,6 +24,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _SOON = 0.02  # seconds to wait for announced work: the event loop needs less to send it
+_SHORTEST_TURN = 0.001  # seconds; turns of a sampler that makes no progress count, too, or training would never run
 NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not done for particular tenants
 
 
@@ -158,13 +159,13 @@ class Compute:
 
         Its errors reach the caller that submitted its turns, not the present piece.
         """
-        self._count_training(self._clock())
+        began, started = self._step_began, self._clock()
+        self._count_training(started)
         while self._share.sampling_is_due and self._sampling_comes():
-            began, started = self._step_began, self._clock()
             self._run_next(Lane.SAMPLING, within=True)
-            seconds = self._clock() - started
-            self._sampled_within += seconds
-            self._step_began = None if began is None else began + seconds
+        seconds = self._clock() - started
+        self._sampled_within += seconds
+        self._step_began = None if began is None else began + seconds
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
@@ -212,8 +213,13 @@ class Compute:
         if lane is not Lane.SAMPLING:
             self._count_training(now)
             return
-        waiting = [pieces[0].submitted_at for pieces in self._training_lanes if pieces]
-        self._share.count_sampling(started, now, started if within else min(waiting, default=None))
+        started = min(started, now - _SHORTEST_TURN)
+        if within:  # the time in which training waited for this turn counts, too
+            started = training_since = min(started, self._counted_until)
+        else:
+            training = (self._lanes[lane] for lane in (Lane.STEPS, Lane.TRAINING))
+            training_since = min((pieces[0].submitted_at for pieces in training if pieces), default=None)
+        self._share.count_sampling(started, now, training_since)
         self._counted_until = now
         self._turn_announced_at = now if turn_follows else None
 
@@ -224,10 +230,6 @@ class Compute:
             since = self._lanes[Lane.SAMPLING][0].submitted_at
         self._share.count_training(self._counted_until, now, since)
         self._counted_until = now
-
-    @property
-    def _training_lanes(self) -> list[deque[_Piece]]:
-        return [self._lanes[Lane.STEPS], self._lanes[Lane.TRAINING]]
 
     def _sampling_comes(self) -> bool:
         """Return whether the sampler has a turn to run. Wait a moment for one that is announced."""
