@@ -84,6 +84,7 @@ bench: $(STAMP) ## benchmark trainer, sampler, service and data on CPU; writes J
 	@$(VENV)/bin/python benchmarks/service_rollouts.py --json build/bench/service_rollouts.json
 	@$(VENV)/bin/python benchmarks/native_overhead.py --json build/bench/native_overhead.json
 	@$(VENV)/bin/python benchmarks/sampling.py --json build/bench/sampling.json
+	@$(VENV)/bin/python benchmarks/chat_beside_training.py --json build/bench/chat_beside_training.json
 	@$(VENV)/bin/python benchmarks/tokenise.py --json build/bench/tokenise.json
 
 wheels: $(STAMP) ## build the wheels and source archives of both distributions into dist/

@@ -2,64 +2,94 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import pytest
 
+from twinkle.server.backends import compute_thread
 from twinkle.server.backends.compute_thread import Compute, Lane
+
+
+class Clock:
+    """A clock that stands still except while a piece of a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Gate:
     """Holds the compute thread until everything is in its lane; then each piece records its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.open = threading.Event()
         self.done: list[str] = []
+        self._clock = clock or Clock()
 
-    def piece(self, name: str) -> Callable[[], str]:
+    def piece(self, name: str, seconds: float = 0.0) -> Callable[[], str]:
         def work() -> str:
             self.open.wait(10)
+            self._clock.now += seconds
             self.done.append(name)
             return name
 
         return work
 
 
-async def run_all(gate: Gate, pieces: list[tuple[str, Lane]]) -> Compute:
-    compute = Compute()
-    tasks = [asyncio.create_task(compute.run(gate.piece(name), lane)) for name, lane in pieces]
+async def run_all(
+    pieces: list[tuple[str, Lane]], seconds: Mapping[Lane, float], sampling_share: float = 0.5
+) -> list[str]:
+    """Run pieces of one compute thread, which takes the given time for those of each lane; return their order."""
+    clock = Clock()
+    compute, gate = Compute(sampling_share, clock), Gate(clock)
+    tasks = [asyncio.create_task(compute.run(gate.piece(name, seconds[lane]), lane)) for name, lane in pieces]
     await asyncio.sleep(0)
     gate.open.set()
     assert await asyncio.gather(*tasks) == [name for name, _ in pieces]
-    return compute
+    compute.close()
+    return gate.done
 
 
-def test_lanes_alternate() -> None:
-    """However much waits in one lane, the other lane gets its turn after one piece of it."""
-    gate = Gate()
-    pieces = [(f"t{number}", Lane.TRAINING) for number in range(5)] + [("s0", Lane.SAMPLING), ("s1", Lane.SAMPLING)]
-    asyncio.run(run_all(gate, pieces)).close()
-    assert gate.done == ["t0", "s0", "t1", "s1", "t2", "t3", "t4"]
+def test_lanes_get_their_share_of_the_time() -> None:
+    """However much waits in one lane, the other lane gets its share. After "t0", "s0" to "s2" take as long as "t0"."""
+    pieces = [(f"t{number}", Lane.TRAINING) for number in range(3)]
+    pieces += [(f"s{number}", Lane.SAMPLING) for number in range(9)]
+    done = asyncio.run(run_all(pieces, {Lane.TRAINING: 3.0, Lane.SAMPLING: 1.0}))
+    assert done == ["t0", "s0", "s1", "s2", "s3", "t1", "s4", "s5", "s6", "t2", "s7", "s8"]
+
+
+def test_a_smaller_share_of_sampling() -> None:
+    pieces = [(f"t{number}", Lane.TRAINING) for number in range(6)]
+    pieces += [(f"s{number}", Lane.SAMPLING) for number in range(3)]
+    done = asyncio.run(run_all(pieces, dict.fromkeys(Lane, 1.0), sampling_share=0.2))
+    assert done == ["t0", "s0", "t1", "t2", "t3", "s1", "t4", "t5", "s2"]
 
 
 @pytest.mark.parametrize(("rounds", "other"), [(Lane.SAMPLING, Lane.TRAINING), (Lane.TRAINING, Lane.SAMPLING)])
-def test_a_loop_that_never_pauses_delays_the_other_by_one_turn(rounds: Lane, other: Lane) -> None:
-    """A rollout against an optimizer step, and a stream of batches against a sample."""
+def test_a_loop_that_never_pauses_does_not_keep_the_other_out(rounds: Lane, other: Lane) -> None:
+    """A rollout against an optimizer step, and a stream of batches against a sample. Turns are equally long."""
     done: list[str] = []
+    clock = Clock()
 
     async def main() -> None:
-        compute = Compute()
+        compute = Compute(0.5, clock)
+
+        def piece(name: str) -> None:
+            clock.now += 1.0
+            done.append(name)
 
         async def loop() -> None:
             while done.count("other") < 20:
-                await compute.run(lambda: done.append("loop"), rounds)
+                await compute.run(lambda: piece("loop"), rounds)
 
         async def others() -> None:
             for _ in range(20):
                 asked = len(done)
-                await compute.run(lambda: done.append("other"), other)
-                assert done[asked:].index("other") <= 1, "only what was under way when it was asked for comes before"
+                await compute.run(lambda: piece("other"), other)
+                # What was under way when it was asked for, and what the loop had not used of its share.
+                assert done[asked:].index("other") <= 3
 
         await asyncio.gather(loop(), others())
         compute.close()
@@ -107,7 +137,9 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
         def long() -> float:
             waiting.wait(10)
             done.append("begin")
-            seconds = sum(sum(compute.run_waiting(lane).values()) for lane in Lane for _ in range(3))
+            seconds = sum(sum(compute.run_waiting(Lane.TRAINING).values()) for _ in range(3))
+            compute.let_sampling_run()
+            compute.let_sampling_run()
             assert compute.step_seconds < 10, "the piece still runs, and is known to"
             done.append("end")
             return seconds
@@ -116,18 +148,117 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
         others = [
             asyncio.create_task(compute.run(lambda: done.append("train"))),
             asyncio.create_task(compute.run(lambda: 1 // 0)),
+            asyncio.create_task(compute.run(lambda: 1 // 0, Lane.SAMPLING)),
             asyncio.create_task(compute.run(lambda: done.append("sample"), Lane.SAMPLING)),
         ]
         await asyncio.sleep(0)
         waiting.set()
         results = await asyncio.gather(first, *others, return_exceptions=True)
-        assert isinstance(results[2], ZeroDivisionError), "an error reaches whoever asked, not who gave way"
+        for failed in results[2:4]:
+            assert isinstance(failed, ZeroDivisionError), "an error reaches whoever asked, not who gave way"
         assert isinstance(results[0], float)
         assert await compute.run(lambda: "still there") == "still there"
         compute.close()
 
     asyncio.run(main())
-    assert done == ["begin", "train", "sample", "end"]
+    assert {*done} == {"begin", "train", "sample", "end"}
+    assert done[:2] == ["begin", "train"]
+
+
+def test_sampling_gets_its_share_in_the_middle_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler submits one turn after another. It gets the device whenever it has used less than its share."""
+    monkeypatch.setattr(compute_thread, "_SOON", 10.0)  # it comes in a millisecond, but the machine may be busy
+    done: list[str] = []
+    clock = Clock()
+
+    async def main() -> None:
+        compute = Compute(0.2, clock)
+        begun = threading.Event()
+
+        def train() -> tuple[float, float]:
+            began, begins = compute.training_clock(), clock.now
+            begun.wait(10)
+            for _ in range(8):
+                clock.now += 2.0
+                done.append("train")
+                compute.let_sampling_run()
+            return compute.training_clock() - began, clock.now - begins
+
+        def turn() -> bool:
+            clock.now += 0.25
+            done.append("sample")
+            return done.count("sample") < 12
+
+        async def sample() -> None:
+            while await compute.run(turn, Lane.SAMPLING, turn_follows=bool):
+                pass
+
+        training, sampling = asyncio.create_task(compute.run(train)), asyncio.create_task(sample())
+        await asyncio.sleep(0)
+        begun.set()
+        own, elapsed = await training
+        assert own == 8 * 2.0, "its own time, without that of sampling"
+        assert elapsed == own + 12 * 0.25
+        await sampling
+        compute.close()
+
+    asyncio.run(main())
+    two = ["train", "sample", "sample"]
+    assert done == [*two, "sample", *two * 4, "train", "sample", "train", "train"]
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a piece", "between pieces"])
+def test_turns_without_progress_do_not_keep_training_out(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that is busy, and does nothing in its turns, takes hardly any time for each."""
+    monkeypatch.setattr(compute_thread, "_SOON", 10.0)
+    clock, trained, turns = Clock(), threading.Event(), 0
+
+    async def main() -> None:
+        compute = Compute(0.5, clock)
+
+        def train() -> None:
+            clock.now += 0.02
+            if within:
+                compute.let_sampling_run()
+
+        def turn() -> bool:
+            clock.now += 1e-6
+            return not trained.is_set()
+
+        async def sample() -> None:
+            nonlocal turns
+            while await compute.run(turn, Lane.SAMPLING, turn_follows=bool):
+                turns += 1
+
+        sampling = asyncio.create_task(sample())
+        for _ in range(3):
+            await asyncio.wait_for(compute.run(train), 30)
+        trained.set()
+        await sampling
+        compute.close()
+
+    asyncio.run(main())
+    assert turns > 0
+
+
+def test_a_turn_that_does_not_come_holds_nobody_up() -> None:
+    """The sampler has announced its next turn, and then has nothing to do."""
+    gate = Gate()
+
+    async def main() -> None:
+        compute = Compute()
+        work = [
+            compute.run(gate.piece("sample"), Lane.SAMPLING, turn_follows=bool),
+            *(compute.run(gate.piece(f"pass{number}")) for number in range(2)),
+        ]
+        tasks = [asyncio.create_task(each) for each in work]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        compute.close()
+
+    asyncio.run(main())
+    assert gate.done == ["sample", "pass0", "pass1"]
 
 
 def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
@@ -172,40 +303,52 @@ def test_a_step_that_does_not_come_holds_nobody_up() -> None:
 
 
 def test_time_in_the_middle_of_another_piece_is_counted_by_tenant() -> None:
+    """The time of sampling in the middle of that piece is not counted."""
+    clock = Clock()
+
     async def main() -> tuple[Mapping[str, float], Mapping[str, float]]:
-        compute = Compute()
+        compute = Compute(clock=clock)
         coming = threading.Event()
+
+        def move(seconds: float) -> None:
+            clock.now += seconds
+
+        def other() -> None:
+            move(4.0)
+            compute.let_sampling_run()
 
         def long() -> tuple[Mapping[str, float], Mapping[str, float]]:
             assert coming.wait(10)
             return compute.run_waiting(Lane.TRAINING), compute.run_waiting(Lane.TRAINING)
 
-        first = asyncio.create_task(compute.run(long))
-        other = asyncio.create_task(compute.run(lambda: time.sleep(0.01), shares={"a": 0.75, "b": 0.25}))
+        tasks = [
+            asyncio.create_task(compute.run(long)),
+            asyncio.create_task(compute.run(other, shares={"a": 0.75, "b": 0.25})),
+            asyncio.create_task(compute.run(lambda: move(0.5), Lane.SAMPLING)),
+        ]
         await asyncio.sleep(0)
         coming.set()
-        seconds, _ = await asyncio.gather(first, other)
+        seconds, *_ = await asyncio.gather(*tasks)
         compute.close()
         return seconds
 
     ran, nothing = asyncio.run(main())
-    assert ran["a"] == 3 * ran["b"]
-    assert ran["a"] + ran["b"] >= 0.01
+    assert ran == {"a": 3.0, "b": 1.0}
     assert not nothing
+    assert clock.now == 104.5
 
 
 def test_a_step_of_the_optimizer_comes_first_but_not_twice_in_a_row() -> None:
-    gate = Gate()
     pieces = [(f"step{number}", Lane.STEPS) for number in range(3)]
     pieces += [(f"{lane.name[0]}{number}", lane) for lane in (Lane.SAMPLING, Lane.TRAINING) for number in range(2)]
-    asyncio.run(run_all(gate, pieces)).close()
-    assert gate.done == ["step0", "T0", "step1", "S0", "step2", "T1", "S1"]
+    done = asyncio.run(run_all(pieces, {Lane.STEPS: 0.0, Lane.TRAINING: 2.0, Lane.SAMPLING: 2.0}))
+    assert done == ["step0", "S0", "step1", "T0", "step2", "S1", "T1"]
 
 
 def test_nobody_waits_for_a_step_that_a_failed_pass_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a tenant could keep the device idle with passes that fail at once."""
     waited: list[Compute] = []
-    monkeypatch.setattr(Compute, "_step_comes", lambda compute: bool(waited.append(compute)))
+    monkeypatch.setattr(Compute, "_comes", lambda compute, _lane: bool(waited.append(compute)))
 
     async def main() -> None:
         compute = Compute()

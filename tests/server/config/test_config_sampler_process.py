@@ -5,6 +5,7 @@ import pytest
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import has_own_process
 from twinkle.server.config.server_config import find_problems
+from twinkle.server.config.without_effect import without_effect
 
 GROUP = {"name": "s", "ranks": 1, "device_type": "cuda"}
 WIDE = {**GROUP, "ranks": 2, "gpus_per_worker": 2}
@@ -74,3 +75,34 @@ def test_one_process_is_all_that_the_embedded_runtime_has():
     (problem,) = find_problems({"applications": applications({"device": "cpu"}, device_group=GROUP)})
     assert (problem.field, problem.allowed) == ("applications[1].args.device_group", "the device of the model: cpu")
     assert "device_group" in str(find_problems({"applications": applications(TWO)})[0].field)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.04, 0.96, -0.5, 2, "half", None])
+def test_a_share_that_would_starve_one_side_is_refused(share):
+    (problem,) = find_problems({"runtime": "embedded", "applications": applications(sampling_share=share)})
+    assert problem.field == "applications[1].args.sampling_share"
+    assert problem.allowed == "a number from 0.05 to 0.95"
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_shares_of_sampling(share):
+    config = ServerConfig.model_validate({"runtime": "embedded", "applications": applications(sampling_share=share)})
+    assert config.served_models[0].sampler.sampling_share == share
+    assert without_effect(config) == []
+    default = ServerConfig.model_validate({"runtime": "embedded", "applications": applications()})
+    assert default.served_models[0].sampler.sampling_share == 0.4
+
+
+@pytest.mark.parametrize(
+    ("runtime", "given", "why"),
+    [
+        ("embedded", applications(kind="vllm", sampling_share=0.5), "vLLM samples in processes of its own"),
+        ("ray", applications(device_group=GROUP, sampling_share=0.5), "this sampler has its own process"),
+        ("ray", applications(sampling_share=0.5), None),
+        ("ray", applications(device_group=GROUP), None),
+    ],
+)
+def test_a_share_without_effect(runtime, given, why):
+    config = ServerConfig.model_validate({"runtime": runtime, "applications": given})
+    notes = [note for note in without_effect(config) if "sampling_share" in note]
+    assert notes == ([] if why is None else [f"applications[1].args.sampling_share: has no effect, {why}"])

@@ -62,6 +62,9 @@ class TestJson:
     def test_pending(self):
         waiting = TryAgainResponse.model_validate_json(responses.pending("r:1"))
         assert (waiting.request_id, waiting.queue_state) == ("r:1", "active")
+        queued = TryAgainResponse.model_validate_json(responses.pending("r:1", "queued for 3 s"))
+        assert (queued.request_id, queued.queue_state) == ("r:1", "paused_capacity")
+        assert json.loads(responses.pending("r:1", "queued for 3 s"))["queue_state_reason"] == "queued for 3 s"
 
 
 class TestSamples:

@@ -16,6 +16,7 @@ from typing import Any
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.mock import MockTrainer
 from twinkle.server.config.timings import Timings
+from twinkle.server.http import streams
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.records.ops import AcceptedOp, Ops
@@ -121,6 +122,11 @@ def _slow(method: str) -> Callable[[float], None]:
     return slow_by
 
 
+def _comment_after(seconds: float) -> None:
+    """Begin streams of server-sent events with a comment after this time, and repeat it."""
+    streams._QUIET_SECONDS = seconds
+
+
 # Settings that are arguments of the server, with the names of these arguments.
 TIMINGS = {
     "pass": "mock_pass",
@@ -135,6 +141,7 @@ TIMINGS = {
 # Settings that replace methods: faults, and work that takes longer than it should.
 FAULTS: dict[str, Callable[[float], None]] = {
     "gap": _give_up_gaps_after,
+    "quiet": _comment_after,
     "full_at": fill_disk_at,
     "bug": _break_in_batch,
     "poison": _die_of_token,

@@ -114,10 +114,16 @@ class TrainerCall:
         train: bool,
         ranks: Ranks = ALONE,
         give_way: GiveWay | None = None,
+        leaves_half: bool = True,
     ) -> None:
-        """``give_way`` is called between layers of micro-batches that leave enough memory; it may run other calls."""
+        """``give_way`` is called between layers of micro-batches that leave enough memory.
+
+        ``leaves_half``: it may run other calls, to which interrupted micro-batches leave half of the memory. Otherwise
+        it may only run a sampler, whose passes are small.
+        """
         self.budget = budget
         self._give_way = give_way
+        self._leaves_half = leaves_half
         self._engine = engine
         self._pool = pool
         self._train = train
@@ -254,11 +260,15 @@ class TrainerCall:
         """Return what interrupts this micro-batch (None: it is not interrupted) and whether activations are recomputed.
 
         Other calls need memory, too: if kept activations leave too little, they are recomputed; if that still leaves
-        too little, the batch is not interrupted.
+        too little, the batch is not interrupted. A sampler needs next to nothing, and nothing is recomputed for it; but
+        without a cache, as in padded architectures, it computes whole sequences and needs as much as other calls.
         """
         if self._give_way is None:
             return None, batch.recompute
         lean, padded = dataclasses.replace(batch, recompute=True), self._engine.architecture.padded
+        if not self._leaves_half:
+            fits = not padded or self.budget.leaves_room(batch, train=self._train, padded=padded)
+            return self._give_way if fits else None, batch.recompute
         if not batch.recompute and self.budget.leaves_room(batch, train=self._train, padded=padded):
             return self._give_way, False
         if self.budget.leaves_room(lean, train=self._train, padded=padded):
@@ -283,7 +293,14 @@ class TrainerCall:
         present = len(batch.by_item[index])
         if evaluation is None or evaluation.done or not self._train or present == len(item.data):
             return
-        first = TrainerCall(self._engine, self._pool, self.budget, train=False, give_way=self._give_way)
+        first = TrainerCall(
+            self._engine,
+            self._pool,
+            self.budget,
+            train=False,
+            give_way=self._give_way,
+            leaves_half=self._leaves_half,
+        )
         first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
         yield from first._compute_all(limit)
         self.budget = first.budget

@@ -247,14 +247,17 @@ class Trainer:
         items: Sequence[TrainItem],
         *,
         train: bool,
-        limit: Callable[[], int | None],
+        limit: Callable[[], int | None] | None,
         give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Run :meth:`forward` or :meth:`forward_backward` by micro-batches, each of at most ``limit()`` tokens.
 
         The generator yields between micro-batches; until it is resumed, other calls may run on other adapters. With
         several ranks it runs everything without yielding. On a CPU one long sequence takes seconds, so ``give_way`` is
-        called between layers there, and may make such calls.
+        called between layers there, and may make such calls. Results are the same to the last bit, whatever runs there.
+
+        Without a ``limit`` nothing is yielded, micro-batches are those of :meth:`forward_backward`, and ``give_way``
+        may only run a sampler on this trainer, because no memory is left for other calls.
         """
         if self._parallel.sharded or self._parallel.ranks.size > 1:
             return self._run(items, train=train)
@@ -276,8 +279,9 @@ class Trainer:
             train=train,
             ranks=self._parallel.ranks,
             give_way=let_others_compute if interrupted else None,
+            leaves_half=limit is not None,
         )
-        results = yield from call.steps(items, limit)
+        results = call.run(items) if limit is None else (yield from call.steps(items, limit))
         # Both may have been lowered: by this call, and by calls that ran in between.
         self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)
         return results

@@ -68,13 +68,14 @@ class TrainingBackend(Protocol):
         items: Sequence[TrainItem],
         *,
         train: bool,
-        limit: Callable[[], int | None],
+        limit: Callable[[], int | None] | None,
         give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Compute one micro-batch a step, of at most ``limit()`` tokens if possible, and yield after each.
 
         Between steps the compute thread may work for others. A backend that can be interrupted in the middle of a step
-        calls ``give_way`` there, as often as it likes. A backend that inherits this method computes all in one step.
+        calls ``give_way`` there, as often as it likes. Without a ``limit`` there is one step, and ``give_way`` uses the
+        sampler of the same model, but not the backend. A backend that inherits this method computes all in one step.
         """
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
@@ -110,6 +111,19 @@ class TrainingBackend(Protocol):
     def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
 
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
+
+
+def run_passes(
+    trainer: TrainingBackend, items: Sequence[TrainItem], *, train: bool, let_sampling_run: Callable[[], None]
+) -> list[TrainResult | TrainFailure]:
+    """Run passes in one step. ``let_sampling_run`` is called in the middle of it if the trainer can be interrupted."""
+    steps = trainer.in_steps(items, train=train, limit=None, give_way=let_sampling_run)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: list[TrainResult | TrainFailure] = end.value
+            return results
 
 
 @dataclass(frozen=True)

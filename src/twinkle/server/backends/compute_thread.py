@@ -1,4 +1,4 @@
-"""The compute thread: the one thread that owns the model. Training and sampling take turns, one piece of work each.
+"""The compute thread: the one thread that owns the model. Training and sampling take turns; each has its share of time.
 
 Methods that belong to this thread are marked with :func:`compute_thread`, synchronous methods that belong to the event
 loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, a call in the wrong one of these two
@@ -17,11 +17,14 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from twinkle.environment import checks_threads
+from twinkle.server.backends.device_share import DeviceShare
+from twinkle.server.config.applications import DEFAULT_SAMPLING_SHARE
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_SOON = 0.02  # seconds to wait for an announced optimizer step: the event loop needs less to send it
+_SOON = 0.02  # seconds to wait for announced work: the event loop needs less to send it
+_SHORTEST_TURN = 0.001  # seconds; turns of a sampler that makes no progress count, too, or training would never run
 NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not done for particular tenants
 
 
@@ -72,23 +75,34 @@ class _Piece:
     done: Future[Any]
     shares: Mapping[str, float]
     step_follows: Callable[[Any], bool]
+    turn_follows: Callable[[Any], bool]
+    submitted_at: float
 
 
 class Compute:
     """Runs blocking work in the compute thread, off the event loop, one piece at a time.
 
-    While training and sampling both have work they alternate: during a long rollout a pass waits for one turn of the
-    sampler only, and sampling waits for one batch or save only, however many are queued. An optimizer step goes before
-    both, but while other work waits no two turns in a row are optimizer steps. If the caller says that a step follows a
-    pass, pass and step are one turn.
+    While training and sampling both have work, sampling gets ``sampling_share`` of the time
+    (:class:`~twinkle.server.backends.device_share.DeviceShare`): between pieces of training and, where a piece offers
+    it by :meth:`let_sampling_run`, in the middle of one. An optimizer step goes before both, but while other work waits
+    no two turns in a row are optimizer steps. If the caller says that a step follows a pass, pass and step are one
+    turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, sampling_share: float = DEFAULT_SAMPLING_SHARE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._executor = ThreadPoolExecutor(1, "compute", initializer=_begin_computing)
         self._lanes: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
-        self._order = list(Lane)  # lanes, the one whose turn is next first; belongs to the compute thread
+        self._clock = clock
         self._step_began: float | None = None  # written by the compute thread, read by others
         self._work_came = threading.Event()
+        # State of the compute thread:
+        self._share = DeviceShare(sampling_share)
+        self._stepped_last = False  # the last turn was an optimizer step
+        self._counted_until = 0.0  # the time up to which ``_share`` knows who computed
+        self._turn_announced_at: float | None = None  # the sampler will submit its next turn at once; since this time
+        self._sampled_within = 0.0  # seconds of sampling in the middle of pieces of training
 
     async def run(
         self,
@@ -97,15 +111,17 @@ class Compute:
         shares: Mapping[str, float] = NOBODY,
         *,
         step_follows: Callable[[T], bool] = lambda _result: False,
+        turn_follows: Callable[[T], bool] = lambda _result: False,
     ) -> T:
         """Run ``work`` in the compute thread when its turn comes, and return its result. Called on the event loop.
 
         ``shares``: the tenants for which the work is done, and the fraction for each. ``step_follows`` is called with
         the result: if it returns True, the caller will submit an optimizer step as soon as it has the result. The
-        compute thread then waits a moment for that step, and runs it in the same turn.
+        compute thread then waits a moment for that step, and runs it in the same turn. ``turn_follows`` says the same
+        of the sampler's next turn: while sampling has not had its share, the compute thread waits a moment for it.
         """
         done: Future[T] = Future()
-        self._lanes[lane].append(_Piece(work, done, shares, step_follows))
+        self._lanes[lane].append(_Piece(work, done, shares, step_follows, turn_follows, self._clock()))
         self._work_came.set()
         self._executor.submit(self._run_one)  # one call for each piece; the thread picks the piece when it is free
         return await asyncio.wrap_future(done)
@@ -114,59 +130,120 @@ class Compute:
     def step_seconds(self) -> float:
         """Return for how long the present piece of work has run; 0 if none runs. Does not wait for the thread."""
         began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else self._clock() - began
+
+    @compute_thread
+    def training_clock(self) -> float:
+        """Return the time in seconds on a clock that stands still while sampling runs in the middle of a piece."""
+        return self._clock() - self._sampled_within
 
     @compute_thread
     def run_waiting(self, lane: Lane) -> Mapping[str, float]:
-        """Run the next piece of work of a lane, if there is one, in the middle of the present piece.
+        """Run the next piece of training or the next optimizer step, if there is one, in the middle of the present
+        piece of training.
 
         Return the seconds that it took, divided among its tenants; nothing if there was no work. They do not count as
         time of the present piece.
         """
         if not self._lanes[lane]:
             return {}
-        began, started = self._step_began, time.monotonic()
+        began, started, own = self._step_began, self._clock(), self.training_clock()
         shares = self._run_next(lane)
-        seconds = time.monotonic() - started
-        self._step_began = None if began is None else began + seconds
+        self._step_began = None if began is None else began + self._clock() - started
+        seconds = self.training_clock() - own
         return {tenant_id: seconds * share for tenant_id, share in shares.items()}
+
+    @compute_thread
+    def let_sampling_run(self) -> None:
+        """Let the sampler take turns in the middle of the present piece of training, until it has had its share.
+
+        Its errors reach the caller that submitted its turns, not the present piece.
+        """
+        began, started = self._step_began, self._clock()
+        self._count_training(started)
+        while self._share.sampling_is_due and self._sampling_comes():
+            self._run_next(Lane.SAMPLING, within=True)
+        seconds = self._clock() - started
+        self._sampled_within += seconds
+        self._step_began = None if began is None else began + seconds
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
 
     def _run_one(self) -> None:
-        lane = next((lane for lane in self._order if self._lanes[lane]), None)
+        lane = self._next_lane()
         if lane is None:  # the piece for this call already ran in the middle of another one
             return
-        self._order.remove(lane)
-        self._order.append(lane)
-        if lane is not Lane.STEPS:  # after other work, optimizer steps go first again
-            self._order.remove(Lane.STEPS)
-            self._order.insert(0, Lane.STEPS)
+        self._stepped_last = lane is Lane.STEPS
+        self._counted_until = self._clock()
         self._run_next(lane)
 
-    def _run_next(self, lane: Lane) -> Mapping[str, float]:
+    def _next_lane(self) -> Lane | None:
+        """Return the lane whose turn it is; None if there is no work."""
+        steps, training, sampling = (bool(self._lanes[lane]) for lane in Lane)
+        if steps and not (self._stepped_last and (training or sampling)):
+            return Lane.STEPS
+        if training and not (self._share.sampling_is_due and self._sampling_comes()):
+            return Lane.TRAINING
+        return Lane.SAMPLING if self._lanes[Lane.SAMPLING] else None
+
+    def _run_next(self, lane: Lane, *, within: bool = False) -> Mapping[str, float]:
+        """Run the next piece of a lane. ``within``: in the middle of a piece of training."""
         piece = self._lanes[lane].popleft()
         if not piece.done.set_running_or_notify_cancel():
             return piece.shares
-        self._step_began = time.monotonic()
+        self._step_began = started = self._clock()
         try:
             result = piece.work()
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
             self._step_began = None
+            self._count(lane, started, within=within, turn_follows=False)
             piece.done.set_exception(error)
         else:
             self._step_began = None
+            self._count(lane, started, within=within, turn_follows=piece.turn_follows(result))
             piece.done.set_result(result)
-            if piece.step_follows(result) and self._step_comes():
+            if piece.step_follows(result) and self._comes(Lane.STEPS):
                 self._run_next(Lane.STEPS)
         return piece.shares
 
-    def _step_comes(self) -> bool:
-        """Wait up to ``_SOON`` seconds for an optimizer step, and return whether one was submitted."""
+    def _count(self, lane: Lane, started: float, *, within: bool, turn_follows: bool) -> None:
+        """Count the time of a piece that has just ended."""
+        now = self._clock()
+        if lane is not Lane.SAMPLING:
+            self._count_training(now)
+            return
+        started = min(started, now - _SHORTEST_TURN)
+        if within:  # the time in which training waited for this turn counts, too
+            started = training_since = min(started, self._counted_until)
+        else:
+            training = (self._lanes[lane] for lane in (Lane.STEPS, Lane.TRAINING))
+            training_since = min((pieces[0].submitted_at for pieces in training if pieces), default=None)
+        self._share.count_sampling(started, now, training_since)
+        self._counted_until = now
+        self._turn_announced_at = now if turn_follows else None
+
+    def _count_training(self, now: float) -> None:
+        """Count the time since the last count, in which training computed."""
+        since = self._turn_announced_at
+        if since is None and self._lanes[Lane.SAMPLING]:
+            since = self._lanes[Lane.SAMPLING][0].submitted_at
+        self._share.count_training(self._counted_until, now, since)
+        self._counted_until = now
+
+    def _sampling_comes(self) -> bool:
+        """Return whether the sampler has a turn to run. Wait a moment for one that is announced."""
+        announced = self._turn_announced_at is not None
+        if self._lanes[Lane.SAMPLING] or (announced and self._comes(Lane.SAMPLING)):
+            return True
+        self._turn_announced_at = None
+        return False
+
+    def _comes(self, lane: Lane) -> bool:
+        """Wait up to ``_SOON`` seconds for work in a lane, and return whether there is some."""
         until = time.monotonic() + _SOON
-        while not self._lanes[Lane.STEPS]:
+        while not self._lanes[lane]:
             self._work_came.clear()
-            if not self._lanes[Lane.STEPS] and not self._work_came.wait(max(0.0, until - time.monotonic())):
+            if not self._lanes[lane] and not self._work_came.wait(max(0.0, until - time.monotonic())):
                 return False
         return True

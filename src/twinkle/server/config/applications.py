@@ -20,6 +20,7 @@ PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
 _SCHEME = re.compile(r"[a-z]+://")
 _MODEL_ROUTE = re.compile(r"/api/v1/(model|sampler)/")
 _VERSION = re.compile(r"[@?].*|==.*")
+DEFAULT_SAMPLING_SHARE = 0.4
 
 
 def _matching(pattern: str, words: str) -> Rule:
@@ -127,6 +128,9 @@ class SamplerArgs(Section):
     must be set. If the sampler has its own process and a GPU, `gpu_memory_utilization` is enough."""
     memory_dir: Directory | None = None
     """In-memory directory through which vLLM gets the weights of versions; null: /dev/shm. Only for vllm."""
+    sampling_share: float = Field(default=DEFAULT_SAMPLING_SHARE, ge=0.05, le=0.95)
+    """Share of the device's time that sampling gets while training has work too; training gets the rest. If only one of
+    them has work, it gets all the time. No effect if the sampler has its own process, or for vllm."""
     nproc_per_node: int = Field(default=1, ge=1)
     """Only 1 is accepted: each replica of the model has one sampling engine."""
     device_group: DeviceGroup | None = None

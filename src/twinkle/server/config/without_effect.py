@@ -1,9 +1,16 @@
 """Notes on keys that are valid but have no effect: on the chosen runtime, beside other keys, or without export."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, wanted_replicas
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    ModelArgs,
+    ProcessorArgs,
+    SamplerArgs,
+    has_own_process,
+    wanted_replicas,
+)
 from twinkle.server.config.sections import LimitsConfig, TelemetryConfig
 from twinkle.server.config.sources import notes_on_application
 
@@ -40,9 +47,11 @@ def without_effect(config: Configuration) -> list[str]:
     else:
         given_here = [key for key in _CONNECTION_LIMITS if key in config.limits.model_fields_set]
         notes += [f"limits.{key}: {_RAY_LISTENS}" for key in given_here]
+    trained = {one.args.model_id: one.args for one in config.applications if isinstance(one.args, ModelArgs)}
     for index, application in enumerate(config.applications):
         at = f"applications[{index}]"
         notes += _on_ray(application, at) if on_ray else _embedded(application, at)
+        notes += _sampling_share(application, trained, f"{at}.args.sampling_share", on_ray=on_ray)
     if not config.telemetry.enabled:
         given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
         changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
@@ -90,6 +99,18 @@ def _model(args: ModelArgs, at: str) -> Iterator[str]:
     if group is not None and group.gpus_per_worker > 1:
         yield f"{at}.device_group.gpus_per_worker: has no effect, a process of a model computes on one GPU"
     yield from _mesh(args, at)
+
+
+def _sampling_share(
+    sampler: ApplicationSpec, trained: Mapping[str, ModelArgs], at: str, *, on_ray: bool
+) -> Iterator[str]:
+    args = sampler.args
+    if not isinstance(args, SamplerArgs) or "sampling_share" not in args.model_fields_set:
+        return
+    if args.sampler_type == "vllm":
+        yield f"{at}: has no effect, vLLM samples in processes of its own"
+    elif on_ray and args.model_id in trained and has_own_process(sampler, trained[args.model_id]):
+        yield f"{at}: has no effect, this sampler has its own process"
 
 
 def _mesh(args: ModelArgs, at: str) -> Iterator[str]:

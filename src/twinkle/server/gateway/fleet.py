@@ -59,7 +59,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class TenantReport:
-    """The live adapters of one tenant on one base model, and the numbers of ops that wait there: its own and all."""
+    """The live adapters of one tenant on one base model, and what waits there."""
 
     adapters: Mapping[str, AdapterStatus]  # live adapters by run id
     queue: QueueStatus
@@ -129,5 +129,6 @@ def report_of(services: Services, longest_step: float) -> ModelReport:
 def tenant_report_of(services: Services, tenant_id: str) -> TenantReport:
     """Return what one tenant has on one model that runs in this process."""
     waiting = services.training.context.scheduler.numbers().waiting
-    queue = QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
+    samples = (0, 0) if services.sampling is None else services.sampling.counts(tenant_id)
+    queue = QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()), *samples)
     return TenantReport(services.training.adapters.statuses(tenant_id), queue)

@@ -17,8 +17,10 @@ T = TypeVar("T")
 Json = Mapping[str, object]
 Bodies = AsyncGenerator[Json, None]
 OnError = Callable[[Exception], Json]
+Comment = Callable[[], str]  # returns one line for people, such as why a request is queued
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 UNREAD_SECONDS = 60.0  # a client that reads nothing for this long counts as gone, and its answer is dropped
+_QUIET_SECONDS = 5.0  # a client that waits longer than this for the first body is told why, and again after this time
 _PART = 2**18  # bytes of one part; more than the server's write buffer of a connection, so that sending waits for it
 _SMALL = 2**16  # bytes; a result up to this size is sent in one piece, and counts as delivered once it is in the buffer
 
@@ -47,14 +49,66 @@ async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnEr
     return json_stream(until_failure(first, bodies, failed), framing)
 
 
+async def begun_or_commented(request: Request, bodies: Bodies, failed: OnError, comment: Comment) -> Response:
+    """Do the same as :func:`begun` for server-sent events, but wait no longer than five seconds.
+
+    After that the stream begins without a body. Until the first body is there, the client gets the text of ``comment``
+    every five seconds as a comment, which readers of such streams ignore. From then on all errors are bodies.
+    """
+    first = asyncio.ensure_future(anext(bodies))
+    try:
+        await unless_gone(request.receive, asyncio.wait({first}, timeout=_QUIET_SECONDS))
+    except ClientDisconnect:
+        await _cancelled(first)
+        raise
+    if first.done():
+        return json_stream(until_failure(first.result(), bodies, failed), EVENTS)
+    return _stream(_commented(first, bodies, failed, comment), EVENTS)
+
+
 def json_stream(bodies: Bodies, framing: Framing) -> Response:
     """Return a response that sends each body as it comes.
 
     The generator ``bodies`` is closed when the client disconnects, or has read nothing for a minute.
     """
-    stream = StreamedResult(_framed(bodies, framing), framing.media_type, undelivered())
+    return _stream(_framed(bodies, framing), framing)
+
+
+def _stream(parts: AsyncGenerator[bytes, None], framing: Framing) -> Response:
+    stream = StreamedResult(parts, framing.media_type, undelivered())
     stream.headers.update(_HEADERS)
     return stream
+
+
+async def _commented(
+    first: asyncio.Future[Json], bodies: Bodies, failed: OnError, comment: Comment
+) -> AsyncGenerator[bytes, None]:
+    try:
+        while not first.done():
+            yield f": {comment()}\n\n".encode()
+            await asyncio.wait({first}, timeout=_QUIET_SECONDS)
+        async for part in _framed(_from_first(first, bodies, failed), EVENTS):
+            yield part
+    finally:  # the client may have disconnected
+        await _cancelled(first)
+        await bodies.aclose()
+
+
+async def _from_first(first: asyncio.Future[Json], bodies: Bodies, failed: OnError) -> Bodies:
+    try:
+        body = first.result()
+    except Exception as error:  # noqa: BLE001 - the answer has begun: this is the edge
+        yield failed(error)
+        return
+    async with aclosing(until_failure(body, bodies, failed)) as all_bodies:
+        async for each in all_bodies:
+            yield each
+
+
+async def _cancelled(task: asyncio.Future[Json]) -> None:
+    """Cancel a task, unless it is done, and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, None]:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import SamplerArgs
 from twinkle.server.gateway.fleet import Fleet, Services
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.reporting import Telemetry
@@ -75,18 +76,20 @@ class Process:
         model: ServedModel,
         *,
         merge: bool,
+        sampling: SamplerArgs | None = None,
         sampler_apart: bool = False,
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         replica: str = "",
     ) -> Services:
         """Make the services of one model, and add them to ``services``.
 
-        ``merge``: whether ops of different adapters may be computed together. ``is_ours`` says which of the
+        ``merge``: whether ops of different adapters may be computed together. ``sampling``: the configuration of the
+        model's sampler; None: that of a sampler in this process without special settings. ``is_ours`` says which of the
         model's runs are recovered here, on this ``replica``. ``sampler_apart``: the sampler computes elsewhere, so
         samples need not take turns with training.
         """
         config, limits, memory = self.config, self.config.limits, self.memory
-        compute = Compute()
+        compute = Compute() if sampling is None else Compute(sampling.sampling_share)
         sampling_compute = Compute() if sampler_apart else compute
         self._computes += [compute, sampling_compute]
         # Services know the runs of Tinker's protocol; other kinds of run are registered here.
@@ -112,9 +115,9 @@ class Process:
             snapshot_seconds=config.timings.snapshot,
         )
         training = ModelService(context, memory, is_ours)
-        sampling = None
+        sampler = None
         if model.sampler is not None:
-            sampling = SamplerService(
+            sampler = SamplerService(
                 model.sampler,
                 sampling_compute,
                 self.files,
@@ -123,9 +126,10 @@ class Process:
                 futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
                 memory=memory,
                 completion_streams=config.clients.batched_sample_polls,
+                computes_here=sampling is None or sampling.sampler_type != "vllm",
                 recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
             )
-        self.services[model.name] = Services(model, training, sampling, native)
+        self.services[model.name] = Services(model, training, sampler, native)
         return self.services[model.name]
 
     def open_gateway(

@@ -141,7 +141,7 @@ async def _running(
     await asyncio.to_thread(store.keep_reserve)
     await asyncio.to_thread(process.files.remove_unfinished)
     for served, model in zip(config.served_models, models, strict=True):
-        process.add_model(model, merge=served.model.merge)
+        process.add_model(model, merge=served.model.merge, sampling=served.sampler)
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
     gateway = process.open_gateway(app, processors)

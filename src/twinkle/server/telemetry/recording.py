@@ -4,7 +4,7 @@ Recorders are called on the event loop and in the compute thread; headings and d
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -146,11 +146,16 @@ class TrainingRecorder:
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
-        """Record a batch, unless it raises. The context lasts as long as the device works on these ops."""
+    def batch(
+        self, ops: Sequence[Op], trainer: TrainingBackend, clock: Callable[[], float] = time.perf_counter
+    ) -> Iterator[None]:
+        """Record a batch, unless it raises. The context lasts as long as the device works on these ops.
+
+        ``clock`` returns seconds, without those of other work in the middle of the batch.
+        """
         kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
         tokens = _tokens(ops)
-        started = time.perf_counter()
+        started = clock()
         for op in ops:
             self.started(op)
         spans = [live.span for op in ops if (live := self._live.get(op.request_id)) is not None]
@@ -162,7 +167,7 @@ class TrainingRecorder:
         }
         with self._tracing.batch(spans, attributes):
             yield
-        self._batches[kind].record(len(ops), tokens, time.perf_counter() - started)
+        self._batches[kind].record(len(ops), tokens, clock() - started)
         self.trainer_numbers = trainer.numbers()
 
     def stepped(self, ops: Sequence[Op], trainer: TrainingBackend, seconds: float) -> None:

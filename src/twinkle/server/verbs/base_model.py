@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import QuotaError
 from twinkle.model.types import TrainFailure
-from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.backend import ServedModel, run_passes
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
@@ -77,7 +77,9 @@ class BaseModelPasses:
     def _computed(self, asked: NativePass) -> Outcome:
         """Compute the pass. Runs in the compute thread."""
         alone = replace(asked, options={**asked.options, "disable_lora": True})
-        (result,) = self._model.trainer.forward([self._adapters().prepare_without_adapter(alone).item])
+        items = [self._adapters().prepare_without_adapter(alone).item]
+        trainer, let_sampling_run = self._model.trainer, self._compute.let_sampling_run
+        (result,) = run_passes(trainer, items, train=False, let_sampling_run=let_sampling_run)
         if isinstance(result, TrainFailure):
             raise result.error
         return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})

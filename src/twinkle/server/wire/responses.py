@@ -47,9 +47,15 @@ def created_loss(loss_id: str) -> Outcome:
     return _success({"loss_id": loss_id, "type": "create_custom_loss"})
 
 
-def pending(request_id: str) -> bytes:
-    """Return the body of a 408, which tells a client that the result is not ready and to poll again."""
-    return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+def pending(request_id: str, why_queued: str | None = None) -> bytes:
+    """Return the body of a 408, which tells a client that the result is not ready and to poll again.
+
+    ``why_queued``: why the request does not run yet, which SDKs log; None: it runs.
+    """
+    answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    if why_queued is not None:
+        answer |= {"queue_state": "paused_capacity", "queue_state_reason": why_queued}
+    return _json(answer)
 
 
 def _success(content: Mapping[str, object]) -> Outcome:

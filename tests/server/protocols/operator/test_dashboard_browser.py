@@ -150,7 +150,7 @@ def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
         page.enter_key(tenant.key)
         page.view("Adapters")
         page.until(lambda: model in page.text("#adapters"))
-        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 4
+        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 6
         assert not page.find("#problem").is_displayed()
 
 
@@ -262,6 +262,26 @@ def _stopped_halfway(page: Page) -> bool:
     page.until(lambda: page.find("#send").is_enabled())
     assert not page.all(".assistant.failed")
     return len(page.all(".assistant.stopped")) == 2
+
+
+def test_answers_that_are_queued(page: Page, tmp_path: Path) -> None:
+    """A training pass keeps the mock busy for longer than the test, so that no answer begins."""
+    server = Server(tmp_path, **{"pass": 120.0, "quiet": 0.1}).start()
+    try:
+        tenant = Tenant(server.url, "tml-queued")
+        tenant.forward_backward(tenant.model(), 1)
+        page.open(server.url, "#playground")
+        page.enter_key(tenant.key)
+        page.until(lambda: "mock" in page.text("#base h3"))
+        page.find("#prompt").send_keys("hello")
+        page.click("#send")
+        page.until(lambda: "queued for" in page.text("#base .assistant"))
+        page.view("Adapters")
+        queued = page.until(lambda: page.text("#queue") if "1 / 0" in page.text("#queue") else None)
+        assert "your samples: queued / running\n1 / 0" in queued
+        assert "oldest queued sample" in queued
+    finally:
+        server.close()
 
 
 def test_what_tenants_write_is_never_markup(page: Page, server: Server) -> None:

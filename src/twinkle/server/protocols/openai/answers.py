@@ -192,6 +192,11 @@ class Generation:
         if self.wanted.include_usage:
             yield self.form.usage(self._usage(choices, cached))
 
+    def waiting_for(self) -> str:
+        """Return a line for a client that has no part of its answer yet: why it is queued, or that it is not."""
+        reasons = map(self.target.sampling.why_queued, map(self._request_id, range(len(self.prompts))))
+        return next((reason for reason in reasons if reason is not None), "the prompt is being computed")
+
     def _choices(self) -> list[Choice]:
         count = len(self.prompts) * self.wanted.samples
         return [Choice(self.target.codec, self.wanted.stop, tools=self.tools) for _ in range(count)]
@@ -217,7 +222,7 @@ class Generation:
     def _requests(self, *, stream: bool) -> list[SampleRequest]:
         return [
             SampleRequest(
-                request_id=f"{self.form.id}-{number}",
+                request_id=self._request_id(number),
                 version_id=self.target.session.version_id,
                 prompt=np.array(tokens, np.int64),
                 params=self.wanted.params,
@@ -227,3 +232,6 @@ class Generation:
             )
             for number, tokens in enumerate(self.prompts)
         ]
+
+    def _request_id(self, number: int) -> str:
+        return f"{self.form.id}-{number}"

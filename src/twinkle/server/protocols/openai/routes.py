@@ -16,7 +16,7 @@ from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, status_of, when_to_retry
 from twinkle.server.http.routes import Call, Decorator, Routes, json_body
-from twinkle.server.http.streams import EVENTS, begun, unless_gone
+from twinkle.server.http.streams import begun_or_commented, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, Format, Generation
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
@@ -137,7 +137,9 @@ async def _answer(
     generation = Generation(wanted, prompts, form(wanted, target), target, call.gateway.tenants.pools.text, tools)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
-    return await begun(request, generation.chunks(), EVENTS, lambda error: _refusal(error, request)[1])
+    return await begun_or_commented(
+        request, generation.chunks(), lambda error: _refusal(error, request)[1], generation.waiting_for
+    )
 
 
 def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:

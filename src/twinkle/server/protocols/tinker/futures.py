@@ -33,7 +33,8 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
         request = RequestId.parse(wanted.request_id)
         outcome, delivering = await _fetched(gateway, request, tenant_id)
     if outcome is None:
-        return Response(responses.pending(wanted.request_id), 408, media_type="application/json")
+        pending = responses.pending(wanted.request_id, await _why_queued(gateway, request, tenant_id))
+        return Response(pending, 408, media_type="application/json")
     as_it_is = outcome.encoding is Encoding.JSON or _reads_protobuf(call.request)
     size = len(outcome.body) if as_it_is else estimated_json_bytes(outcome)
     if wanted.allow_metadata_only and size > _LARGE_RESULT:
@@ -101,6 +102,14 @@ def _completion(done: Completion) -> dict[str, object]:
     if done.size is None:
         return {"state": "failed", "request_id": done.request_id}
     return {"state": "finished", "request_id": done.request_id, "response_payload_uncompressed_size": done.size}
+
+
+async def _why_queued(gateway: Gateway, request: RequestId, tenant_id: str) -> str | None:
+    """Return why a sample has not begun; None for a sample that has, and for other requests."""
+    if not request.is_sample:
+        return None
+    session = await gateway.sampling_session(request.owner, tenant_id)
+    return gateway.sampler_of(session).why_queued(str(request))
 
 
 async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> tuple[Outcome | None, Delivering]:

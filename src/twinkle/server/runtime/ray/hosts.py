@@ -189,6 +189,7 @@ class ModelReplica(Host):
         self._services = process.add_model(
             model,
             merge=served.model.merge,
+            sampling=served.sampler,
             sampler_apart=isinstance(model.sampler, RemoteSampler),
             is_ours=lambda run: group.owner(run.run_id, run.replica) == name,
             replica=name,

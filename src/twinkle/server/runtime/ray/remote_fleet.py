@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 from prometheus_client.metrics_core import Metric
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REPORT_SECONDS = 2.0  # a replica that does not answer within this time counts as unhealthy
+_LARGEST = ("merge_ratio", "oldest_sample_wait")  # numbers of a model of which the largest of its replicas is shown
 _RELEASE_SECONDS = 60.0
 
 
@@ -119,7 +120,7 @@ def _away(last: ModelReport) -> ModelReport:
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
-    """Return a model's report from those of its replicas: numbers are added, but of merge ratios the largest counts."""
+    """Return a model's report from those of its replicas: numbers are added, except those in ``_LARGEST``."""
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     tenants = {tenant for report in reports for tenant in report.adapters}
@@ -136,8 +137,8 @@ def _sum(reports: Sequence[ModelReport]) -> ModelReport:
 
 def _joined(reports: Sequence[TenantReport]) -> TenantReport:
     adapters = {run_id: status for report in reports for run_id, status in report.adapters.items()}
-    own, everyone = sum(report.queue.own for report in reports), sum(report.queue.all for report in reports)
-    return TenantReport(adapters, QueueStatus(own, everyone))
+    counts = zip(*(astuple(report.queue) for report in reports), strict=True)
+    return TenantReport(adapters, QueueStatus(*map(sum, counts)))
 
 
 def _sum_numbers(all_numbers: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -148,5 +149,5 @@ def _sum_numbers(all_numbers: Sequence[Mapping[str, object]]) -> dict[str, objec
             if not isinstance(value, int | float) or not isinstance(before, int | float):
                 total.setdefault(key, value)
             else:
-                total[key] = max(before, value) if key == "merge_ratio" else before + value
+                total[key] = max(before, value) if key in _LARGEST else before + value
     return total

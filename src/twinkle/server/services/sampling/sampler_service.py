@@ -62,6 +62,7 @@ class SamplerService:
         idle_version_seconds: float = 1800.0,
         engine_samples: int = 256,
         completion_streams: bool = True,
+        computes_here: bool = True,
         recorder: SamplingRecorder | None = None,
     ) -> None:
         """Make a service that is not started yet.
@@ -72,8 +73,11 @@ class SamplerService:
         engine_samples: how many samples the engine gets at a time. With more, the first tenants would keep others out;
         for the same reason one tenant gets at most three quarters of them.
         completion_streams: whether clients may wait for all of their samples with one poll.
+        computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
+        own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
         """
         self._sampler = sampler
+        self._computes_here = computes_here
         self._compute = compute
         self._recorder = recorder or SamplingRecorder("sampler")
         memory = memory or ProcessMemory()
@@ -85,10 +89,11 @@ class SamplerService:
         self.admission = SampleAdmission(tenants, self._futures, engine_samples)
         self._context = context
         self._jobs: dict[str, SampleJob] = {}  # all requests that have not ended, by request id
+        self._queued: dict[str, float] = {}  # those that the engine has not begun, and since when; the oldest first
         self._asked: dict[str, float] = {}  # monotonic time of the last request or poll, by sampling session
         self._asking = Tally()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # sequence numbers in _jobs, by sampling session and client
-        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # jobs that the engine was not given yet
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # jobs that no turn has been given yet
         self._cancelled: list[str] = []  # request ids that the next turn cancels in the engine
         self._released_versions: list[str] = []  # versions that the next turn releases
         self._wake = asyncio.Event()
@@ -184,6 +189,20 @@ class SamplerService:
             )
         with self.being_asked(request.owner):
             return await self._futures.wait(request_id, timeout)
+
+    def why_queued(self, request_id: str) -> str | None:
+        """Return a sentence for the client of a sample that the engine has not begun; None once it has."""
+        since = self._queued.get(request_id)
+        if since is None:
+            return None
+        seconds, others = time.monotonic() - since, len(self._queued) - 1
+        beside = "no other sample is" if others == 0 else "1 other is" if others == 1 else f"{others} others are"
+        return f"queued for {seconds:.0f} s, {beside} queued; training and other samples use the device"
+
+    def counts(self, tenant_id: str) -> tuple[int, int]:
+        """Return how many samples of a tenant are queued, and how many the engine has begun."""
+        own = [job.request_id in self._queued for job in self._jobs.values() if job.tenant_id == tenant_id]
+        return sum(own), len(own) - sum(own)
 
     @contextmanager
     def delivering(self, request_id: str) -> Iterator[Delivery]:
@@ -317,8 +336,11 @@ class SamplerService:
         return queue_readings(model, "sampling", waiting, polls, unfetched, self.busy_seconds)
 
     def status(self) -> dict[str, object]:
+        now = time.monotonic()
         return {
             "waiting_samples": len(self._jobs),
+            "queued_samples": len(self._queued),
+            "oldest_sample_wait": round(now - next(iter(self._queued.values()), now), 1),
             "sampled_tokens": self.tokens_sampled,
             "sampling_tokens_per_second": self._rate.rate(self.tokens_sampled, time.time()),
             "sampling_seconds": round(self.busy_seconds, 3),
@@ -332,6 +354,7 @@ class SamplerService:
         self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
         job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
         self._jobs[job.request_id] = job
+        self._queued[job.request_id] = time.monotonic()
         if job.numbered is not None:
             self._numbers.setdefault(job.numbered.client, set()).add(job.numbered.number)
         self._recorder.accepted(job.request)
@@ -355,6 +378,7 @@ class SamplerService:
     def _leave(self, job: SampleJob) -> None:
         """Remove a job that has ended or was withdrawn from the service's own state."""
         del self._jobs[job.request_id]
+        self._queued.pop(job.request_id, None)
         self.admission.leave(job)
         if job.numbered is not None:
             numbers = self._numbers[job.numbered.client]
@@ -374,16 +398,29 @@ class SamplerService:
             if not (self._busy or due or self._queue.has_item(self.admission.may_start)):
                 await self._wake.wait()
             self._wake.clear()
-            events, self._busy = await self._compute.run(self._next_turn(), Lane.SAMPLING)
+            fresh = self._next_jobs()
+            events, self._busy = await self._compute.run(
+                self._next_turn(fresh), Lane.SAMPLING, turn_follows=self._turn_follows
+            )
+            for job in fresh:
+                self._queued.pop(job.request_id, None)
             for event in events:
                 self._hand_over(event)
 
-    def _next_turn(self) -> Callable[[], tuple[list[SampleEvent], bool]]:
-        """Return the work of the compute thread's next turn: what to cancel, to release and to start, then a step."""
+    def _turn_follows(self, turn: tuple[list[SampleEvent], bool]) -> bool:
+        _events, busy = turn
+        return busy and self._computes_here
+
+    def _next_jobs(self) -> list[SampleJob]:
+        """Take the jobs from the queue that the engine has room for."""
         fresh = []
         while (job := self._queue.pop(self.admission.may_start)) is not None:
             self.admission.start(job)
             fresh.append(job)
+        return fresh
+
+    def _next_turn(self, fresh: Sequence[SampleJob]) -> Callable[[], tuple[list[SampleEvent], bool]]:
+        """Return the work of the compute thread's next turn: what to cancel, to release and to start, then a step."""
         turn = partial(self._turn, self._cancelled, self._released_versions, fresh)
         self._cancelled, self._released_versions, self._turn_due = [], [], False
         return turn

@@ -55,10 +55,12 @@ class AdapterStatus:
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """The number of waiting ops of one base model: those of one tenant, and those of all tenants."""
+    """The queues of one base model: waiting ops of one tenant and of all tenants, and samples of the one tenant."""
 
     own: int
     all: int
+    queued_samples: int = 0  # samples that the engine has not begun
+    running_samples: int = 0
 
 
 class Place(StrEnum):

@@ -20,7 +20,7 @@ _GRAD_NORM = "unclipped_grad_l2:mean"  # the name of this metric in a trainer's 
 
 Steps = Iterator[list[Outcome] | None]  # None after each step except the last
 StepLimit = Callable[[], int | None]  # returns the most tokens of the next step; None: no other tenant has work
-GiveWay = Callable[[], None]  # called by the trainer in the middle of a step: lets other tenants' work run
+GiveWay = Callable[[], None]  # called by the trainer in the middle of a step: lets other work run
 
 
 class Execution:
@@ -35,19 +35,22 @@ class Execution:
         self._recorder = context.recorder
 
     @compute_thread
-    def passes(self, ops: Sequence[Op]) -> list[Outcome]:
+    def passes(self, ops: Sequence[Op], let_sampling_run: GiveWay | None = None) -> list[Outcome]:
         """Run one batch of passes and return their outcomes in order.
 
         All are forward, or all are forward_backward; they may belong to many adapters and to both protocols.
+        ``let_sampling_run``: called in the middle of the passes where the trainer can be interrupted.
         """
-        return next(outcomes for outcomes in self.passes_in_steps(ops) if outcomes is not None)
+        steps = self.passes_in_steps(ops, None, let_sampling_run)
+        return next(outcomes for outcomes in steps if outcomes is not None)
 
     def passes_in_steps(
         self, ops: Sequence[Op], limit: StepLimit | None = None, give_way: GiveWay | None = None
     ) -> Steps:
         """Run one batch of passes as an iterator. The last item has the outcomes; items before it are None.
 
-        With a ``limit``, each step computes one micro-batch. Without it, the batch is computed in one step. See
+        With a ``limit``, each step computes one micro-batch, and ``give_way`` may run all kinds of work. Without it,
+        the batch is computed in one step, and ``give_way`` may only let the sampler run. See
         :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`.
         """
         outcomes: dict[int, Outcome] = {}
@@ -92,10 +95,7 @@ class Execution:
             return {}
         items, trains = [each.item for each in prepared.values()], ops[0].kind is OpKind.FORWARD_BACKWARD
         try:
-            if limit is None:
-                results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
-            else:
-                results = yield from self._trainer.in_steps(items, train=trains, limit=limit, give_way=give_way)
+            results = yield from self._trainer.in_steps(items, train=trains, limit=limit, give_way=give_way)
         except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails its batch, not the server
             return {index: unexpected(error, ops[index].request_id) for index in prepared}
         return {

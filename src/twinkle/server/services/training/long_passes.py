@@ -2,9 +2,9 @@
 within them.
 
 One long pass at a time takes a step. Before each step of a long pass in the background the service loop may run two
-batches. Where a step can be interrupted, as on a CPU, other tenants' training and sampling may each use as much time
-within the steps of a long pass as the tenant of the pass uses: the time of the pass itself, plus that of the same
-tenant's short passes in between.
+batches. Where a step can be interrupted, as on a CPU, other tenants' training may use as much time within the steps of
+a long pass as the tenant of the pass uses: the time of the pass itself, plus that of the same tenant's short passes in
+between. Sampling gets its share of the time there, as in the middle of all passes.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class _LongRun:
         self._tenant_id = tenant_id
         self._resumed_at = 0.0
         self._short_seconds = 0.0  # time of the same tenant's short passes within the steps of this batch
-        self._others_seconds = {Lane.TRAINING: 0.0, Lane.SAMPLING: 0.0}  # time of other tenants' work within the steps
+        self._others_seconds = 0.0  # time of other tenants' training within the steps
 
     @compute_thread
     def step(self, steps: Steps) -> list[Outcome] | None:
@@ -102,28 +102,26 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Let other work that waits run in the middle of a step: an optimizer step, then a piece of training and a
-        piece of sampling.
+        """Let other work that waits run in the middle of a step: an optimizer step, then a piece of training, then
+        sampling until it has had its share.
 
-        Training or sampling is skipped if other tenants' work of that kind has used more time within this pass than the
-        tenant of the pass.
+        Training is skipped if that of other tenants has used more time within this pass than the tenant of the pass.
         """
         self._count_own_time()
-        self._count(Lane.TRAINING, self._compute.run_waiting(Lane.STEPS))
-        for lane in self._others_seconds:
-            tenant_seconds = self.own_seconds + self._short_seconds
-            if self._others_seconds[lane] > tenant_seconds:
-                continue
-            if seconds := self._compute.run_waiting(lane):
-                self._count(lane, seconds)
+        self._count(self._compute.run_waiting(Lane.STEPS))
+        tenant_seconds = self.own_seconds + self._short_seconds
+        if self._others_seconds <= tenant_seconds:
+            if seconds := self._compute.run_waiting(Lane.TRAINING):
+                self._count(seconds)
             else:
-                self._others_seconds[lane] = tenant_seconds  # a lane without work does not save up time for later
+                self._others_seconds = tenant_seconds  # without work, no time is saved up for later
+        self._compute.let_sampling_run()
         self._resumed_at = time.perf_counter()
 
-    def _count(self, lane: Lane, seconds: Mapping[str, float]) -> None:
+    def _count(self, seconds: Mapping[str, float]) -> None:
         own = seconds.get(self._tenant_id, 0.0)
         self._short_seconds += own
-        self._others_seconds[lane] += sum(seconds.values()) - own
+        self._others_seconds += sum(seconds.values()) - own
 
     def _count_own_time(self) -> None:
         now = time.perf_counter()

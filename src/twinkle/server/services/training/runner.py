@@ -312,12 +312,17 @@ class OpRunner:
 
     @compute_thread
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
-        """Run a batch in the compute thread."""
-        started = time.perf_counter()
-        run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
-        with self._recorder.batch(ops, self._model.trainer):
-            outcomes = run(ops)
-        self.busy_seconds += time.perf_counter() - started
+        """Run a batch in the compute thread. Where its passes can be interrupted, sampling runs in the middle of them;
+        its time does not count as the batch's.
+        """
+        clock = self._compute.training_clock
+        started = clock()
+        with self._recorder.batch(ops, self._model.trainer, clock):
+            if ops[0].kind.is_pass:
+                outcomes = self._execution.passes(ops, self._compute.let_sampling_run)
+            else:
+                outcomes = self._execution.short_barriers(ops)
+        self.busy_seconds += clock() - started
         return outcomes
 
     def _is_poison(self, task: Task) -> bool:

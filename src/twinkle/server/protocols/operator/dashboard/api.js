@@ -49,7 +49,8 @@ async function reason(response) {
   }
 }
 
-// Yields the parsed JSON body of each server-sent event of a response.
+// Yields the parsed JSON body of each server-sent event of a response, and { comment } for a comment, which says why the
+// request waits.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -60,6 +61,10 @@ export async function* events(response) {
     const blocks = text.split("\n\n");
     text = blocks.pop();
     for (const block of blocks) {
+      if (block.startsWith(": ")) {
+        yield { comment: block.slice(2) };
+        continue;
+      }
       const data = block.replace(/^data: /, "");
       if (data === "[DONE]") return;
       yield JSON.parse(data);

@@ -39,11 +39,14 @@ export function adapters(place, _path, report) {
   return { refresh };
 }
 
-// All numbers except the tenant's own ops are over all tenants. An unreachable model has an empty `status` or none.
+// All numbers except the tenant's own are over all tenants. An unreachable model has an empty `status` or none.
 function model(name, queue, status = {}) {
   const tiles = [
     ["your waiting ops", String(queue.own)],
     ["all waiting ops", String(queue.all)],
+    ["your samples: queued / running", `${queue.queued_samples} / ${queue.running_samples}`],
+    ["all samples: queued / running", known(status.queued_samples, (queued) => `${queued} / ${status.waiting_samples - queued}`)],
+    ["oldest queued sample", known(status.oldest_sample_wait, (seconds) => `${seconds} s`)],
     ["merge ratio", known(status.merge_ratio, number)],
     ["adapters of all tenants", known(status.adapters, String)],
     ["tokens trained", known(status.trained_tokens, (value) => value.toLocaleString())],

@@ -104,6 +104,10 @@ class Conversation {
     let content = "";
     try {
       for await (const event of events(await request("v1/chat/completions", { method: "POST", body, signal }))) {
+        if (event.comment) {
+          answer.replaceChildren(el("em", {}, event.comment));
+          continue;
+        }
         if (event.error) throw new Error(event.error.message);
         content += event.choices[0]?.delta.content ?? "";
         answer.textContent = content;
