@@ -25,15 +25,20 @@ _SMALL = 2**16  # bytes; a result up to this size is sent in one piece, and coun
 
 @dataclass(frozen=True)
 class Framing:
-    """The text that is written before and after each JSON body of a stream, and after the last one."""
+    """The text that is written before and after each JSON body of a stream, and after the last one.
+
+    ``named``: before each body, a line ``event:`` has the value of its field ``type``.
+    """
 
     media_type: str
     before: str
     after: str
     last: str
+    named: bool = False
 
 
 EVENTS = Framing("text/event-stream", "data: ", "\n\n", "data: [DONE]\n\n")
+NAMED_EVENTS = Framing("text/event-stream", "data: ", "\n\n", "", named=True)
 LINES = Framing("application/x-ndjson", "", "\n", "")
 
 
@@ -60,7 +65,8 @@ def json_stream(bodies: Bodies, framing: Framing) -> Response:
 async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, None]:
     async with aclosing(bodies):
         async for body in bodies:
-            yield f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}".encode()
+            name = f"event: {body['type']}\n" if framing.named else ""
+            yield f"{name}{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}".encode()
     yield framing.last.encode()
 
 
