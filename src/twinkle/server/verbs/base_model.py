@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import QuotaError
+from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.types import TrainFailure
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
@@ -79,5 +80,5 @@ class BaseModelPasses:
         alone = replace(asked, options={**asked.options, "disable_lora": True})
         (result,) = self._model.trainer.forward([self._adapters().prepare_without_adapter(alone).item])
         if isinstance(result, TrainFailure):
-            raise result.error
+            raise in_terms_of_rows(result.error)
         return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})
