@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=CountTokensRequest)
 _BODY_BYTES = 4 * JSON_BYTES
-_API_ERROR = "api_error"
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -33,6 +32,7 @@ _TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    500: "api_error",
     503: "overloaded_error",
 }
 # The sampler's name of a parameter that has another name in this protocol.
@@ -45,19 +45,27 @@ _PARAMS = {"stop_strings": "stop_sequences"}
 def _refusal(error: Exception, request: Request) -> tuple[int, dict[str, object]]:
     """Return the status and the body of the answer to an error. An unexpected error is answered without details."""
     note_refusal(error)
-    if isinstance(error, InvalidInputError):
-        error = error.renamed(_PARAMS.get(error.field, error.field))
-    status = 404 if isinstance(error, ModelNotFoundError) else 500
-    if isinstance(error, TwinkleError) and status != 404:
-        status = status_of(error)
-    if status == 410:  # the weights were removed meanwhile: a retry may succeed
-        status = 503
-    if status not in _TYPES:
+    status, shown = _status(error), error
+    if status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        status, message = 500, "internal error; the server's log has the details"
-    else:
-        message = str(error)
-    return status, {"type": "error", "error": {"type": _TYPES.get(status, _API_ERROR), "message": message}}
+        return _error_answer(status, "internal error; the server's log has the details")
+    if isinstance(error, InvalidInputError):
+        shown = error.renamed(_PARAMS.get(error.field, error.field))
+    return _error_answer(status, str(shown))
+
+
+def _status(error: Exception) -> int:
+    """Return the status of an error: one of those in ``_TYPES``."""
+    if isinstance(error, ModelNotFoundError):
+        return 404
+    status = status_of(error) if isinstance(error, TwinkleError) else 500
+    if status == 410:  # the weights were removed meanwhile: a retry may succeed
+        return 503
+    return status if status in _TYPES else 500
+
+
+def _error_answer(status: int, message: str) -> tuple[int, dict[str, object]]:
+    return status, {"type": "error", "error": {"type": _TYPES[status], "message": message}}
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
