@@ -340,7 +340,7 @@ class TwinkleModel(ABC):
         if not Path(checkpoint_dir).is_dir():
             raise InvalidInputError("checkpoint_dir", checkpoint_dir, "an existing directory")
         push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub
-        push(hub_model_id, checkpoint_dir, token=hub_token, private=True)
+        push(hub_model_id, Path(checkpoint_dir), token=hub_token, private=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

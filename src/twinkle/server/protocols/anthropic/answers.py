@@ -28,11 +28,10 @@ class MessageFormat(Format):
         (delta,) = choices
         calls = [{**_begun(call), "input": json.loads(call.arguments)} for call in delta.calls]
         text: list[Json] = [{"type": _TEXT, "text": delta.text}] if delta.text or not calls else []
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        return self._message([*text, *calls], _stop(delta), counts)
+        return self._message([*text, *calls], _stop(delta), usage.prompt_tokens, usage.completion_tokens)
 
     def opening(self, index: int) -> list[Json]:
-        empty = self._message([], _stop(self._last), {"input_tokens": self._prompt_tokens, "output_tokens": 0})
+        empty = self._message([], _stop(self._last), self._prompt_tokens, 0)
         return [{"type": "message_start", "message": empty}, {"type": "ping"}]
 
     def chunk(self, index: int, delta: Delta) -> list[Json]:
@@ -53,13 +52,13 @@ class MessageFormat(Format):
         return events
 
     def ending(self, usage: Usage) -> list[Json]:
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        last = {"type": "message_delta", "delta": _stop(self._last), "usage": counts}
+        counts = _counts(usage.prompt_tokens, usage.completion_tokens)
+        last: Json = {"type": "message_delta", "delta": _stop(self._last), "usage": counts}
         return [*self._end_text(), last, {"type": "message_stop"}]
 
-    def _message(self, content: list[Json], stop: Json, counts: Json) -> Json:
+    def _message(self, content: list[Json], stop: Json, prompt_tokens: int, completion_tokens: int) -> Json:
         about: Json = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
-        return {**about, "content": content, **stop, "usage": counts}
+        return {**about, "content": content, **stop, "usage": _counts(prompt_tokens, completion_tokens)}
 
     def _begin(self, block: Json) -> Json:
         self._blocks += 1
@@ -75,6 +74,10 @@ class MessageFormat(Format):
         ended = [self._end()] if self._in_text else []
         self._in_text = False
         return ended
+
+
+def _counts(prompt_tokens: int, completion_tokens: int) -> Json:
+    return {"input_tokens": prompt_tokens, "output_tokens": completion_tokens}
 
 
 def _begun(call: ToolCall) -> Json:
