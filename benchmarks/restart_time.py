@@ -107,7 +107,8 @@ def forward_passes(url: str, passes: int) -> None:
             answer = http.post("/forward_backward", content=mine.SerializeToString(), headers=headers)
             sent = answer.raise_for_status().json()["request_id"]
             asked = {"request_id": sent, "allow_metadata_only": False}
-            while http.post("/retrieve_future", json=asked).status_code == 408:
+            accept = {"Accept": "application/x-protobuf"}  # as the SDK does
+            while http.post("/retrieve_future", json=asked, headers=accept).status_code == 408:
                 pass
 
         with ThreadPoolExecutor(16) as pool:

@@ -220,7 +220,10 @@ class Tenant:
 
     async def result(self, request_id: str) -> bytes:
         while True:
-            answer = await self.client.post(f"{self.url}/retrieve_future", json={"request_id": request_id})
+            accept = {"Accept": "application/x-protobuf"}  # as the SDK does
+            answer = await self.client.post(
+                f"{self.url}/retrieve_future", json={"request_id": request_id}, headers=accept
+            )
             if answer.status_code != 408:
                 answer.raise_for_status()
                 assert b'"error"' not in answer.content, answer.content

@@ -278,7 +278,8 @@ class Client:
 
     async def result(self, request_id: str) -> None:
         while True:
-            answer = await self.http.post("retrieve_future", json={"request_id": request_id})
+            accept = {"Accept": "application/x-protobuf"}  # as the SDK does
+            answer = await self.http.post("retrieve_future", json={"request_id": request_id}, headers=accept)
             if answer.status_code != 408:
                 answer.raise_for_status()
                 return

@@ -7,6 +7,7 @@ type is also a standard-library type, so that code which does not know Twinkle c
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,6 +63,13 @@ class InvalidInputError(UserError):
         super().__init__(f"{field}: got {_short(value)}, allowed: {allowed}")
         self.field = field
         self.allowed = allowed
+
+    def renamed(self, field: str) -> Self:
+        """Return the same error with the name that the caller has given the field."""
+        other = copy(self)
+        other.args = (f"{field}{str(self).removeprefix(self.field)}",)
+        other.field = field
+        return other
 
 
 class LimitExceededError(InvalidInputError):

@@ -4,6 +4,7 @@ A model is found, in this order, as a folder of this machine, as the folder of a
 a hub, if the hub's own package is installed here.
 """
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from twinkle_client.client.session import parsed
 from twinkle_client.compatibility import PATHS, missing
 from twinkle_client.errors import InvalidRequestError, MissingPackageError, NotFoundError, invalid
 from twinkle_client.protocol.sessions import ModelInfoResponse
-from twinkle_client.remote import model_name, service_path
+from twinkle_client.remote import id_text, model_name, service_path
 
 __all__ = ["LocalModel", "load_tokenizer", "resolve"]
 
@@ -36,13 +37,15 @@ class LocalModel:
     random_seed: int | None
 
 
-def resolve(model_id: str) -> LocalModel:
+def resolve(model_id: str | os.PathLike[str]) -> LocalModel:
     """Return the folder of a model on this machine, downloading the model from its hub if need be."""
+    model_id = id_text(model_id)
     return LocalModel(model_id, _folder(model_id, ignored=()), _random_seed(model_id))
 
 
-def load_tokenizer(model_id: str) -> Any:
+def load_tokenizer(model_id: str | os.PathLike[str]) -> Any:
     """Return the model's tokenizer, loaded on this machine with Transformers."""
+    model_id = id_text(model_id)
     folder = _folder(model_id, ignored=_WEIGHTS)
     transformers = _optional(
         "transformers",

@@ -7,9 +7,11 @@ The functions of this module are shared by all client classes that mirror a clas
 classes, models and checkpoints.
 """
 
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -184,12 +186,20 @@ def _named(
 # --- models and samplers ----------------------------------------------------------------------------------------------
 
 
-def model_name(model_id: str) -> str:
+def id_text(model_id: str | os.PathLike[str]) -> str:
+    """Return a model id as text. A path object is a folder of this machine, and its text is absolute."""
+    if isinstance(model_id, os.PathLike):
+        return str(Path(model_id).expanduser().absolute())
+    return model_id
+
+
+def model_name(model_id: str | os.PathLike[str]) -> str:
     """Return the name under which a server has a model.
 
     It is the id without scheme and version, ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``; a folder is served
     under its last name.
     """
+    model_id = id_text(model_id)
     name = model_id.split("://", 1)[-1] if isinstance(model_id, str) else ""
     name = name.rstrip("/").rpartition("/")[2] if is_folder(name) else _VERSION.sub("", name)
     if not name:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from twinkle_client.client.session import TwinkleClient
 from twinkle_client.compatibility import PATHS, missing
 from twinkle_client.hub import load_tokenizer
-from twinkle_client.remote import RemoteObject, is_folder, model_name
+from twinkle_client.remote import RemoteObject, id_text, is_folder, model_name
 
 __all__ = ["DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template"]
 
@@ -33,7 +33,7 @@ class Template(RemoteObject):
 
     def __init__(self, *arguments: Any, client: TwinkleClient | None = None, **options: Any) -> None:
         super().__init__(*arguments, client=client, **options)
-        self.model_id = str(self.options.get("model_id", ""))
+        self.model_id = str(id_text(self.options.get("model_id", "")))
         if is_folder(self.model_id):
             self.options["model_id"] = model_name(self.model_id)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,13 +23,15 @@ class DatasetMeta:
     ``data_slice`` selects rows by number; a number beyond the end wraps around (of a stream it selects nothing).
     """
 
-    dataset_id: str = ""
+    dataset_id: str = ""  # a path object is taken too, and becomes text
     subset_name: str = "default"
     split: str = "train"
     data_slice: Iterable[int] | None = None
     data: Any = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dataset_id, os.PathLike):
+            object.__setattr__(self, "dataset_id", str(Path(self.dataset_id).expanduser().absolute()))
         if not self.dataset_id and self.data is None:
             raise InvalidInputError("dataset_id", self.dataset_id, "a dataset id or a path, unless data is given")
         if self.dataset_id and self.data is not None:

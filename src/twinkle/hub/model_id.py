@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import parse_qsl
@@ -81,8 +82,21 @@ _REQUIREMENT = re.compile(
 _LARGEST_SEED = 2**63 - 1
 
 
-def parse_model_id(text: str) -> ModelId:
+def id_text(model_id: str | PathLike[str]) -> str:
+    """Return a model id as text. A path object is always a local directory, so its text is absolute.
+
+    Otherwise ``Path("org/name")`` would be read as the name of a repository if there is no such directory.
+    """
+    if isinstance(model_id, PathLike):
+        return str(Path(model_id).expanduser().absolute())
+    if not isinstance(model_id, str):
+        raise InvalidInputError("model_id", model_id, "the id of a model or a local directory")
+    return model_id
+
+
+def parse_model_id(model_id: str | PathLike[str]) -> ModelId:
     """Parse a model id. Uses no network; on disk it only checks whether a directory of that name exists."""
+    text = id_text(model_id)
     scheme, separator, rest = text.partition("://")
     if separator:
         if scheme not in _PARSERS:
@@ -179,6 +193,7 @@ def load_model_alias_map() -> dict[str, str]:
     return dict(read_environment().model_id_aliases)
 
 
-def resolve_model_id_alias(model_id: str) -> str:
-    """Return the model id behind an alias, or ``model_id`` itself if it is not an alias."""
-    return load_model_alias_map().get(model_id, model_id)
+def resolve_model_id_alias(model_id: str | PathLike[str]) -> str:
+    """Return the model id behind an alias, or ``model_id`` itself, as text, if it is not an alias."""
+    text = id_text(model_id)
+    return load_model_alias_map().get(text, text)

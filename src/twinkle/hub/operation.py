@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from os import PathLike
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -157,7 +158,7 @@ class HubOperation:
     @classmethod
     def download_model(
         cls,
-        model_id_or_path: str,
+        model_id_or_path: str | PathLike[str],
         revision: str | None = None,
         download_model: bool = True,
         ignore_patterns: Sequence[str] = (),
@@ -185,7 +186,7 @@ class HubOperation:
                 return str(resolve(model_id).path)
 
     @classmethod
-    def template_bytes(cls, model_id: str) -> int:
+    def template_bytes(cls, model_id: str | PathLike[str]) -> int:
         """Return how many bytes ``download_model(model_id, ignore_model=True)`` would fetch if nothing were in a cache.
 
         The answer is 0 for a local path, for a model that is not on a hub, and when TWINKLE_OFFLINE is set.

@@ -1,6 +1,7 @@
 """Resolve a model id to a folder on this machine."""
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from twinkle.hub.model_id import (
     ModelScopeId,
     PypiId,
     RandomId,
+    id_text,
     parse_model_id,
     resolve_model_id_alias,
 )
@@ -39,8 +41,9 @@ class LocalModel:
     random_seed: int | None
 
 
-def resolve(model_id: str) -> LocalModel:
+def resolve(model_id: str | PathLike[str]) -> LocalModel:
     """Return the local folder of a model, downloading and converting the model the first time."""
+    model_id = id_text(model_id)
     parsed = parse_model_id(resolve_model_id_alias(model_id))
     match parsed:
         case HuggingFaceId():
@@ -56,7 +59,7 @@ def resolve(model_id: str) -> LocalModel:
             return LocalModel(model_id, random_model_folder(parsed.name), parsed.seed)
 
 
-def load_tokenizer(model_id: str) -> "PreTrainedTokenizerBase":
+def load_tokenizer(model_id: str | PathLike[str]) -> "PreTrainedTokenizerBase":
     """Return the model's tokenizer; downloads the whole model if it is not on this machine yet."""
     require("transformers", "load_tokenizer")
     path = resolve(model_id).path

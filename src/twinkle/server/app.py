@@ -14,6 +14,7 @@ from twinkle.server.http.body_limits import UploadCounter
 from twinkle.server.http.older_paths import OlderPaths, RewriteOlderPaths
 from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.http.routes import RouteTable
+from twinkle.server.protocols.anthropic import routes as anthropic
 from twinkle.server.protocols.native import gateway_routes as native_gateway
 from twinkle.server.protocols.native import model_routes as native_model
 from twinkle.server.protocols.native import sampler_routes as native_sampler
@@ -29,6 +30,7 @@ ROUTES = RouteTable(
         training.routes,
         sampling.routes,
         openai.routes,
+        anthropic.routes,
         sessions.routes,
         system.routes,
         runs.routes,

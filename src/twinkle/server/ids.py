@@ -9,7 +9,7 @@ exists and which tenant owns it.
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from twinkle.errors import InvalidInputError, NotFoundError
@@ -21,7 +21,9 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _NATIVE_SESSION = r"session_[0-9a-f]{32}"
 _NATIVE_RUN = re.compile(rf"{_NATIVE_SESSION}-{ADAPTER_NAME.pattern}")
 _TINKER_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
-_RUN = re.compile(rf"{_TINKER_RUN.pattern}|{_NATIVE_RUN.pattern}")
+# The run in the address of a checkpoint. Ids of other servers have other forms than ours: such a run is unknown here,
+# but its address is well formed.
+_ADDRESSED_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,255}")
 _OF_NATIVE_SESSION = re.compile(rf"{_NATIVE_SESSION}:.*")
 _LIKE_TINKERS = re.compile(r"[^:]*-(train|sample)-[0-9]+")
 # Each client of a sampling session has this many sequence numbers: the original client those from 0 on, its first copy
@@ -166,13 +168,14 @@ class CheckpointPath:
     run_id: str
     kind: CheckpointKind
     name: str
+    scheme: str = field(default=_SCHEMES[0], compare=False)  # with which a client sent it; both mean the same
 
     @classmethod
     def parse(cls, text: str, field: str = "path") -> "CheckpointPath":
         """Return the parsed address. Raise InvalidInputError, which names ``field``, if the text is not an address."""
         for scheme in _SCHEMES:
             if text.startswith(scheme):
-                return cls.from_segments(text.removeprefix(scheme).split("/"), text, field)
+                return replace(cls.from_segments(text.removeprefix(scheme).split("/"), text, field), scheme=scheme)
         raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights|external_weights>/<name>")
 
     @classmethod
@@ -181,13 +184,18 @@ class CheckpointPath:
         if len(segments) == 3:
             run, kind, name = segments
             for known in get_args(CheckpointKind):
-                if kind == known and _RUN.fullmatch(run) and CHECKPOINT_NAME.fullmatch(name):
+                if kind == known and _ADDRESSED_RUN.fullmatch(run) and CHECKPOINT_NAME.fullmatch(name):
                     return cls(run, known, name)
         raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights|external_weights>/<name>")
 
     @property
     def checkpoint_id(self) -> str:
         return f"{self.kind}/{self.name}"
+
+    @property
+    def as_sent(self) -> str:
+        """Return the address as the client wrote it, for errors."""
+        return f"{self.scheme}{self.run_id}/{self.kind}/{self.name}"
 
     @property
     def native(self) -> str:

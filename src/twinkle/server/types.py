@@ -300,6 +300,14 @@ Files = SaveWeights | PublishSampler | LoadWeights
 Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 
+# The number of an op whose client sent none, until the training service numbers it. The creation of a run, which always
+# has a number, has the same one.
+UNNUMBERED = 0
+# The digest of an op that the server numbered. It is not compared with that of other requests: without a number of its
+# client, a request that is sent again cannot be told from a new one.
+NUMBERED_HERE = bytes(16)
+
+
 @dataclass(frozen=True)
 class Op:
     """One request that concerns a run and has a place in its sequence. ``body`` is what the journal stores for replay.

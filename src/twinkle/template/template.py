@@ -13,6 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -23,6 +24,7 @@ from twinkle.data_format.columns import columns_to_rows, rows_to_columns
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.extras import require
 from twinkle.hub import HubOperation
+from twinkle.hub.model_id import id_text
 from twinkle.template.chat_template import ChatRenderer, ChatTemplate, Rendered
 from twinkle.template.labels import IGNORE, IntArray, encode_texts, label_spans, shift_labels, unshift_labels
 from twinkle.template.messages import (
@@ -70,16 +72,16 @@ class Template:
 
     def __init__(
         self,
-        model_id: str,
+        model_id: str | PathLike[str],
         use_chat_template: bool = True,
         max_length: int | None = 8192,
         truncation_strategy: str = "raise",
         default_system: str | None = None,
         enable_thinking: bool = True,
     ) -> None:
-        if not isinstance(model_id, str) or not model_id:
+        if not isinstance(model_id, str | PathLike) or not model_id:
             raise InvalidInputError("model_id", model_id, "the id of a model or a local directory")
-        self.model_id = model_id
+        self.model_id = id_text(model_id)
         self._set_options(use_chat_template, max_length, truncation_strategy, default_system, enable_thinking)
         self._chat_templates: dict[bool, ChatTemplate] = {}
         self._folder = Path(HubOperation.download_model(model_id, ignore_model=True))

@@ -109,6 +109,7 @@ class TwinkleClient:
         self._closed = False
         self._lock = threading.Lock()
         self._sequences: dict[tuple[str, str], AdapterSequence] = {}
+        self.adapters: set[tuple[str, str]] = set()  # (model, name) of the adapters that this session has added
         self._model_numbers = itertools.count()
         self._pool: ThreadPoolExecutor | None = None
         self._heartbeat: Heartbeat | None = None
@@ -292,7 +293,7 @@ class TwinkleClient:
         without the server's body comes from a proxy: it is retried with waits in between, until ``retry_deadline``.
         Failures of the connection are retried as usual.
         """
-        headers = {**self._session_headers(), "Accept": "application/json"}  # else results of passes are protobuf
+        headers = {**self._session_headers(), "Accept": "application/json"}
         patience = replace(self._transport.retries, statuses=RETRIED_STATUSES - {_NOT_YET})
         backoff = Backoff(patience)
         while True:

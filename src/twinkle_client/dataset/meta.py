@@ -1,5 +1,6 @@
 """The description of the rows of a dataset."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,15 @@ class DatasetMeta:
     by number; numbers beyond the end start over.
     """
 
-    dataset_id: str = ""
+    dataset_id: str = ""  # a path object is taken too, and becomes text
     subset_name: str = "default"
     split: str = "train"
     data_slice: Iterable[int] | None = None
     data: Any = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dataset_id, os.PathLike):
+            object.__setattr__(self, "dataset_id", str(Path(self.dataset_id).expanduser().absolute()))
         if not self.dataset_id and self.data is None:
             raise invalid("dataset_id", self.dataset_id, "a dataset's id or a path, unless data is given")
         if self.dataset_id and self.data is not None:

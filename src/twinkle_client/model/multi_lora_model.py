@@ -5,6 +5,7 @@ are called, even if requests or answers are lost: see :mod:`twinkle_client.clien
 """
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -74,7 +75,7 @@ class MultiLoraTransformersModel:
 
     def __init__(
         self,
-        model_id: str,
+        model_id: str | os.PathLike[str],
         *,
         client: TwinkleClient | None = None,
         target_modules: str | Iterable[str] = "all-linear",
@@ -137,7 +138,7 @@ class MultiLoraTransformersModel:
         *,
         gradient_accumulation_steps: int = 1,
         seed: int | None = None,
-        save_dir: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
     ) -> AddAdapterResponse:
         """Create an adapter on the server. The answer's ``adapter_name`` is the id of the adapter's training run.
 
@@ -147,6 +148,8 @@ class MultiLoraTransformersModel:
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise invalid("adapter_name", adapter_name, "a name")
+        if (self.model_id, adapter_name) in self.client.adapters:  # the server would go on with that adapter
+            raise invalid("adapter_name", adapter_name, "a name that no adapter of this session has")
         if seed is None:
             seed = self.client.adapter_seed(adapter_name)
         body: dict[str, Any] = {
@@ -155,10 +158,11 @@ class MultiLoraTransformersModel:
             **_given(AdapterOptions(gradient_accumulation_steps=gradient_accumulation_steps, seed=seed)),
         }
         if save_dir is not None:
-            body["save_dir"] = save_dir
+            body["save_dir"] = os.fspath(save_dir)
         answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
         added = parsed(AddAdapterResponse, answer, self.server_url)
         self._adapters[adapter_name] = added.adapter_name
+        self.client.adapters.add((self.model_id, adapter_name))
         self.adapter_name = adapter_name
         return added
 
@@ -171,6 +175,7 @@ class MultiLoraTransformersModel:
         answer = self.client.post(f"{self._path}/remove_adapter", encode({"adapter_name": name}))
         removed = parsed(RemoveAdapterResponse, answer or {}, self.server_url)
         del self._adapters[name]
+        self.client.adapters.discard((self.model_id, name))
         if self.adapter_name == name:
             self.adapter_name = next(reversed(self._adapters), None)
         return removed
@@ -340,7 +345,7 @@ class MultiLoraTransformersModel:
     def save(
         self,
         name: str | None = None,
-        output_dir: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         interval: int = 1,
         *,
         adapter_name: str | None = None,

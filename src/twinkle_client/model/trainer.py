@@ -4,6 +4,7 @@ All items of a call are submitted before the first result is waited for, so the 
 the library's trainer does.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,7 @@ from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient
 from twinkle_client.errors import InvalidRequestError, ServerError, TwinkleClientError, invalid, unknown
 from twinkle_client.model.downloads import check_target, download_checkpoint
-from twinkle_client.remote import model_name
+from twinkle_client.remote import id_text, model_name
 
 __all__ = ["AdamParams", "Datum", "LoraSpec", "TrainFailure", "TrainItem", "TrainResult", "Trainer"]
 
@@ -120,8 +121,8 @@ class Trainer:
     (gradients, snapshots, frozen versions) is out of reach.
     """
 
-    def __init__(self, model_id: str, *, client: TwinkleClient | None = None) -> None:
-        self.model_id = model_id
+    def __init__(self, model_id: str | os.PathLike[str], *, client: TwinkleClient | None = None) -> None:
+        self.model_id = id_text(model_id)
         self.client = default_client() if client is None else client
         self._base_model = model_name(model_id)
         self._adapters: dict[str, _Adapter] = {}
@@ -129,7 +130,7 @@ class Trainer:
     @classmethod
     def from_pretrained(
         cls,
-        model_id: str,
+        model_id: str | os.PathLike[str],
         *,
         device: object = None,
         dtype: object = None,

@@ -1,5 +1,6 @@
 """One LoRA adapter on a server's model, through the verbs of the library's TransformersModel."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class TransformersModel(MultiLoraTransformersModel):
     def __init__(
         self,
         model_cls: object = None,
-        model_id: str | None = None,
+        model_id: str | os.PathLike[str] | None = None,
         config: object = None,
         device_mesh: object = None,
         mixed_precision: str | None = None,
@@ -74,7 +75,7 @@ class TransformersModel(MultiLoraTransformersModel):
         *,
         gradient_accumulation_steps: int = 1,
         seed: int | None = None,
-        save_dir: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
     ) -> AddAdapterResponse:
         """Create an adapter on the server; it is measured with the metric Accuracy too, as the library's are.
 

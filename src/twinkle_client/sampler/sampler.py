@@ -1,6 +1,7 @@
 """Sample from a server's model, with or without an adapter."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ class Sampler:
 
     def __init__(
         self,
-        model_id: str | MultiLoraTransformersModel,
+        model_id: str | os.PathLike[str] | MultiLoraTransformersModel,
         template: object = None,
         *,
         client: TwinkleClient | None = None,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -112,6 +113,24 @@ def test_chat_is_the_rendered_prompt(client: openai.OpenAI) -> None:
         likeliest, second = entry.top_logprobs
         assert likeliest.token == entry.token
         assert likeliest.logprob == entry.logprob >= second.logprob
+
+
+def test_the_same_answer_through_anthropics_package(
+    server: SdkServer, client: openai.OpenAI, training: tinker.TrainingClient
+) -> None:
+    run, limit = training.model_id, 24
+    expected = client.chat.completions.create(model=run, messages=CHAT, temperature=0, max_tokens=limit)
+    other = anthropic.Anthropic(base_url=f"{server.url}/anthropic/api", api_key=client.api_key, max_retries=0)
+    asked = {"model": run, "system": CHAT[0]["content"], "messages": CHAT[1:], "max_tokens": limit}
+    asked["extra_body"] = {"temperature": 0}
+    answer = other.messages.create(**asked)
+    with other.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (answer, streamed):
+        assert message.content[0].text == expected.choices[0].message.content
+        assert message.usage.input_tokens == expected.usage.prompt_tokens
+        assert message.usage.output_tokens == expected.usage.completion_tokens
+        assert message.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[expected.choices[0].finish_reason]
 
 
 @pytest.mark.parametrize("stop", [None, "stop"])

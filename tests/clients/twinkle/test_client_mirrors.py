@@ -2,18 +2,20 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 
 import twinkle_client
 from tests.clients.twinkle.stub_server import SESSION
-from twinkle_client import InvalidRequestError, LoraConfig
+from twinkle_client import InvalidRequestError, LoraConfig, Trainer, hub
 from twinkle_client.client import log_lines
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset, DatasetMeta
-from twinkle_client.model import MultiLoraTransformersModel
+from twinkle_client.model import MultiLoraTransformersModel, TransformersModel
 from twinkle_client.processor import InputProcessor
 from twinkle_client.sampler import Sampler, vLLMSampler
+from twinkle_client.template import Template
 
 M, S = "/model/m/twinkle", "/sampler/m/twinkle"
 
@@ -88,6 +90,34 @@ def test_adapters_are_removed(stub, client):
         model.step(adapter_name="b")
     with pytest.raises(InvalidRequestError, match="'b'"):
         model.remove_adapter("b")
+
+
+def test_the_name_of_an_adapter_is_used_once_in_a_session(stub, client):
+    """The library refuses it too. Otherwise a second model object would go on with the adapter of the first."""
+    model = MultiLoraTransformersModel("m", client=client)
+    model.add_adapter_to_model("a", LoraConfig())
+    for handle in (model, MultiLoraTransformersModel("m", client=client)):
+        with pytest.raises(InvalidRequestError, match="adapter_name: got 'a', allowed: a name that no adapter"):
+            handle.add_adapter_to_model("a", LoraConfig())
+    assert len(stub.bodies(f"{M}/add_adapter_to_model")) == 1
+
+
+def test_path_objects(stub, client, tmp_path):
+    """A folder of this machine is a model that the server serves under the folder's last name."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    folder = tmp_path / "m"
+    for make in (MultiLoraTransformersModel, TransformersModel, Sampler, Trainer.from_pretrained, Template):
+        made = make(model_id=folder, client=client)
+        assert made.model_id in ("m", str(folder))
+    model = MultiLoraTransformersModel(folder, client=client)
+    model.add_adapter_to_model("a", LoraConfig(), save_dir=Path("/srv/saves"))
+    assert stub.bodies(f"{M}/add_adapter_to_model")[-1]["save_dir"] == "/srv/saves"
+    assert DatasetMeta(tmp_path / "rows.jsonl").rows() == [{"text": "a"}]
+    with pytest.raises(InvalidRequestError, match=r"a folder with config\.json"):
+        hub.resolve(folder)
+    (folder / "config.json").write_text("{}")
+    assert hub.resolve(folder).path == folder
 
 
 def test_before_there_is_an_adapter_the_base_model_answers(stub, client):

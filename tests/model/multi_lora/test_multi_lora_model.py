@@ -165,6 +165,15 @@ def test_packed_and_padded_features_are_the_same(model):
     assert_close(gradients(model), expected, 1e-6)
 
 
+@pytest.mark.parametrize(("field", "row"), [("input_ids", 0), ("labels", 1)])
+def test_errors_name_the_fields_of_rows(model, field, row):
+    """The trainer's datum has other names (``data[1].targets``), which nobody has given it here."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]} for _ in range(2)]
+    rows[row][field] = [1, 10**6, 3]
+    with pytest.raises(InvalidInputError, match=rf"^{field} of sequence {row}: got 1000000, allowed: token ids in"):
+        model.forward_backward(inputs=rows, adapter_name=A)
+
+
 def test_trajectories_are_encoded(model):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
     outputs = model.forward_only(inputs={"messages": turns}, adapter_name=A)

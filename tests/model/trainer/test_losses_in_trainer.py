@@ -6,6 +6,7 @@ stopgrad.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.support.models.reference import (
 )
 from twinkle.loss import TOKEN_LOSSES
 from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.model.trainer.call import TrainerCall
 
 pytestmark = pytest.mark.matrix
 
@@ -264,3 +266,22 @@ def test_a_token_without_weight_or_advantage_has_no_gradient(make_trainer: MakeT
             (result,) = trainer.forward_backward([TrainItem("a", [Datum(tokens, targets, zeros, extras)], loss)])
             assert result.metrics["loss:sum"] == 0
     assert not any(gradient.any() for gradient in trainer.gradients("a").values())
+
+
+@pytest.mark.parametrize(
+    ("logprob", "loss", "message"),
+    [
+        (-np.inf, 1.0, "a log-probability of token 2 of data[1] is NaN or infinite: no gradient was kept"),
+        (np.nan, np.nan, "loss 'cross_entropy' is nan: no gradient was kept"),
+    ],
+)
+def test_what_is_not_finite_is_named(logprob: float, loss: float, message: str) -> None:
+    """A loss that ignores a target is finite even where the target's log-probability is not."""
+    good, bad = np.zeros((4, 1), np.float32), np.zeros((4, 1), np.float32)
+    bad[2, 0] = logprob
+    item = SimpleNamespace(loss=SimpleNamespace(name="cross_entropy"))
+    request = SimpleNamespace(ordered_logprobs=[good, bad], metrics={"loss:sum": loss}, evaluation=None, item=item)
+    failed: list[tuple[int, Exception]] = []
+    TrainerCall._finish(SimpleNamespace(_fail=lambda *given: failed.append(given)), 3, request)  # type: ignore[arg-type]
+    ((index, error),) = failed
+    assert (index, str(error)) == (3, message)

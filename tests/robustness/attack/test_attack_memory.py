@@ -111,6 +111,7 @@ def hang_up(server: ConfinedServer, tenant: Tenant, request_id: str) -> None:
     body = f'{{"request_id": "{request_id}"}}'
     head = (
         f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-API-Key: {tenant.key}\r\n"
+        f"Accept: application/x-protobuf\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     with socket.socket() as connection:
@@ -134,7 +135,7 @@ def test_results_that_were_hung_up_on_count(confined_server: ConfinedServers) ->
             break
         results.append(answer.json()["request_id"])
         metadata = {"request_id": results[-1], "allow_metadata_only": True}
-        while tenant.post("retrieve_future", metadata).status_code == 408:
+        while tenant.post("retrieve_future", metadata, Accept="application/x-protobuf").status_code == 408:
             pass
         hang_up(server, tenant, results[-1])
     assert refused is not None, "results that nobody has read were free"

@@ -34,7 +34,9 @@ class Client:
 
     async def read(self, bodies: AsyncGenerator[Json, None]) -> str:
         """Read a stream of these bodies to its end, and return its text."""
-        response = await streams.begun_or_commented(self.request, bodies, lambda error: {"error": str(error)}, comment)
+        response = await streams.begun_or_commented(
+            self.request, bodies, streams.EVENTS, lambda error: {"error": str(error)}, comment
+        )
         await response(self.request.scope, self.receive, self.send)
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 

@@ -58,6 +58,10 @@ def today(method: str, path: str) -> str:
         ("POST", "/api/v1/tinker/forward", "/api/v1/forward"),
         ("POST", "/api/v1/model/a/b/tinker/forward", "/api/v1/forward"),
         ("POST", "/api/v1/sampler/a/b/tinker/asample", "/api/v1/asample"),
+        ("POST", "/oai/api/v1/chat/completions", "/v1/chat/completions"),
+        ("GET", "/oai/api/v1/models/tinker://a/weights/b", "/v1/models/tinker://a/weights/b"),
+        ("POST", "/anthropic/api/v1/messages", "/anthropic/v1/messages"),
+        ("POST", "/anthropic/api/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"),
     ],
 )
 def test_each_form_has_its_route(method: str, older: str, expected: str) -> None:
@@ -83,6 +87,10 @@ def test_each_form_has_its_route(method: str, older: str, expected: str) -> None
         ("POST", "/tinker/nonsense"),
         ("POST", "/twinkle/nonsense"),
         ("POST", "/api/v1/model/unknown/tinker/forward"),
+        ("GET", "/oai/api/v1/status"),
+        ("GET", "/oai/api/v1/../dashboard"),
+        ("POST", "/oai/v1/chat/completions"),
+        ("POST", "/anthropic/api/messages"),
         ("POST", "/servers/create_session"),
         ("POST", "/server/" + "x/" * 4096 + "create_session"),
     ],

@@ -25,7 +25,9 @@ from twinkle.server.state.errors import DamagedRecordError, DamagedStateError, D
 from twinkle.server.state.files.data_dir import DataDir, write_whole
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.state.files.guards import RESERVE_BYTES, give_up_reserve, keep_reserve
+from twinkle.server.state.integrity import examination
 from twinkle.server.state.integrity.row_checksums import row_checksum
+from twinkle.server.state.integrity.sqlite_check import Structure
 from twinkle.server.state.store import Store
 from twinkle.server.types import SamplingSessionRecord
 
@@ -220,6 +222,16 @@ def test_a_database_that_cannot_be_used_is_refused_by_name_and_repaired_by_comma
     assert main(["check-data", "--repair", "--data-dir", str(tmp_path)]) == 0
     assert "what was recorded later is lost" in capsys.readouterr().err
     assert set(_states(tmp_path)) == {RUN, "s2:train:1"}
+
+
+def test_the_error_says_what_a_repair_has_changed(tmp_path, monkeypatch):
+    """A repair that did not mend the database has changed rows, and the error must not deny it."""
+    with_store(tmp_path, _fill)
+    structures = [Structure(None, indexes=True), Structure("page 3 is wrong", indexes=False)]
+    monkeypatch.setattr(examination, "check_structure", lambda _connection: structures.pop(0))
+    with pytest.raises(DamagedStateError, match=r"page 3 is wrong\. 0 damaged rows were repaired or removed") as error:
+        examination.examine(tmp_path / "state.db", tmp_path)
+    assert "Nothing was changed" not in str(error.value)
 
 
 def test_a_lost_secret_does_not_cost_the_database(tmp_path, capsys):

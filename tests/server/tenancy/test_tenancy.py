@@ -42,6 +42,7 @@ PUBLIC = {
 # Not for tenants, whose keys give no access: see test_metrics_route.py.
 OPERATORS = ("GET", "/metrics")
 # These concern only the key of the request and are refused where keys are not issued: see test_auth.py.
+OTHER_PREFIXES = ("/v1/", "/anthropic/")  # of routes that are not under our own prefix
 ABOUT_THE_KEY = {("POST", "/auth/token"), ("DELETE", "/auth/apikey/me")}
 
 
@@ -181,7 +182,7 @@ def _describes(path: str) -> list[Attack]:
 
 def _at(tenant: Tenant, path: str) -> httpx.URL:
     """Return the URL of a path, also outside the prefix."""
-    return tenant.http.base_url.copy_with(path=path if path.startswith("/v1/") else PREFIX + path)
+    return tenant.http.base_url.copy_with(path=path if path.startswith(OTHER_PREFIXES) else PREFIX + path)
 
 
 def _deletes(path: Callable[[Ids], str]) -> Attack:
@@ -220,6 +221,7 @@ def _train_with(tenant: Tenant, loss_id: str) -> httpx.Response:
 
 _STEP = {"adam_params": {"learning_rate": 0.1}}
 _PATH = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_WITHOUT_KIND = "/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
 # For each route, every way to name something of another tenant. A route without a case fails a test below.
@@ -248,6 +250,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         lambda tenant, ids: _train_with(tenant, ids.loss),
     ],
     ("POST", "/optim_step"): [
+        _posts("optim_step", lambda ids: {"model_id": ids.model, **_STEP}),
         _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 2, **_STEP}),
         _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 6, **_STEP}),
         _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 6, "adam_params": "none"}),
@@ -353,6 +356,17 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _gets(lambda ids: f"{_of_run(ids.exported)}/external_weights_urls"),
         _gets(lambda ids: f"{_of_run(ids.checkpoint)}/external_weights_urls"),
     ],
+    ("DELETE", _WITHOUT_KIND): [_deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/ck")],
+    ("PUT", f"{_WITHOUT_KIND}/ttl"): [
+        _puts(lambda ids: f"training_runs/{ids.model}/checkpoints/ck/ttl", {"ttl_seconds": 1})
+    ],
+    ("POST", f"{_WITHOUT_KIND}/publish"): [
+        lambda tenant, ids: tenant.post(f"training_runs/{ids.model}/checkpoints/ck/publish", {})
+    ],
+    ("GET", f"{_WITHOUT_KIND}/archive"): [_gets(lambda ids: f"training_runs/{ids.model}/checkpoints/ck/archive")],
+    ("GET", f"{_WITHOUT_KIND}/external_weights_urls"): [
+        _gets(lambda ids: f"training_runs/{ids.model}/checkpoints/ck/external_weights_urls")
+    ],
     ("PUT", "/sessions/{session_id}/project"): [
         _puts(lambda ids: f"sessions/{ids.session}/project", {"project_id": "mine"})
     ],
@@ -369,7 +383,10 @@ OPENAI_ROUTES = {
         ("GET", "/models/{model}"),
     )
 }
+ANTHROPIC_ROUTES = {("POST", "/anthropic/v1/messages"), ("POST", "/anthropic/v1/messages/count_tokens")}
 _CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+ATTACKS["POST", "/anthropic/v1/messages"] = _asks("/anthropic/v1/messages", max_tokens=1, **_CHAT)
+ATTACKS["POST", "/anthropic/v1/messages/count_tokens"] = _asks("/anthropic/v1/messages/count_tokens", **_CHAT)
 for _prefix in ("", "/v1"):
     ATTACKS["POST", f"{_prefix}/chat/completions"] = _asks(f"{_prefix}/chat/completions", **_CHAT)
     ATTACKS["POST", f"{_prefix}/completions"] = _asks(f"{_prefix}/completions", prompt=[5, 6, 7])
@@ -410,7 +427,7 @@ def routes() -> set[tuple[str, str]]:
     for path, methods in make_app(nothing).openapi()["paths"].items():
         if path.startswith(NATIVE):
             continue
-        assert path.startswith((PREFIX, "/v1/", "/dashboard", "/docs", "/redoc")) or path == OPERATORS[1], path
+        assert path.startswith((PREFIX, *OTHER_PREFIXES, "/dashboard", "/docs", "/redoc")) or path == OPERATORS[1], path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.walk_packages(protocols.__path__, f"{protocols.__name__}."):
         if module.name.startswith(f"{protocols.__name__}.native."):
@@ -523,11 +540,13 @@ def test_every_route_wants_a_key(server: Server) -> None:
     answers = {}
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         for method, path in sorted(routes() - PUBLIC - {OPERATORS}):
-            where = path if path.startswith("/v1/") else PREFIX + path
-            where = where.format(session_id="s", sampler_id="x", run_id="r", kind="k", name="n", model="m")
+            where = path if path.startswith(OTHER_PREFIXES) else PREFIX + path
+            where = where.format(
+                session_id="s", sampler_id="x", run_id="r", kind="k", name="n", model="m", checkpoint_id="c"
+            )
             answers[method, path] = http.request(method, where, content=None if method == "GET" else b"{")
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 401)
-    for routes_of_one_form in (OPENAI_ROUTES, set(answers) - OPENAI_ROUTES):
+    for routes_of_one_form in (OPENAI_ROUTES, ANTHROPIC_ROUTES, set(answers) - OPENAI_ROUTES - ANTHROPIC_ROUTES):
         assert len({answers[route].text for route in routes_of_one_form}) == 1
 
 

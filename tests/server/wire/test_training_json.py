@@ -89,7 +89,7 @@ def test_a_mistake_uses_up_its_number(path, value, said):
     assert said in op.payload.message
 
 
-@pytest.mark.parametrize("body", [b"{", b"{}", b'{"model_id": "m"}', b'{"model_id": "m", "seq_id": 0}'])
+@pytest.mark.parametrize("body", [b"{", b"{}", b'{"seq_id": 1}', b'{"model_id": "m", "seq_id": 0}'])
 def test_what_has_no_place_in_a_sequence(body):
     with pytest.raises(MalformedRequestError):
         decode_json_pass(body, OpKind.FORWARD_BACKWARD)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.server.state.files.export import check_recipients
-from twinkle.server.types import Op, Refused, TrainPass
+from twinkle.server.types import UNNUMBERED, Op, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
@@ -55,9 +55,7 @@ MALFORMED = {
     "json": b'{"model_id": "s:train:0", "seq_id": 1}',
     "zeros": b"\0" * 1000,
     "ones": b"\xff" * 1000,
-    "model_id alone": _field(1, b"s:train:0"),
     "seq_id alone": b"\x10\x01",
-    "seq_id 0": _field(1, b"m") + b"\x10\x00",
     "seq_id -1": _field(1, b"m") + b"\x10" + _varint(2**64 - 1),
     "empty model_id": _field(1, b"") + b"\x10\x01",
     "endless model_id": _field(1, b"m" * 100_000) + b"\x10\x01",
@@ -184,7 +182,7 @@ def _decodes_or_complains(body):
         return
     assert isinstance(op, Op)
     assert isinstance(op.payload, TrainPass | Refused)
-    assert op.seq >= 1
+    assert op.seq >= UNNUMBERED
     if isinstance(op.payload, TrainPass):
         for datum in op.payload.data:
             assert datum.tokens.dtype == datum.targets.dtype == np.int64

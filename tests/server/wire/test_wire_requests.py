@@ -19,7 +19,7 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as Sd
 
 from twinkle.errors import UnknownNameError, UnsupportedError
 from twinkle.model.types import AdamParams, LoraSpec
-from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
+from twinkle.server.types import UNNUMBERED, LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
@@ -268,7 +268,6 @@ class TestSequencedCalls:
             b"null",
             b"[" * 100_000,
             b"\xff",
-            _json(model_id="m"),
             _json(seq_id=1),
             _json(model_id="", seq_id=1),
             _json(model_id="m" * 300, seq_id=1),
@@ -278,13 +277,19 @@ class TestSequencedCalls:
             _json(model_id="m", seq_id=1.0),
             _json(model_id="m", seq_id=True),
             _json(model_id="m", seq_id=2**63),
-            _json(model_id="m", seq_id=None),
         ],
     )
     def test_calls_without_a_place(self, body):
         for request_type in (OptimStepRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest, LoadWeightsRequest):
             with pytest.raises(MalformedRequestError):
                 to_op(request_type, body)
+
+    @pytest.mark.parametrize("fields", [{}, {"seq_id": None}])
+    def test_calls_without_a_number(self, fields):
+        """The service numbers them."""
+        op = to_op(SaveWeightsRequest, _json(model_id="m", path="a", **fields))
+        assert op.seq == UNNUMBERED
+        assert not isinstance(op.payload, Refused)
 
     def test_largest_number(self):
         assert to_op(SaveWeightsRequest, _json(model_id="m", seq_id=2**63 - 1, path="a")).seq == 2**63 - 1

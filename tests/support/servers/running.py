@@ -279,8 +279,9 @@ class Tenant:
         return str(_good(self.post(path, content))["request_id"])
 
     def poll(self, request_id: str) -> httpx.Response:
-        """Send one retrieve_future request and return the response, whatever its status."""
-        return self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": False})
+        """Send one retrieve_future request, as the SDK does, and return the response, whatever its status."""
+        body = {"request_id": request_id, "allow_metadata_only": False}
+        return self.post("retrieve_future", body, Accept="application/x-protobuf")
 
     def result(self, request_id: str, seconds: float = 60) -> bytes:
         """Wait for a result and return its bytes. A failed future has bytes too."""

@@ -16,6 +16,7 @@ process they do nothing.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
 from twinkle.hub import HubOperation
+from twinkle.hub.model_id import id_text
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Metric
@@ -45,8 +47,8 @@ class TwinkleModel(ABC):
 
     def __init__(
         self,
-        model_id: str,
-        tokenizer_id: str | None,
+        model_id: str | PathLike[str],
+        tokenizer_id: str | PathLike[str] | None,
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
         data_ranks: Ranks | None = None,
@@ -56,8 +58,8 @@ class TwinkleModel(ABC):
         ranks: the processes of the mesh. All must call the same verbs in the same order; some may have empty inputs.
         data_ranks: one rank of each sequence group, so that a sum over them counts every row once; None: all ranks.
         """
-        self.model_id = model_id
-        self.tokenizer_id = tokenizer_id
+        self.model_id = id_text(model_id)
+        self.tokenizer_id = None if tokenizer_id is None else id_text(tokenizer_id)
         self.device_mesh = device_mesh
         self._ranks = ranks
         self._data_ranks = ranks if data_ranks is None else data_ranks
@@ -284,7 +286,7 @@ class TwinkleModel(ABC):
     def save(
         self,
         name: str | None = None,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         interval: int = 1,
         *,
         adapter_name: str | None = None,
@@ -298,7 +300,7 @@ class TwinkleModel(ABC):
     def load(
         self,
         name: str,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         *,
         adapter_name: str | None = None,
         load_optimizer: bool = False,
@@ -309,7 +311,7 @@ class TwinkleModel(ABC):
     @at_once
     @abstractmethod
     def resume_from_checkpoint(
-        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+        self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         """Restore the state of ``save(save_optimizer=True)``; with ``resume_only_model``, the weights alone.
 
@@ -328,13 +330,17 @@ class TwinkleModel(ABC):
 
     @by_first
     def upload_to_hub(
-        self, checkpoint_dir: str, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
+        self,
+        checkpoint_dir: str | PathLike[str],
+        hub_model_id: str,
+        hub_token: str | None = None,
+        async_upload: bool = True,
     ) -> None:
         """Push a checkpoint to a private repository, by default in the background."""
         if not Path(checkpoint_dir).is_dir():
             raise InvalidInputError("checkpoint_dir", checkpoint_dir, "an existing directory")
         push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub
-        push(hub_model_id, checkpoint_dir, token=hub_token, private=True)
+        push(hub_model_id, Path(checkpoint_dir), token=hub_token, private=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ The .pt files hold only tensors and plain values. They are read with ``weights_o
 import pickle
 import random
 import shutil
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ RNG = "rng_state.pt"
 _VERSION = 1
 
 
-def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | None) -> Path:
+def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | PathLike[str] | None) -> Path:
     return Path(output_dir or "output") / (name or f"checkpoint-step-{group.cur_step}")
 
 
@@ -197,19 +198,19 @@ _TOKENIZER_FILES = (
 )
 
 
-def find_checkpoint(name: str, output_dir: str | None, token: str | None) -> Path:
+def find_checkpoint(name: str | PathLike[str], output_dir: str | PathLike[str] | None, token: str | None) -> Path:
     """Return the directory of a checkpoint: ``name`` in ``output_dir``.
 
     Without ``output_dir`` it is ``name`` itself or in ``output/``; if neither exists, a ``name`` that contains "/" and
-    starts with neither "/" nor "." is downloaded as a hub repository.
+    starts with neither "/" nor "." is downloaded as a hub repository. A path object is never a repository.
     """
     places = [Path(output_dir) / name] if output_dir is not None else [Path(name), Path("output") / name]
     for place in places:
         if place.is_dir():
             return place
-    if output_dir is None and "/" in name and not name.startswith(("/", ".")):
+    if output_dir is None and isinstance(name, str) and "/" in name and not name.startswith(("/", ".")):
         return Path(HubOperation.download_file(name, token=token))
-    raise CheckpointError(f"name: no checkpoint {name!r}; looked for {', '.join(map(str, places))}")
+    raise CheckpointError(f"name: no checkpoint {str(name)!r}; looked for {', '.join(map(str, places))}")
 
 
 def copy_tokenizer(tokenizer_id: str, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class MultiLoraTransformersModel(LoraVerbs):
     def __init__(
         self,
         model_cls: object = None,
-        model_id: str | None = None,
+        model_id: str | PathLike[str] | None = None,
         config: object = None,
         device_mesh: DeviceMesh | None = None,
         mixed_precision: str | None = None,
@@ -55,7 +56,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         max_length: int = 8192,
         target_modules: str | list[str] = "all-linear",
         *,
-        tokenizer_id: str | None = None,
+        tokenizer_id: str | PathLike[str] | None = None,
         device: str | torch.device | None = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,

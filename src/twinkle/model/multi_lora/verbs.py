@@ -11,6 +11,7 @@ them together in one call of the trainer.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from twinkle.model.multi_lora.library_objective import refuse_unless_logps
 from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
 from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, StateTrainer
+from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
 
@@ -74,8 +76,8 @@ class LoraVerbs(TwinkleModel):
     def __init__(
         self,
         trainer: LoraTrainer,
-        model_id: str,
-        tokenizer_id: str | None,
+        model_id: str | PathLike[str],
+        tokenizer_id: str | PathLike[str] | None,
         max_length: int,
         *,
         process_state: bool,
@@ -91,7 +93,7 @@ class LoraVerbs(TwinkleModel):
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
         self._guard = guard
-        tokenizer = tokenizer_id if process_state else None
+        tokenizer = self.tokenizer_id if process_state else None
         self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class LoraVerbs(TwinkleModel):
         run = self._lora_trainer.forward_backward if prepared.train else self._lora_trainer.forward
         outcome = run([prepared.item])[0]
         if isinstance(outcome, TrainFailure):
-            raise outcome.error
+            raise in_terms_of_rows(outcome.error)
         return prepared.absorb(outcome)
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -338,7 +340,7 @@ class LoraVerbs(TwinkleModel):
     def save(
         self,
         name: str | None = None,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         interval: int = 1,
         *,
         adapter_name: str | None = None,
@@ -358,7 +360,7 @@ class LoraVerbs(TwinkleModel):
     def load(
         self,
         name: str,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         *,
         adapter_name: str | None = None,
         load_optimizer: bool = False,
@@ -369,7 +371,7 @@ class LoraVerbs(TwinkleModel):
         self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
 
     def resume_from_checkpoint(
-        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+        self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         group = self._group(adapter_name)
         return self.state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)

@@ -3,6 +3,7 @@
 They keep a request from making other tenants' requests fail: shapes agree, token ids exist, numbers are finite.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -177,7 +178,7 @@ def _floats(values: FloatArray | Csr, field: str, shape: tuple[int, ...]) -> Flo
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(field, f"dtype {array.dtype}", "a float array")
     if array.shape != shape:
-        raise InvalidInputError(field, f"shape {array.shape}", f"shape {shape}, as targets")
+        raise InvalidInputError(field, f"shape {array.shape}", f"shape {shape}, that of the targets")
     with np.errstate(over="ignore"):  # a float64 that float32 cannot hold becomes infinite and is refused below
         array = array.astype(np.float32) if isinstance(array, Csr) else array.astype(np.float32, copy=False)
     numbers = listed(array)
@@ -189,3 +190,17 @@ def _floats(values: FloatArray | Csr, field: str, shape: tuple[int, ...]) -> Flo
 def _rows_of(array: NDArray[Any] | Csr) -> NDArray[Any] | Csr:
     """Return an array as (T, K); an array of one dimension becomes (T, 1)."""
     return array if isinstance(array, Csr) else array.reshape(array.shape[0], -1)
+
+
+_DATUM_FIELD = re.compile(r"data\[(\d+)\]\.(tokens|targets)")
+
+
+def in_terms_of_rows(error: Exception) -> Exception:
+    """Return an error about a datum as one about the row that it was made from; other errors unchanged.
+
+    A row has ``input_ids`` and ``labels``. A packed row is several datums, so the number is that of the sequence.
+    """
+    of_datum = _DATUM_FIELD.fullmatch(error.field) if isinstance(error, InvalidInputError) else None
+    if of_datum is None or not isinstance(error, InvalidInputError):
+        return error
+    return error.renamed(f"{'input_ids' if of_datum[2] == 'tokens' else 'labels'} of sequence {of_datum[1]}")

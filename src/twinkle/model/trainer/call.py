@@ -365,10 +365,12 @@ class TrainerCall:
         logprobs, metrics = request.ordered_logprobs, request.metrics
         if request.evaluation is not None and request.evaluation.error is not None:
             self._fail(index, request.evaluation.error)
-        elif not all(np.isfinite(lp).all() for lp in logprobs) or not math.isfinite(metrics["loss:sum"]):
-            self._fail(
-                index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: no gradient was kept")
-            )
+        elif not math.isfinite(metrics["loss:sum"]):
+            loss = f"loss {request.item.loss.name!r} is {metrics['loss:sum']}"
+            self._fail(index, NonFiniteError(f"{loss}: no gradient was kept"))
+        elif not all(np.isfinite(lp).all() for lp in logprobs):
+            # The loss may ignore the target, for example because its weight is 0, and be finite nevertheless.
+            self._fail(index, NonFiniteError(f"{_first_not_finite(logprobs)}: no gradient was kept"))
         elif not request.finite:
             self._fail(index, NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
         else:
@@ -408,3 +410,10 @@ class TrainerCall:
         self._results[index] = TrainFailure(error)
         if index in self._requests:
             self._requests[index].gradient_P = None
+
+
+def _first_not_finite(logprobs: Sequence[FloatArray]) -> str:
+    """Return where the first log-probability is that is NaN or infinite. ``logprobs``: (T, K) for each datum."""
+    number, rows = next((number, rows) for number, rows in enumerate(logprobs) if not np.isfinite(rows).all())
+    token = int(np.argwhere(~np.isfinite(rows))[0][0])
+    return f"a log-probability of token {token} of data[{number}] is NaN or infinite"

@@ -14,6 +14,7 @@ the whole gradient is first needed.
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from twinkle import hub
 from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
+from twinkle.hub.model_id import id_text
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
@@ -72,7 +74,7 @@ class Trainer:
         self,
         model: PreTrainedModel,
         *,
-        model_id: str,
+        model_id: str | PathLike[str],
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
@@ -91,7 +93,7 @@ class Trainer:
         reshard_after_forward: free the gathered layers of a sharded base after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
         """
-        self.model_id = model_id
+        self.model_id = id_text(model_id)
         self.device: torch.device = model.device
         if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
             self.device = own_device(device_mesh.device_type, device_mesh)
@@ -134,7 +136,7 @@ class Trainer:
     @classmethod
     def from_pretrained(
         cls,
-        model_id: str,
+        model_id: str | PathLike[str],
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from twinkle.utils.unsafe import trust_remote_code
 
 
 def load_for_training(
-    model_id: str | None,
+    model_id: str | PathLike[str] | None,
     model_cls: object,
     config: PreTrainedConfig | None,
     device: torch.device,

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class TransformersModel(TwinkleModel):
     def __init__(
         self,
         model_cls: object = None,
-        model_id: str | None = None,
+        model_id: str | PathLike[str] | None = None,
         config: PreTrainedConfig | None = None,
         device_mesh: DeviceMesh | None = None,
         mixed_precision: str | None = None,
@@ -79,7 +80,7 @@ class TransformersModel(TwinkleModel):
         grad_scaler_config: Mapping[str, Any] | None = None,
         memory_efficient_init: bool = False,
         *,
-        tokenizer_id: str | None = None,
+        tokenizer_id: str | PathLike[str] | None = None,
         device: str | torch.device | None = None,
         gradient_checkpointing: bool = False,
         **load_options: Any,
@@ -312,7 +313,7 @@ class TransformersModel(TwinkleModel):
     def save(
         self,
         name: str | None = None,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         interval: int = 1,
         *,
         adapter_name: str | None = None,
@@ -336,7 +337,7 @@ class TransformersModel(TwinkleModel):
     def load(
         self,
         name: str,
-        output_dir: str | None = None,
+        output_dir: str | PathLike[str] | None = None,
         *,
         adapter_name: str | None = None,
         load_optimizer: bool = False,
@@ -349,7 +350,7 @@ class TransformersModel(TwinkleModel):
         self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
 
     def resume_from_checkpoint(
-        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+        self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         """Restore the state of a checkpoint.
 

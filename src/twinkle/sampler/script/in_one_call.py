@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -81,7 +82,7 @@ class AdapterVersions:
         self._received[adapter_name] = version
 
     @contextmanager
-    def chosen(self, adapter_name: str | None, adapter_path: str | None) -> Iterator[str | None]:
+    def chosen(self, adapter_name: str | None, adapter_path: str | PathLike[str] | None) -> Iterator[str | None]:
         """Yield the adapter's received version, or one made for this call; None (the base model) if none is named."""
         if adapter_name and adapter_path is not None:
             raise InvalidInputError("adapter_path", adapter_path, f"None beside adapter_name {adapter_name!r}")
@@ -90,7 +91,7 @@ class AdapterVersions:
             return
         version = f"call-{next(self._numbers)}"
         if adapter_path is not None:
-            self._engine.load_version(version, adapter_path)
+            self._engine.load_version(version, fspath(adapter_path))
         elif adapter_name:
             if adapter_name not in self._trainer.adapter_ids():
                 known = (*self._trainer.adapter_ids(), *self._received)

@@ -4,6 +4,7 @@ Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`
 """
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -83,7 +84,7 @@ class LocalSampler:
         inputs: Inputs,
         sampling_params: Params = None,
         adapter_name: str | None = "",
-        adapter_path: str | None = None,
+        adapter_path: str | PathLike[str] | None = None,
     ) -> list[SampleResponse]:
         """Return one response for each trajectory or feature, with ``num_samples`` sequences each.
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from twinkle.data_format import SampleResponse
 from twinkle.errors import InvalidInputError
 from twinkle.extras import missing
+from twinkle.hub.model_id import id_text
 from twinkle.infra import DeviceMesh, remote_class, remote_function
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
@@ -53,7 +55,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
     def __init__(
         self,
-        model_id: str,
+        model_id: str | PathLike[str],
         engine_args: Mapping[str, Any] | None = None,
         device_mesh: DeviceMesh | None = None,
         *,
@@ -67,7 +69,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         from twinkle.sampler.vllm import VllmSampler
         from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
 
-        self.model_id = model_id
+        self.model_id = id_text(model_id)
         self.device_mesh = device_mesh
         self.set_template(template)
         told = dict(engine_args or {})
@@ -111,7 +113,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         inputs: Inputs,
         sampling_params: Params = None,
         adapter_name: str | None = "",
-        adapter_path: str | None = None,
+        adapter_path: str | PathLike[str] | None = None,
         *,
         return_encoded: bool = False,
         use_base_model: bool = False,

@@ -1,6 +1,7 @@
 """Sampling with vLLM, which runs in its own processes. Only this package and ``data_format.sampling`` import vLLM.
 
-engine_args     engine arguments: those that the configuration may set, those that we set, the folder of the base model
+base_folder     the folder of the base model
+engine_args     engine arguments: those that the configuration may set, and those that we set
 processor       our own drawing, run inside vLLM: the same noise, truncation and log-probabilities as the torch sampler
 message         how a drawn token is encoded in the log-probabilities that vLLM reports
 engine          vLLM's asynchronous engine on a thread of its own

@@ -9,16 +9,12 @@ because trainer and engine are in separate processes that do not see each other'
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from vllm import AsyncEngineArgs
 
-from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.model.decoder.loading import load_model
 from twinkle.sampler.validation import MAX_WIDTH
 from twinkle.sampler.vllm import message
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
@@ -115,23 +111,3 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
 def _is_ours(name: str, value: object) -> bool:
     """Return whether the value is the one that we set anyway: repeating it is not an error."""
     return {"enable_lora": True, "logprobs_mode": "processed_logprobs"}.get(name) == value
-
-
-@contextmanager
-def base_folder(model_id: str, dtype: torch.dtype, directory: Path) -> Iterator[Path]:
-    """Yield a folder with the base model as vLLM reads it.
-
-    A model with random weights exists only in memory: it is written into ``directory``, and removed at the end.
-    """
-    local = hub.resolve(model_id)
-    if local.random_seed is None:
-        yield local.path
-        return
-    written = directory / "base"
-    load_model(local, dtype, torch.device("cpu")).save_pretrained(written)
-    try:
-        yield written
-    finally:
-        for path in written.iterdir():
-            path.unlink()
-        written.rmdir()

@@ -34,8 +34,9 @@ try:
 except ImportError as error:
     raise missing("vllm", "sampler_type: vllm") from error
 
+from twinkle.sampler.vllm.base_folder import base_folder
 from twinkle.sampler.vllm.engine import Arrival, Ended, Engine, Failed
-from twinkle.sampler.vllm.engine_args import base_folder, make_engine_args
+from twinkle.sampler.vllm.engine_args import make_engine_args
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
 from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank, write_version
@@ -81,7 +82,7 @@ class VllmSampler:
         self._by_number: dict[int, Request] = {}
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
         self._files = VersionFiles(memory_dir)
-        with base_folder(trainer.model_id, trainer.dtype, self._files.root) as folder:
+        with base_folder(trainer.model_id, trainer.dtype, trainer.device, self._files.root) as folder:
             args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype)
             self._max_rank = int(args.max_lora_rank)
             self._engine = Engine(args)

@@ -130,14 +130,29 @@ def names_this_machine(host: str) -> bool:
         return False
 
 
+def leads_to_this_machine(host: str) -> bool:
+    """Return whether a host in the URL of a client on this machine can only mean this machine.
+
+    Beside the names of this machine these are 0.0.0.0 and [::]: to bind to them means all interfaces, and to connect to
+    them means the loopback interface.
+    """
+    if names_this_machine(host):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 class AuthConfig(Section):
     """Who may use the server."""
 
     mode: Literal["open", "keys"] | None = None
-    """open: any key that begins with tml- is accepted (from Twinkle's own client, any key), and each key is a separate
-    tenant. keys: only keys of this server are accepted (`twinkle-server keys create`, or a generated one). null: open
-    on an address that only this machine can reach, or with `allow_open_on_network`; otherwise keys, and the first
-    launch generates a key if there is none (see server.md)."""
+    """open: any key that begins with tml- is accepted (from Twinkle's own client and on the routes of the OpenAI and
+    Anthropic protocols, any key), and each key is a separate tenant. keys: only keys of this server are accepted
+    (`twinkle-server keys create`, or a generated one). null: open on an address that only this machine can reach, or
+    with `allow_open_on_network`; otherwise keys, and the first launch generates a key if there is none (see
+    server.md)."""
     allow_open_on_network: bool = False
     """Allow open mode on an address that other machines can reach."""
     jwt: bool = False

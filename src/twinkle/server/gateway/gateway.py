@@ -44,6 +44,7 @@ from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import (
+    UNNUMBERED,
     Budget,
     CheckpointRecord,
     CreateAdapter,
@@ -386,15 +387,18 @@ class Gateway:
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:
-        """Accept an op of a Tinker run and return its request id.
+        """Accept an op of a Tinker run and return its request id. An op without a number gets the next one of its run.
 
-        If the run is not live, the op is not accepted, and the future under the id that is returned has failed.
+        If the run is not live, or the op has a number and those before it had none or the reverse, the op is not
+        accepted, and the future under the id that is returned has failed.
         """
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
-        return await training.submit(op)
+        if (mixed := training.mixing(op)) is not None:
+            return training.refuse(run, mixed)
+        return await (training.submit_unnumbered(op) if op.seq == UNNUMBERED else training.submit(op))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -421,6 +425,10 @@ class Gateway:
             raise NotFoundError("sampling session", sampling_session_id)
         self._samplers[sampling_session_id] = record
         return record
+
+    async def unused_sample_number(self, session: SamplingSessionRecord) -> int:
+        """Return a number for a sample request without one."""
+        return await self._sampling_clients.unused_number(session.sampling_session_id)
 
     async def sample(
         self, session: SamplingSessionRecord, seq_id: int, request: SampleRequest, encode: Encode, digest: bytes

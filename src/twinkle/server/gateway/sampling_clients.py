@@ -8,8 +8,9 @@ the answer that it is gone, and sends it again.
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from twinkle.server.ids import SEQ_IDS_PER_CLIENT, RequestId
 from twinkle.server.services.sampling.completions import Completion, Completions
@@ -30,6 +31,7 @@ class SamplingClients:
         self._records = records
         self._covered: dict[_Client, range] = {}  # sequence numbers that are on record
         self._writing: dict[_Client, asyncio.Lock] = {}  # one write at a time for each client
+        self._unnumbered: dict[str, Iterator[int]] = {}  # by sampling session: numbers for requests that have none
 
     async def use(self, sampling: SamplerService, sampling_session_id: str, seq_id: int) -> None:
         """Return once the database says that this sequence number may be in use."""
@@ -42,6 +44,16 @@ class SamplingClients:
                 numbers = self._numbers_to_cover(client, seq_id, sampling.lowest_number(sampling_session_id, seq_id))
                 await self._records.set_numbers_in_use(*client, numbers)
                 self._covered[client] = numbers
+
+    async def unused_number(self, sampling_session_id: str) -> int:
+        """Return a number for a sample whose client sent none.
+
+        The server joins the sampling session for this, as a copy of its client does, so that it has numbers of its own.
+        """
+        if sampling_session_id not in self._unnumbered:
+            client = await self._records.join(sampling_session_id)
+            self._unnumbered.setdefault(sampling_session_id, itertools.count(client * SEQ_IDS_PER_CLIENT))
+        return next(self._unnumbered[sampling_session_id])
 
     async def completions(
         self, sampling: SamplerService, streams: Completions, client: _Client, place: int, timeout: float
@@ -57,6 +69,7 @@ class SamplingClients:
 
     def forget(self, sampling_session_id: str) -> None:
         """Forget the clients of a sampling session that has ended."""
+        self._unnumbered.pop(sampling_session_id, None)
         for client in [client for client in self._covered if client[0] == sampling_session_id]:
             del self._covered[client]
             self._writing.pop(client, None)

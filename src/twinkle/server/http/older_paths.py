@@ -1,4 +1,5 @@
-"""Paths of earlier versions of the protocol, which are answered beside today's: one table, and the middleware for it.
+"""Other paths of our routes: those of earlier versions of the protocol and of the hosted service, which are answered
+beside today's. One table, and the middleware for it.
 
 A request to such a path gets today's path before anything else looks at it: routing, limits of bodies, the check of
 Host headers, telemetry and, on Ray, the choice of a replica all see today's path alone, so nothing can be reached by an
@@ -47,6 +48,8 @@ def _of_model(older: str, today: str) -> tuple[OlderPath, ...]:
 
 # Tried in this order.
 OLDER_PATHS: tuple[OlderPath, ...] = (
+    OlderPath("/oai/api/v1/{rest:path}", ("/v1/{rest}",)),  # hosted Tinker's path of OpenAI's protocol
+    OlderPath("/anthropic/api/{rest:path}", ("/anthropic/{rest}",)),  # and of Anthropic's
     OlderPath(f"/server{API}/{{rest:path}}", (f"{API}/{{rest}}",)),  # of a client whose base_url ends in /server
     OlderPath("/server/{rest:path}", (f"{API}/twinkle/{{rest}}", f"{API}/{{rest}}")),  # native routes come first
     *_of_model("/models", f"{API}/model"),
@@ -59,7 +62,16 @@ OLDER_PATHS: tuple[OlderPath, ...] = (
     OlderPath(f"{API}/model/{{model:path}}/tinker/{{op:path}}", (f"{API}/{{op}}",), of_model=True),
     OlderPath(f"{API}/sampler/{{model:path}}/tinker/{{op:path}}", (f"{API}/{{op}}",), of_model=True),
 )
-_PREFIXES = ("/server/", "/models/", "/samplers/", "/processors/", "/twinkle/", "/tinker/")
+_PREFIXES = (
+    "/oai/api/",
+    "/anthropic/api/",
+    "/server/",
+    "/models/",
+    "/samplers/",
+    "/processors/",
+    "/twinkle/",
+    "/tinker/",
+)
 _TINKER = "/tinker/"
 _LONGEST = 4096  # characters of a path: longer ones are no older paths, and matching takes time
 

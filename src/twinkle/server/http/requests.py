@@ -27,7 +27,7 @@ from twinkle.errors import (
     UserError,
 )
 from twinkle.server.config.applications import GATEWAY_PREFIX
-from twinkle.server.config.sections import names_this_machine
+from twinkle.server.config.sections import leads_to_this_machine
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.identity import FROM_VARIABLES, KeyDescription
 from twinkle.server.http.body_limits import read_body, upload_of
@@ -124,7 +124,7 @@ def refuse_rebinding(request: Request) -> None:
     be a name of this machine, or the host of ``public_url``.
     """
     config, host = gateway_of(request).config, request.url.hostname or ""
-    if config.auth_mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
+    if config.auth_mode == "open" and config.http_options.is_loopback and not leads_to_this_machine(host):
         public = None if config.public_url is None else urlsplit(config.public_url).hostname
         if host != public:
             raise InvalidInputError("Host header", host, "localhost, 127.0.0.1 or the host of public_url")
@@ -191,7 +191,7 @@ def is_local(request: Request) -> bool:
     if gateway_of(request).config.public_url is not None or any(name in request.headers for name in _FORWARDED):
         return False
     on_loopback = request.client is None or request.client.host in ("127.0.0.1", "::1")
-    return on_loopback and names_this_machine(request.url.hostname or "")
+    return on_loopback and leads_to_this_machine(request.url.hostname or "")
 
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:

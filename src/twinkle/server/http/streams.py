@@ -27,15 +27,20 @@ _SMALL = 2**16  # bytes; a result up to this size is sent in one piece, and coun
 
 @dataclass(frozen=True)
 class Framing:
-    """The text that is written before and after each JSON body of a stream, and after the last one."""
+    """The text that is written before and after each JSON body of a stream, and after the last one.
+
+    ``named``: before each body, a line ``event:`` has the value of its field ``type``.
+    """
 
     media_type: str
     before: str
     after: str
     last: str
+    named: bool = False
 
 
 EVENTS = Framing("text/event-stream", "data: ", "\n\n", "data: [DONE]\n\n")
+NAMED_EVENTS = Framing("text/event-stream", "data: ", "\n\n", "", named=True)
 LINES = Framing("application/x-ndjson", "", "\n", "")
 
 
@@ -49,7 +54,9 @@ async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnEr
     return json_stream(until_failure(first, bodies, failed), framing)
 
 
-async def begun_or_commented(request: Request, bodies: Bodies, failed: OnError, comment: Comment) -> Response:
+async def begun_or_commented(
+    request: Request, bodies: Bodies, framing: Framing, failed: OnError, comment: Comment
+) -> Response:
     """Do the same as :func:`begun` for server-sent events, but wait no longer than five seconds.
 
     After that the stream begins without a body. Until the first body is there, the client gets the text of ``comment``
@@ -62,8 +69,8 @@ async def begun_or_commented(request: Request, bodies: Bodies, failed: OnError, 
         await _cancelled(first)
         raise
     if first.done():
-        return json_stream(until_failure(first.result(), bodies, failed), EVENTS)
-    return _stream(_commented(first, bodies, failed, comment), EVENTS)
+        return json_stream(until_failure(first.result(), bodies, failed), framing)
+    return _stream(_commented(first, bodies, framing, failed, comment), framing)
 
 
 def json_stream(bodies: Bodies, framing: Framing) -> Response:
@@ -81,13 +88,13 @@ def _stream(parts: AsyncGenerator[bytes, None], framing: Framing) -> Response:
 
 
 async def _commented(
-    first: asyncio.Future[Json], bodies: Bodies, failed: OnError, comment: Comment
+    first: asyncio.Future[Json], bodies: Bodies, framing: Framing, failed: OnError, comment: Comment
 ) -> AsyncGenerator[bytes, None]:
     try:
         while not first.done():
             yield f": {comment()}\n\n".encode()
             await asyncio.wait({first}, timeout=_QUIET_SECONDS)
-        async for part in _framed(_from_first(first, bodies, failed), EVENTS):
+        async for part in _framed(_from_first(first, bodies, failed), framing):
             yield part
     finally:  # the client may have disconnected
         await _cancelled(first)
@@ -114,7 +121,8 @@ async def _cancelled(task: asyncio.Future[Json]) -> None:
 async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, None]:
     async with aclosing(bodies):
         async for body in bodies:
-            yield f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}".encode()
+            name = f"event: {body['type']}\n" if framing.named else ""
+            yield f"{name}{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}".encode()
     yield framing.last.encode()
 
 

@@ -62,11 +62,14 @@ class JournalError(TwinkleError, OSError):
 
 
 class DamagedStateError(TwinkleError, OSError):
-    """A file that all tenants depend on is damaged or missing, and the server cannot repair it by itself."""
+    """A file that all tenants depend on is damaged or missing, and the server cannot repair it by itself.
 
-    def __init__(self, file: Path, what: str, data_dir: Path) -> None:
+    ``done``: what was changed before this was found out.
+    """
+
+    def __init__(self, file: Path, what: str, data_dir: Path, done: str = "Nothing was changed") -> None:
         super().__init__(
-            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` lists "
+            f"{file} {what}. {done}. `twinkle-server check-data --data-dir {data_dir}` lists "
             "the damage; with --repair it puts back the server's own copy and says what is lost by that; "
             "`twinkle-server restore` makes a new data directory from a backup"
         )

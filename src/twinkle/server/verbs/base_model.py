@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import QuotaError
+from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.types import TrainFailure
 from twinkle.server.backends.backend import ServedModel, run_passes
 from twinkle.server.backends.compute_thread import Compute
@@ -81,5 +82,5 @@ class BaseModelPasses:
         trainer, let_sampling_run = self._model.trainer, self._compute.let_sampling_run
         (result,) = run_passes(trainer, items, train=False, let_sampling_run=let_sampling_run)
         if isinstance(result, TrainFailure):
-            raise result.error
+            raise in_terms_of_rows(result.error)
         return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})

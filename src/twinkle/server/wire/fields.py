@@ -28,6 +28,7 @@ _MAX_METADATA_BYTES = 16_384  # as JSON
 _MAX_TAGS = 100
 _MAX_TAGS_BYTES = 8192  # as JSON
 _MAX_TOKEN_ID = 2**31 - 1
+_TYPES_OF_UNIONS = ("float", "int", "str")
 _MAX_PATH = 256  # characters of a field's path in an error
 
 
@@ -106,10 +107,13 @@ class Request(BaseModel):
 
 
 class Sequenced(Request):
-    """A request with a sequence number of its model. The number is used up even if another field is wrong."""
+    """A request with a sequence number of its model. The number is used up even if another field is wrong.
+
+    None: the server numbers the request, as the next one of its model.
+    """
 
     model_id: Id
-    seq_id: SequenceNumber
+    seq_id: SequenceNumber | None = None
 
 
 class Parameters(BaseModel):
@@ -172,11 +176,16 @@ def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRe
     ``known``: the fields of the request, which the error lists where an unknown field is the mistake.
     """
     first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    parts = first["loc"]
+    if len(parts) > 1 and isinstance(parts[-2], int) and parts[-1] in _TYPES_OF_UNIONS:
+        parts = parts[:-1]  # pydantic's name of the type that an item of a list might have had, no key of the client
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     path = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"  # keys may be as long as the body
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown field" + (f"; known: {', '.join(known)}" if len(first["loc"]) == 1 else "")
+    elif first["type"] == "float_type" and first["input"] is None:
+        message = "got null, allowed: a finite number (clients write NaN and infinity as null)"
     elif first["type"] not in ("missing", "json_invalid"):
         message = f"got {short(first['input'])}, {message}"
     return MalformedRequestError(f"{path or 'body'}: {message}", path, first["type"])

@@ -15,8 +15,18 @@ from pydantic import AfterValidator, AwareDatetime, Field
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.types import AdamParams, LoraSpec, check_adam_params
 from twinkle.server.state.files.export import check_recipients
+from twinkle.server.types import (
+    UNNUMBERED,
+    LoadWeights,
+    Op,
+    OpKind,
+    OptimStep,
+    Payload,
+    PublishSampler,
+    Refused,
+    SaveWeights,
+)
 from twinkle.server.types import FinishReason as Reason
-from twinkle.server.types import LoadWeights, Op, OpKind, OptimStep, Payload, PublishSampler, Refused, SaveWeights
 from twinkle.server.wire.fields import (
     AnyMetadata,
     CheckpointName,
@@ -296,8 +306,8 @@ class LoadWeightsRequest(SequencedRequest):
 def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     """Return the op in ``body``, a request of the type ``request_type``.
 
-    :class:`MalformedRequestError` without a valid model_id and seq_id. With any other mistake the op's payload is
-    :class:`Refused`: the op fails, but its sequence number is used up, so that the ops after it can run.
+    :class:`MalformedRequestError` without a valid model_id, or with a wrong seq_id. With any other mistake the op's
+    payload is :class:`Refused`: the op fails, but its sequence number is used up, so that the ops after it can run.
     """
     place = parse(Sequenced, body)
     payload: Payload
@@ -305,7 +315,7 @@ def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
         payload = parse(request_type, body).payload()
     except UserError as error:
         payload = Refused(str(error))
-    return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
+    return Op(place.model_id, place.seq_id or UNNUMBERED, request_type.kind, payload, body)
 
 
 # --- checkpoints: creating a model from one, copying, expiry ----------------------------------------------------------

@@ -168,8 +168,10 @@ class TargetTokens(Request):
 
 
 class AsampleRequest(Request):
+    """A request for samples. ``seq_id`` None: the server numbers the request."""
+
     sampling_session_id: Id
-    seq_id: Number
+    seq_id: Number | None = None
     prompt: ModelInput
     sampling_params: SamplingConfig
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -186,16 +188,13 @@ class AsampleRequest(Request):
     model_path: Any = None
     type: Literal["sample"] = "sample"
 
-    @property
-    def request_id(self) -> str:
-        return f"{self.sampling_session_id}:{self.seq_id}"
-
 
 def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[SampleRequest, Encode]:
     """Return the sampler's request, and a function that encodes its result.
 
     If target_prompt_logprobs are sparse in the request, they are also sparse in the encoded result. ``version_id``: the
-    version that the sampling session samples from; None: the base model.
+    version that the sampling session samples from; None: the base model. The request id is that of a request with a
+    number; for one without, the caller sets it.
     """
     for field in ("base_model", "model_path"):
         if vars(request)[field] is not None:
@@ -209,7 +208,7 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
     targets = request.target_prompt_logprobs
     sparse = None if targets is None else targets.sparse()
     sample = SampleRequest(
-        request_id=request.request_id,
+        request_id=f"{request.sampling_session_id}:{request.seq_id}",
         version_id=version_id,
         prompt=prompt,
         params=request.sampling_params.params(),
@@ -222,6 +221,22 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
         topk_sample_logprobs=request.topk_sample_logprobs or 0,
     )
     return sample, partial(encode_sample_result, targets=sparse)
+
+
+# The names that parameters of the sampler have in a request.
+_SENT_AS = {
+    **{name: f"sampling_params.{name}" for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")},
+    "stop_strings": "sampling_params.stop",
+    "stop_tokens": "sampling_params.stop",
+    "prompt_alt_tokens": "prompt_alt_tokens_k",
+}
+
+
+def as_sent(error: Exception) -> Exception:
+    """Return an error of the sampler with the name that its field has in a request; other errors unchanged."""
+    if not isinstance(error, InvalidInputError):
+        return error
+    return error.renamed(_SENT_AS.get(error.field, error.field))
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

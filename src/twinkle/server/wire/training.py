@@ -1,6 +1,7 @@
 """forward_backward on the wire: a protobuf request becomes an :class:`Op`, and a result becomes protobuf."""
 
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from twinkle.errors import InvalidInputError, LimitExceededError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.csr import Csr, dense
 from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
-from twinkle.server.types import CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
+from twinkle.server.types import UNNUMBERED, CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 from twinkle.server.wire.peeking import scan
@@ -99,8 +100,8 @@ def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
         raise MalformedRequestError(
             f"model_id: got {len(request.model_id)} characters, allowed: the id that create_model returned"
         )
-    if request.seq_id < 1:
-        raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up")
+    if request.seq_id < UNNUMBERED:
+        raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up, or 0 or none")
     payload: TrainPass | Refused
     try:
         payload = _train_pass(request, left)
@@ -232,6 +233,25 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
             )
         config[key] = value.number
     return config
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+_DATUM_FIELD = re.compile(r"(data\[\d+\])\.(\w+)")
+
+
+def as_sent(error: Exception) -> Exception:
+    """Return an error of the trainer with the names that fields of a pass have on the wire; other errors unchanged."""
+    if not isinstance(error, InvalidInputError):
+        return error
+    field = error.field
+    if (of_datum := _DATUM_FIELD.match(field)) is not None:
+        where, name = of_datum.groups()
+        inputs = {"tokens": "model_input", "targets": f"loss_fn_inputs[{TARGETS!r}]", "extras": "loss_fn_inputs"}
+        field = f"{where}.{inputs.get(name, f'loss_fn_inputs[{name!r}]')}{field[of_datum.end() :]}"
+    elif field == "loss" or field.startswith("loss_config"):
+        field = f"loss_fn{field.removeprefix('loss')}"
+    return error.renamed(field)
 
 
 # --- checks before parsing --------------------------------------------------------------------------------------------

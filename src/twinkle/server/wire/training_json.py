@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.model.types import Datum, IntArray
-from twinkle.server.types import Op, OpKind, Refused, TrainPass
+from twinkle.server.types import UNNUMBERED, Op, OpKind, Refused, TrainPass
 from twinkle.server.wire.fields import Id, Request, Sequenced, TokenIds, parse
 from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import (
@@ -86,7 +86,7 @@ def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
     except UserError as error:
         payload = Refused.because(error)
-    return Op(place.model_id, place.seq_id, kind, payload, body)
+    return Op(place.model_id, place.seq_id or UNNUMBERED, kind, payload, body)
 
 
 def _datum(datum: _Datum, where: str, left: Allowance) -> Datum:

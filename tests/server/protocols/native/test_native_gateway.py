@@ -62,7 +62,8 @@ def test_sessions_live_and_end(caller: Caller, stranger: Caller) -> None:
 
 def test_session_metadata_is_kept(caller: Caller, tenant: Tenant) -> None:
     session = caller.session(purpose="test", numbers=[1, 2])
-    assert tenant.get(f"sessions/{session}").json()["user_metadata"] == {"purpose": "test", "numbers": [1, 2]}
+    # Tinker's protocol shows values that are not text as JSON.
+    assert tenant.get(f"sessions/{session}").json()["user_metadata"] == {"purpose": "test", "numbers": "[1, 2]"}
 
 
 def test_a_key_makes_one_session(caller: Caller, stranger: Caller, tenant: Tenant) -> None:

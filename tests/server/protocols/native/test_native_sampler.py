@@ -382,7 +382,7 @@ def test_a_template_is_chosen(caller: Caller, tenant: Tenant) -> None:
     body = {"template_cls": "Qwen3_5Template", "adapter_name": "", "model_id": f"ms://{MODEL}", "max_length": 100}
     assert caller.sampler(MODEL, "set_template", body).json() == {"status": "ok"}
     session = caller.http.headers["X-Twinkle-Session-Id"]
-    kept = tenant.get(f"sessions/{session}").json()["user_metadata"]["twinkle.sampler_templates"][MODEL]
+    kept = json.loads(tenant.get(f"sessions/{session}").json()["user_metadata"]["twinkle.sampler_templates"])[MODEL]
     assert (kept["template_cls"], kept["max_length"]) == ("Qwen3_5Template", 100)
     assert caller.samples(MODEL, asked(CONVERSATION))
 
@@ -499,5 +499,5 @@ def test_a_template_outlives_the_server(own_server: Callable[..., Server]) -> No
     server.start()
     tinker = Tenant(server.url, caller.token)
     kept = tinker.get(f"sessions/{session}").json()["user_metadata"]["twinkle.sampler_templates"]
-    assert kept[MODEL]["template_cls"] == "Qwen3Template"
+    assert json.loads(kept)[MODEL]["template_cls"] == "Qwen3Template"
     assert caller.samples(MODEL, asked(CONVERSATION))

@@ -13,7 +13,7 @@ import pytest
 from fastapi import Request
 
 from tests.support.servers.running import MODEL, Server, Tenant, key_for, mock_config
-from twinkle.errors import CapacityError
+from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.server.http import streams
 from twinkle.server.protocols.openai import routes as openai_routes
 
@@ -436,14 +436,24 @@ def test_bodies_that_cannot_be_read(tenant: Tenant) -> None:
 
 
 def test_keys(server: Server, tenant: Tenant) -> None:
-    with pytest.raises(openai.AuthenticationError) as caught:
-        client_of(server, "sk-0123").models.list()
-    assert caught.value.code == "invalid_api_key"
+    refused = httpx.get(f"{server.url}/v1/models", trust_env=False)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert [model.id for model in client_of(server, "sk-0123").models.list()] == [MODEL]  # any key, in open mode
     run = trained(tenant)
     for headers in ({"Authorization": f"Bearer {tenant.key}"}, {"X-API-Key": tenant.key}):
         for path in ("/v1/models", "/api/v1/models"):
             answer = httpx.get(server.url + path, headers=headers, trust_env=False)
             assert run in answer.text
+
+
+def test_errors_of_the_sampler_name_fields_of_this_protocol() -> None:
+    """The message too, not only ``param``: the sampler's own names mean nothing to a client."""
+    request = Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []})
+    status, body = openai_routes._refusal(InvalidInputError("stop_strings", "x", "none"), request)
+    error = body["error"]
+    assert status == 400
+    assert (error["param"], error["message"]) == ("stop", "stop: got 'x', allowed: none")
 
 
 def test_too_many_requests(own_server: Callable[..., Server]) -> None:

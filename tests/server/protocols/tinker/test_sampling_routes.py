@@ -156,10 +156,11 @@ def test_large_results_are_announced_first(tenant: Tenant) -> None:
     body = sample_body(sampler, 0, prompt={"chunks": [{"tokens": list(range(300))}]}, topk_prompt_logprobs=600)
     request = tenant.submit("asample", body)
     result = tenant.result(request)
-    answer = tenant.post("retrieve_future", {"request_id": request, "allow_metadata_only": True}).json()
+    as_stored = {"Accept": "application/x-protobuf"}
+    answer = tenant.post("retrieve_future", {"request_id": request, "allow_metadata_only": True}, **as_stored).json()
     assert answer == {"status": "complete_metadata", "response_payload_size": len(result)}
     small = tenant.sample(sampler, 1)
-    whole = tenant.post("retrieve_future", {"request_id": small, "allow_metadata_only": True})
+    whole = tenant.post("retrieve_future", {"request_id": small, "allow_metadata_only": True}, **as_stored)
     assert whole.content == tenant.result(small)
 
 

@@ -60,15 +60,20 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         if self.stopped:
             return ""
         self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        self.stopped = bool(found)
-        keep = min(found) if found else len(self._held) - _possible_beginning(self._stops, self._held)
+        places = {stop: place for stop in self._stops if (place := self._held.find(stop)) >= 0}
+        self.found = min(places, key=lambda stop: places[stop], default=None)
+        possible = _possible_beginning(self._stops, self._held)
+        keep = len(self._held) - possible if self.found is None else places[self.found]
         passed, self._held = self._held[:keep], self._held[keep:]
         return passed
 
@@ -178,12 +183,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a sample that later tokens cannot change."""
+    """A part of a sample that later tokens cannot change.
+
+    The last part has a ``finish_reason``, and in ``stopped_by`` the stop string that ended the text, if one did.
+    """
 
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
     tokens: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    stopped_by: str | None = None
 
     @property
     def empty(self) -> bool:
@@ -215,7 +224,8 @@ class Choice:
             passed += self._stop.close()
         passed, calls = self._without_calls(passed, part.stop_reason is not None)
         reason = None if part.stop_reason is None else self._finish_reason(part.stop_reason)
-        return Delta(passed, tuple(calls), _logprobs(part, offsets), reason)
+        stopped_by = None if reason is None else self._stop.found
+        return Delta(passed, tuple(calls), _logprobs(part, offsets), reason, stopped_by)
 
     def _without_calls(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         if self._tools is None:

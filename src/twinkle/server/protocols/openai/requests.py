@@ -36,7 +36,7 @@ def neutral(*values: object) -> Callable[[object], object]:
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _content(value: object) -> object:
+def text_content(value: object) -> object:
     """Return the text of a message, which may be null or a list of text parts. ValueError for other parts."""
     if value is None:
         return ""
@@ -77,7 +77,7 @@ class CalledTool(Fields):
 
 class Message(Fields):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)] = ""
+    content: Annotated[str, BeforeValidator(text_content)] = ""
     name: Name | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None

@@ -16,9 +16,10 @@ from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, status_of, when_to_retry
 from twinkle.server.http.routes import Call, Decorator, Routes, json_body
-from twinkle.server.http.streams import begun_or_commented, unless_gone
+from twinkle.server.http.streams import EVENTS, begun_or_commented, unless_gone
 from twinkle.server.protocols.openai import models
-from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, Format, Generation
+from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, OpenAiFormat
+from twinkle.server.protocols.openai.generation import Generation, check_length, target_of
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 
@@ -59,7 +60,8 @@ def _refusal(error: Exception, request: Request) -> tuple[int, dict[str, object]
         case MalformedRequestError():
             return _error_answer(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
         case InvalidInputError():
-            return _error_answer(400, text, param=_PARAMS.get(error.field, error.field), code="invalid_value")
+            renamed = error.renamed(_PARAMS.get(error.field, error.field))
+            return _error_answer(400, str(renamed), param=renamed.field, code="invalid_value")
         case UserError():
             return _error_answer(400, text, code=error.code)
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -73,7 +75,8 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
-routes = Routes(answer_error=_answer_error)
+# Clients of this protocol send keys of any form. In open mode each key is a tenant; otherwise the server must know it.
+routes = Routes(key_prefix="", answer_error=_answer_error)
 
 
 def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
@@ -85,7 +88,7 @@ def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
 @_generating("/v1/chat/completions", ChatRequest)
 @_generating(f"{PREFIX}/chat/completions", ChatRequest)
 async def chat_completions(call: Call[ChatRequest]) -> Response:
-    wanted, target = call.body, await _target(call)
+    wanted, target = call.body, await target_of(call)
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
     # In a thread, even for a short chat: the first use of a template compiles it, which takes milliseconds.
@@ -97,7 +100,7 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
 @_generating("/v1/completions", CompletionRequest)
 @_generating(f"{PREFIX}/completions", CompletionRequest)
 async def completions(call: Call[CompletionRequest]) -> Response:
-    target = await _target(call)
+    target = await target_of(call)
     encode = partial(_encoded, target.codec, call.body.prompt)
     tokens = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
     return await _answer(call, target, tokens, CompletionFormat)
@@ -115,37 +118,30 @@ async def model(call: Call[bytes], model: str) -> Response:
     return json_response(await models.described(call.gateway, model, call.tenant_id))
 
 
-async def _target(call: Call[FieldsT]) -> Target:
-    """Find the weights to sample from; raise errors that are known before the text is tokenized."""
-    _ = call.body.params, call.body.top  # these properties raise for values that do not fit together
-    target = await models.resolve(call.gateway, call.body.model, call.tenant_id)
-    _ = target.codec  # raises for a model without a tokenizer
-    target.sampling.admission.check(call.tenant_id)
-    return target
-
-
 def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
     return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 async def _answer(
-    call: Call[FieldsT], target: Target, prompts: Sequence[Sequence[int]], form: type[Format], *, tools: bool = False
+    call: Call[FieldsT],
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    form: type[OpenAiFormat],
+    *,
+    tools: bool = False,
 ) -> Response:
     """Generate the answer, and send it whole or as a stream."""
     wanted, request = call.body, call.request
-    _check_sizes(prompts, wanted.samples, target.services.model.max_context_length)
+    _check_choices(len(prompts), wanted.samples)
+    check_length(prompts, target)
     generation = Generation(wanted, prompts, form(wanted, target), target, call.gateway.tenants.pools.text, tools)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
     return await begun_or_commented(
-        request, generation.chunks(), lambda error: _refusal(error, request)[1], generation.waiting_for
+        request, generation.chunks(), EVENTS, lambda error: _refusal(error, request)[1], generation.waiting_for
     )
 
 
-def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:
-    if len(prompts) * samples > _MAX_CHOICES:
-        raise InvalidInputError("n", f"{samples} for each of {len(prompts)} prompts", f"{_MAX_CHOICES} choices in all")
-    longest = max(len(prompt) for prompt in prompts)
-    if longest >= context:
-        message = f"the prompt has {longest} tokens, allowed: fewer than {context}, the context of this model"
-        raise UserError(message).with_code("context_length_exceeded")
+def _check_choices(prompts: int, samples: int) -> None:
+    if prompts * samples > _MAX_CHOICES:
+        raise InvalidInputError("n", f"{samples} for each of {prompts} prompts", f"{_MAX_CHOICES} choices in all")

@@ -91,11 +91,28 @@ async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
 
 
 def _reads_protobuf(request: Request) -> bool:
-    """Return whether the client accepts a result in protobuf, as it is stored.
+    """Return whether the client asks for a result in protobuf, as it is stored: its Accept header must name protobuf.
 
-    Older SDKs accept only JSON. A client that sends no Accept header gets the stored form.
+    SDKs from 0.20 on do so, alone or before ``application/json``. Everybody else gets JSON, whatever the header says:
+    curl and browsers send ``*/*``. If both are named, the one with the higher ``q`` counts, and protobuf if they are
+    equal.
     """
-    return request.headers.get("accept", "*/*").strip() != "application/json"
+    wanted = _qualities(request.headers.get("accept", ""))
+    protobuf = wanted.get(Encoding.PROTOBUF.value, 0.0)
+    return protobuf > 0 and protobuf >= wanted.get(Encoding.JSON.value, 0.0)
+
+
+def _qualities(accept: str) -> dict[str, float]:
+    """Return the media types that an Accept header names, in lower case, each with its ``q``."""
+    named = {}
+    for part in accept.split(","):
+        media_type, *parameters = (each.strip().lower() for each in part.split(";"))
+        q = next((each.removeprefix("q=") for each in parameters if each.startswith("q=")), "1")
+        try:
+            named[media_type] = float(q)
+        except ValueError:
+            named[media_type] = 1.0  # not a number: the type is named nevertheless
+    return named
 
 
 def _completion(done: Completion) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from fastapi import Query, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from twinkle.errors import NotFoundError
+from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.identity import Use
@@ -29,6 +29,7 @@ from twinkle.server.wire.requests import CopyWeightsRequest, SetTtlRequest, chec
 routes = Routes(PREFIX)
 
 _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_WITHOUT_KIND = "/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 # Tinker's command line treats an archive without this file as cut off.
 _COMPLETE = "checkpoint_complete"
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -136,6 +137,17 @@ async def publish(call: Call[bytes], run_id: str, kind: str, name: str) -> Respo
 async def unpublish(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
     await call.gateway.checkpoint_actions.set_public(path_of(run_id, kind, name), call.tenant_id, False)
     return json_response({})
+
+
+@routes.delete(_WITHOUT_KIND, anybody)
+@routes.put(f"{_WITHOUT_KIND}/ttl", anybody, unread_body())
+@routes.post(f"{_WITHOUT_KIND}/publish", anybody, unread_body())
+@routes.get(f"{_WITHOUT_KIND}/external_weights_urls", anybody)
+@routes.get(f"{_WITHOUT_KIND}/archive", anybody)
+async def without_kind(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
+    """Refuse a checkpoint id that is only a name. Without these routes the answer would be 404 or 405."""
+    await call.gateway.run_record(run_id, call.tenant_id)
+    raise InvalidInputError("checkpoint_id", checkpoint_id, f"<{'|'.join(LISTED_KINDS)}>/<name>, such as weights/0001")
 
 
 @routes.post("/copy_weights", anybody, json_body(CopyWeightsRequest))

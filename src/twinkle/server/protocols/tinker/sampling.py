@@ -10,6 +10,7 @@ from twinkle.server.gateway import sampling_targets as targets
 from twinkle.server.http.owners import anybody, by_new_sampling_session, by_sampling_session
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body
+from twinkle.server.ids import RequestId
 from twinkle.server.wire import fields
 from twinkle.server.wire.sampling import (
     AsampleRequest,
@@ -24,7 +25,7 @@ routes = Routes(PREFIX)
 
 @dataclass(frozen=True)
 class _Sample:
-    """A decoded request for a sample.
+    """A decoded request for a sample. Its request id, which needs a number, is set later.
 
     ``digest``: a hash of its body. A sequence number that comes again with another digest is refused.
     """
@@ -46,10 +47,12 @@ class _Sample:
 async def asample(call: Call[_Sample]) -> Response:
     sample, wanted = call.body, call.body.wanted
     session = await call.gateway.sampling_session(wanted.sampling_session_id, call.tenant_id)
-    request = replace(sample.request, version_id=session.version_id)
-    await call.gateway.sample(session, wanted.seq_id, request, sample.encode, sample.digest)
-    samples = [f"{wanted.request_id}:{number}" for number in range(wanted.num_samples)]
-    return json_response({"request_id": wanted.request_id, "sample_sequence_ids": samples})
+    number = await call.gateway.unused_sample_number(session) if wanted.seq_id is None else wanted.seq_id
+    request_id = str(RequestId(session.sampling_session_id, number))
+    request = replace(sample.request, request_id=request_id, version_id=session.version_id)
+    await call.gateway.sample(session, number, request, sample.encode, sample.digest)
+    samples = [f"{request_id}:{index}" for index in range(wanted.num_samples)]
+    return json_response({"request_id": request_id, "sample_sequence_ids": samples})
 
 
 @routes.post("/create_sampling_session", by_new_sampling_session, json_body(CreateSamplingSessionRequest), soon=True)

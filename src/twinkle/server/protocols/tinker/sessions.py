@@ -75,7 +75,7 @@ async def session(call: Call[bytes], session_id: str, access_scope: Scope = "own
         {
             "training_run_ids": [run.run_id for run in runs],
             "sampler_ids": [sampler.sampling_session_id for sampler in samplers],
-            "user_metadata": dict(record.user_metadata),
+            "user_metadata": shown_metadata(record),
             "display_name": record.display_name,
         }
     )

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinkle.server.config.sections import names_this_machine
+from twinkle.server.config.sections import leads_to_this_machine, names_this_machine
 
 PROXY_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PROXY_CALLBACK = f"{__name__}.middlewares"
@@ -73,4 +73,4 @@ def _is_rebound(scope: Scope) -> bool:
         named = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         named = ""
-    return names_this_machine(here) and not names_this_machine(named)
+    return names_this_machine(here) and not leads_to_this_machine(named)

@@ -27,7 +27,7 @@ async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str
     """
     record = await store.checkpoints.get(path.run_id, path.kind, path.name)
     if record is None or not (record.public or record.tenant_id == tenant_id) or expired(record):
-        raise UnknownCheckpointError(str(path))
+        raise UnknownCheckpointError(path.as_sent)
     return record
 
 

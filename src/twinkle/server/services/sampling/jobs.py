@@ -12,7 +12,7 @@ from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
 from twinkle.server.usage import UsageCounts
-from twinkle.server.wire.sampling import Encode
+from twinkle.server.wire.sampling import Encode, as_sent
 
 Event = Progress | SampleResult | TwinkleError
 EventQueue = asyncio.Queue[tuple[str, Event]]  # each event with its request id
@@ -61,7 +61,7 @@ class SampleJob:
         not the user's mistake is logged, too.
         """
         if not self.streamed:
-            return failure_of(error, self.request_id)
+            return failure_of(as_sent(error), self.request_id)
         if isinstance(error, TwinkleError):
             return error
         return TwinkleServerError(unexpected(error, self.request_id).message)

@@ -86,6 +86,7 @@ class LiveAdapter:
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is loaded or offloaded
     numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
+    numbered_here: bool | None = None  # whether the server numbers its ops; None: no op since its creation is known
     changed_seq: int = 0  # the last op that may have changed its weights
     used_at: float = 0.0  # monotonic time when it was last loaded, or when its last op ended
     users: int = 0  # requests other than its ops that need it in the trainer

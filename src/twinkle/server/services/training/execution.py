@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
+from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.types import Objective, TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.services.training.context import TrainingContext
@@ -11,7 +12,7 @@ from twinkle.server.services.training.measurements import counted
 from twinkle.server.services.training.run_kind import DevicePass, RunKinds
 from twinkle.server.types import CreateAdapter, Ending, Op, OpKind, OptimStep, Outcome, Refused, TrainPass
 from twinkle.server.wire import responses
-from twinkle.server.wire.training import encode_training_result
+from twinkle.server.wire.training import as_sent, encode_training_result
 from twinkle.server.wire.training_json import is_json
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Execution:
                 try:
                     prepared[index] = self._prepared(ops[index])
                 except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails its own request alone
-                    outcomes[index] = failure_of(error, ops[index].request_id)
+                    outcomes[index] = failure_of(_as_sent(error, ops[index]), ops[index].request_id)
             outcomes |= yield from self._computed(ops, prepared, limit, give_way)
         yield [outcomes[index] for index in range(len(ops))]
 
@@ -105,7 +106,7 @@ class Execution:
 
     def _encoded(self, op: Op, prepared: DevicePass, result: TrainResult | TrainFailure) -> Outcome:
         if isinstance(result, TrainFailure):
-            return failure_of(result.error, op.request_id)
+            return failure_of(_as_sent(result.error, op), op.request_id)
         try:
             if isinstance(op.payload, TrainPass) and not op.payload.without_adapter:
                 self._recorder.passed(prepared.item, result)
@@ -171,6 +172,11 @@ def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
     else:
         return TrainItem(adapter_id, asked.data, asked.loss, asked.loss_config, base_model=asked.without_adapter)
     return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.without_adapter)
+
+
+def _as_sent(error: Exception, op: Op) -> Exception:
+    """Return an error with the names that fields have in the client's protocol."""
+    return as_sent(error) if isinstance(op.payload, TrainPass) else in_terms_of_rows(error)
 
 
 def _rounds(ops: Sequence[Op], kinds: RunKinds) -> list[list[int]]:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 
 from twinkle.errors import NotFoundError
 from twinkle.server.ids import RequestId
@@ -30,7 +31,7 @@ from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.telemetry.readings import queue_readings, trainer_readings
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
-from twinkle.server.types import Budget, Ending, Op, Outcome, Refused, RunRecord
+from twinkle.server.types import NUMBERED_HERE, UNNUMBERED, Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,9 @@ class ModelService:
         """Add the adapter of a run, promise the futures of its unfinished ops, and line up its replays."""
         plan = await plan_recovery(self._store, self.context.files, run)
         adapter = self.adapters.add(run, plan)
+        last = await self._store.ops.get(run.run_id, plan.last) if plan.last else None
+        if last is not None:
+            adapter.numbered_here = last.digest == NUMBERED_HERE
         for replay in plan.replays:
             if not replay.ended:
                 self._futures.promise(replay.without_body().request_id, run.tenant_id)
@@ -170,6 +174,28 @@ class ModelService:
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
 
+    async def submit_unnumbered(self, op: Op) -> str:
+        """Accept an op whose client sent no sequence number: it comes after all ops of its model that have arrived."""
+        async with self.next_number(op.adapter_id) as number:
+            return await self.submit(replace(op, seq=number, sent_digest=NUMBERED_HERE))
+
+    def mixing(self, op: Op) -> str | None:
+        """Return why an op is refused whose model has had ops of the other sort, with or without numbers; else None.
+
+        Otherwise the number that the server gives to one op could be the next one of the client that numbers its own,
+        and one of the two would be refused in the middle of a window.
+        """
+        adapter, unnumbered = self._adapter(op.adapter_id), op.seq == UNNUMBERED
+        if adapter.numbered_here is None or adapter.numbered_here is unnumbered:
+            return None
+        if unnumbered:
+            last = f"those of {op.adapter_id} have numbers, the last is {adapter.highest_seq}"
+            return f"seq_id: got none, allowed: a number in all requests of a model or in none; {last}"
+        return (
+            f"seq_id: got {op.seq}, allowed: a number in all requests of a model or in none; those of {op.adapter_id}"
+            " have none"
+        )
+
     async def _submit(self, adapter: LiveAdapter, op: Op, entry: Entry) -> str:
         if op.seq > adapter.highest_seq + _FURTHEST_AHEAD:
             allowed = f"at most {_FURTHEST_AHEAD} beyond the last one, {adapter.highest_seq}"
@@ -186,6 +212,7 @@ class ModelService:
             return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
             entry.taken = True
+            adapter.numbered_here = op.digest == NUMBERED_HERE
             self.journal.add(tenant_id, len(op.body))
             adapter.last_request_at = time.time()
             self._futures.promise(op.request_id, adapter.run.tenant_id)

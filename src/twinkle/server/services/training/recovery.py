@@ -156,7 +156,7 @@ async def _outcome(store: Store, record: OpRecord) -> Outcome:
 def _decoded(run: RunRecord, kind: RunKind, record: OpRecord, body: bytes) -> Op:
     try:
         if not body.startswith(_REFUSED):
-            return replace(kind.read_op(run, record, body), sent_digest=record.digest)
+            return replace(kind.read_op(run, record, body), seq=record.seq, sent_digest=record.digest)
         message = json.loads(body.removeprefix(_REFUSED))["refused"]
     except UserError as error:  # an earlier version of the server accepted it
         message = str(error)

@@ -75,6 +75,7 @@ def examine(database: Path, data_dir: Path) -> None:
     of sqlite3 is raised.
     """
     if database.exists() and database.stat().st_size > 0:
+        done = "Nothing was changed"
         try:
             with closing(connect(database, read_only=True)) as connection:
                 structure = check_structure(connection)
@@ -82,12 +83,13 @@ def examine(database: Path, data_dir: Path) -> None:
                     raise DamagedStateError(database, f"is damaged: {structure.broken}", data_dir)
                 whole = is_whole(connection, structure)
             if not whole:
+                done = "A repair was begun and not finished"
                 with closing(connect(database)) as connection:
                     _put_right(connection, database, data_dir)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.OperationalError) and _is_about_the_disk(error):
                 raise
-            raise DamagedStateError(database, f"is damaged: {error}", data_dir) from error
+            raise DamagedStateError(database, f"is damaged: {error}", data_dir, done) from error
     note_opening(data_dir, database)
 
 
@@ -97,7 +99,8 @@ def _put_right(connection: sqlite3.Connection, database: Path, data_dir: Path) -
     connection.execute("REINDEX")
     again = check_structure(connection)
     if again.broken is not None or again.indexes:
-        raise DamagedStateError(database, f"is damaged: {again.broken or 'an index'}", data_dir)
+        done = f"{rows} damaged rows were repaired or removed and the indexes rebuilt, which did not mend it"
+        raise DamagedStateError(database, f"is damaged: {again.broken or 'an index'}", data_dir, done)
     what = f"{rows} damaged rows repaired or removed" if rows else "damaged indexes were rebuilt, nothing is lost"
     _logger.error("%s: %s", database, what)
 
