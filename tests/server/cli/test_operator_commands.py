@@ -1,6 +1,8 @@
 """What operators do while a server runs: usage, eviction, backups; and what Tinker's command line shows."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +24,6 @@ from tests.support.servers.running import (
     sample_body,
     training_request,
 )
-from twinkle.server.state.backup import back_up
 from twinkle.server.wire import tinker_pb2 as pb
 
 
@@ -194,11 +195,10 @@ def test_a_backup_of_a_server_at_work_goes_on_elsewhere(own_server: Callable[...
         while len(losses) < 5:
             time.sleep(0.01)
         backups = [tmp_path / f"backup{number}" for number in range(4)]
-        for backup in backups[:3]:  # at different moments between snapshots, pruning and steps
-            back_up(server.data_dir, server.data_dir / "state.db", backup)
-        made = command(server, "backup", str(backups[3]))
-        assert made.returncode == 0, made
-        assert "files" in made.stdout
+        for backup in backups:  # at different moments between snapshots, pruning and steps
+            made = command(server, "backup", str(backup))
+            assert made.returncode == 0, made
+            assert "files" in made.stdout
     finally:
         done.set()
         worker.join()
@@ -246,9 +246,17 @@ def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     assert "no backup.json" in unfinished.stderr
 
 
-def test_a_state_on_postgresql_is_backed_up_otherwise(tmp_path: Path) -> None:
-    server = Server(tmp_path, mock_config(persistence={"url": "postgresql://me:hush@host/db"}))
-    refused = command(server, "backup", str(tmp_path / "b"))
-    assert refused.returncode == 1
-    assert "pg_dump" in refused.stderr
-    assert "hush" not in refused.stderr
+def test_a_backup_without_its_database(tmp_path: Path) -> None:
+    url = "postgresql://me:hush@127.0.0.1:9/db"  # nothing listens there
+    server = Server(tmp_path, mock_config(persistence={"url": url}))
+    for programs, expected in (("", "pg_dump is not installed"), (os.environ["PATH"], "127.0.0.1")):
+        variables = {**environment(), "PATH": programs}
+        arguments = ["backup", str(tmp_path / "b"), "-c", str(server.directory / "config.yaml")]
+        refused = run_forked(arguments, variables)
+        if expected == "127.0.0.1" and shutil.which("pg_dump") is None:
+            continue
+        assert refused.returncode == 1
+        assert expected in refused.stderr
+        assert "hush" not in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "b").exists()
