@@ -180,7 +180,7 @@ class PostgresRecords:
         connection.execute(text("SET idle_in_transaction_session_timeout = 0"))
         snapshot = connection.execute(select(func.pg_export_snapshot())).scalar_one()
         self._moment = connection, snapshot
-        return _named(connection.execute)
+        return _named(lambda statement: connection.execute(statement))
 
     def _end_moment(self) -> None:
         if self._moment is not None:
@@ -189,7 +189,7 @@ class PostgresRecords:
 
     def named_now(self) -> NamedFiles:
         with self._driver.connect() as connection:
-            return _named(connection.execute)
+            return _named(lambda statement: connection.execute(statement))
 
     def write(self, scratch: Path, target: Path) -> None:
         assert self._moment is not None, "fix() comes first"

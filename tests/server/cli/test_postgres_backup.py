@@ -1,6 +1,6 @@
-"""Backups of a state on PostgreSQL: pg_dump and pg_restore, and what is refused. SQLite: test_backup_files.py.
+"""Backups of a state on PostgreSQL: pg_dump and pg_restore, and what is refused. SQLite: state/test_backup_files.py.
 
-tests/server/cli/test_operator_commands.py has the backup of a server at work, on both databases.
+test_operator_commands.py has the backup of a server at work, on both databases.
 """
 
 import subprocess
