@@ -26,7 +26,7 @@ def test_every_block_has_a_language_and_every_fragment_a_reason() -> None:
     assert [block.name for block in everything if block.language not in LANGUAGES] == []
     fragments = [block for block in everything if block.reason is not None]
     assert [block.name for block in fragments if len(str(block.reason).split()) < 4] == []
-    markers = sum(page.read_text().count("<!-- fragment:") for page in PAGES)
+    markers = sum(len(re.findall(r"^<!-- fragment:", page.read_text(), re.MULTILINE)) for page in PAGES)
     assert markers == len(fragments), "a marker stands on the line before its block"
     text = sum(page.read_text().count("\n```") for page in PAGES)
     assert text == 2 * len(everything), "a block that does not end, or one with spaces before it"
