@@ -8,12 +8,12 @@ PostgreSQL's client package; they must be as new as the database server.
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import URL, Connection, SelectBase, func, inspect, make_url, select, text, union
+from sqlalchemy import URL, SelectBase, func, inspect, make_url, select, text, union
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.state.database.driver import Driver, Role
@@ -144,7 +144,8 @@ class PostgresRecords:
     def __init__(self, driver: Driver, url: str) -> None:
         self._driver = driver
         self._url = make_url(url)
-        self._moment: tuple[Connection, str] | None = None  # the open transaction of fix(), and its snapshot's id
+        self._snapshot: str | None = None  # the id of the snapshot that fix() exported
+        self._transaction = ExitStack()  # holds the transaction that exported it, without which it would be gone
 
     @classmethod
     @contextmanager
@@ -175,27 +176,26 @@ class PostgresRecords:
 
     def fix(self, scratch: Path) -> NamedFiles:
         self._end_moment()
-        connection = self._driver.engine.connect().execution_options(isolation_level="REPEATABLE READ")
+        connection = self._transaction.enter_context(self._driver.connect())
+        connection = connection.execution_options(isolation_level="REPEATABLE READ")
         # The transaction stays idle while files are linked, longer than our other connections may.
         connection.execute(text("SET idle_in_transaction_session_timeout = 0"))
-        snapshot = connection.execute(select(func.pg_export_snapshot())).scalar_one()
-        self._moment = connection, snapshot
+        self._snapshot = connection.execute(select(func.pg_export_snapshot())).scalar_one()
         return _named(lambda statement: connection.execute(statement))
 
     def _end_moment(self) -> None:
-        if self._moment is not None:
-            self._moment[0].close()
-            self._moment = None
+        self._transaction.close()
+        self._snapshot = None
 
     def named_now(self) -> NamedFiles:
         with self._driver.connect() as connection:
             return _named(lambda statement: connection.execute(statement))
 
     def write(self, scratch: Path, target: Path) -> None:
-        assert self._moment is not None, "fix() comes first"
+        assert self._snapshot is not None, "fix() comes first"
         target.touch(mode=0o600)
         # The rows of running processes are of no use to the server that starts after a restore.
-        options = ("--format=custom", f"--exclude-table-data={_WRITERS}", f"--snapshot={self._moment[1]}")
+        options = ("--format=custom", f"--exclude-table-data={_WRITERS}", f"--snapshot={self._snapshot}")
         self._run("pg_dump", scratch, *options, f"--file={target}")
         self._end_moment()
 
@@ -212,10 +212,11 @@ class PostgresRecords:
 
     def _run(self, program: str, scratch: Path, *arguments: str) -> None:
         """Run a program of PostgreSQL on this database; TwinkleServerError with its message if it fails."""
-        whole, password_file = self._url, scratch / ".pgpass"
+        whole, password_file = self._url.difference_update_query(["password"]), scratch / ".pgpass"
         url = URL.create("postgresql", whole.username, None, whole.host, whole.port, whole.database, whole.query)
-        if whole.password is not None:  # in a private file: other users can read the arguments of a process
-            escaped = str(whole.password).replace("\\", r"\\").replace(":", r"\:")
+        password = whole.password or self._url.query.get("password")
+        if password is not None:  # in a private file: other users can read the arguments of a process
+            escaped = str(password).replace("\\", r"\\").replace(":", r"\:")
             write_private(password_file, f"*:*:*:*:{escaped}\n".encode())
             url = url.update_query_dict({"passfile": str(password_file)})
         always = ("--no-owner", "--no-privileges", "--no-password", f"--dbname={url}")
