@@ -31,7 +31,7 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 # The contract tests of sampling. The other contract tests do not depend on the sampler.
 VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test_openai_sdk.py
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
-POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
+POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,cli/test_operator_commands.py cli/test_postgres_backup.py protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)

@@ -16,7 +16,6 @@ from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig
 
 SERVERS = sorted((CLIENT / name).with_name("server.py").relative_to(CLIENT).as_posix() for name in CONFIGURATIONS)
-MODELSCOPE = sorted(path.relative_to(CLIENT).as_posix() for path in CLIENT.glob("*/modelscope/*.py"))
 
 
 def without_head(file: Path) -> str:
@@ -100,26 +99,6 @@ def test_the_configuration_for_tests_from_end_to_end() -> None:
     config = ServerConfig.from_yaml(CLIENT / "server" / "transformer" / "server_config_e2e.yaml")
     assert [one.import_path for one in config.applications] == ["server", "model", "sampler", "processor"]
     assert config.http_options.port == 9000
-
-
-def test_modelscope_scripts_explain_themselves() -> None:
-    """In one separate process, because those for the tinker SDK modify it."""
-    program = (
-        "import contextlib, io, runpy, sys\n"
-        f"for script in {MODELSCOPE}:\n"
-        "    for arguments in (['--help'], []):\n"
-        "        sys.argv, said = [script, *arguments], io.StringIO()\n"
-        "        try:\n"
-        "            with contextlib.redirect_stdout(said):\n"
-        f"                runpy.run_path({str(CLIENT)!r} + '/' + script, run_name='__main__')\n"
-        "        except SystemExit as ended:\n"
-        "            print(script, repr(ended.code), 'usage' in said.getvalue())\n"
-    )
-    variables = {name: value for name, value in environment().items() if name != "MODELSCOPE_TOKEN"}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
-    refused = repr("MODELSCOPE_TOKEN: not set; it holds your API key of ModelScope")
-    wanted = [line for script in MODELSCOPE for line in (f"{script} 0 True", f"{script} {refused} False")]
-    assert done.stdout.splitlines() == wanted
 
 
 def test_users_are_told() -> None:

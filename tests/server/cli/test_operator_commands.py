@@ -1,6 +1,7 @@
 """What operators do while a server runs: usage, eviction, backups; and what Tinker's command line shows."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +23,6 @@ from tests.support.servers.running import (
     sample_body,
     training_request,
 )
-from twinkle.server.state.backup import back_up
 from twinkle.server.wire import tinker_pb2 as pb
 
 
@@ -194,11 +194,10 @@ def test_a_backup_of_a_server_at_work_goes_on_elsewhere(own_server: Callable[...
         while len(losses) < 5:
             time.sleep(0.01)
         backups = [tmp_path / f"backup{number}" for number in range(4)]
-        for backup in backups[:3]:  # at different moments between snapshots, pruning and steps
-            back_up(server.data_dir, server.data_dir / "state.db", backup)
-        made = command(server, "backup", str(backups[3]))
-        assert made.returncode == 0, made
-        assert "files" in made.stdout
+        for backup in backups:  # at different moments between snapshots, pruning and steps
+            made = command(server, "backup", str(backup))
+            assert made.returncode == 0, made
+            assert "files" in made.stdout
     finally:
         done.set()
         worker.join()
@@ -246,9 +245,16 @@ def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     assert "no backup.json" in unfinished.stderr
 
 
-def test_a_state_on_postgresql_is_backed_up_otherwise(tmp_path: Path) -> None:
-    server = Server(tmp_path, mock_config(persistence={"url": "postgresql://me:hush@host/db"}))
-    refused = command(server, "backup", str(tmp_path / "b"))
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_backup_of_a_database_that_does_not_answer(tmp_path: Path, installed: bool) -> None:
+    if installed and shutil.which("pg_dump") is None:
+        pytest.skip("needs pg_dump, of Debian's package postgresql-client")
+    url = "postgresql://me:hush@127.0.0.1:9/db"  # nothing listens there
+    server = Server(tmp_path, mock_config(persistence={"url": url}))
+    variables = environment() if installed else {**environment(), "PATH": ""}
+    refused = run_forked(["backup", str(tmp_path / "b"), "-c", str(server.directory / "config.yaml")], variables)
     assert refused.returncode == 1
-    assert "pg_dump" in refused.stderr
+    assert ("127.0.0.1" if installed else "pg_dump is not installed") in refused.stderr
     assert "hush" not in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "b").exists()

@@ -9,6 +9,7 @@ the server's log in build/demo. The first run also downloads the model, 135 M pa
 self_cognition.py in this folder is the same training with less output.
 """
 
+import argparse
 import json
 import os
 import random
@@ -244,6 +245,7 @@ def plot(losses: list[float], file: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):  # also stop the server if the terminal is closed
         signal.signal(number, signal.default_int_handler)
@@ -255,8 +257,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="data-", dir=OUT) as folder, running_server(Path(folder).absolute()) as url:
         demo(url, Path(folder))
     print(f"\nThe server is stopped. The demo took {time.monotonic() - started:.0f} s.")
-    print("Next: start a server with `.venv/bin/twinkle-server launch`. Then, in another terminal,")
-    print(f"`export TWINKLE_MODEL={MODEL}` and run cookbook/client/tinker/self_host/lora.py with .venv/bin/python.")
+    print("Next: start a server with `.venv/bin/twinkle-server launch`. Then, in another terminal, run")
+    print("`.venv/bin/python cookbook/client/tinker/self_host/lora.py`.")
 
 
 if __name__ == "__main__":

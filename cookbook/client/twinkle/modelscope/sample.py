@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-if "MODELSCOPE_TOKEN" not in os.environ and "--help" not in sys.argv:
+if "MODELSCOPE_TOKEN" not in os.environ and not {"-h", "--help"} & {*sys.argv}:
     sys.exit("MODELSCOPE_TOKEN: not set; it holds your API key of ModelScope")
 os.environ["TWINKLE_SERVER_TOKEN"] = os.environ.get("MODELSCOPE_TOKEN", "")
 os.environ.setdefault("TWINKLE_SERVER_URL", "https://www.modelscope.cn/twinkle")

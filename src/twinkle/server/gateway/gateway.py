@@ -177,7 +177,7 @@ class Gateway:
         """
         known = known_name(name, self._names)
         if known is None:
-            raise UnknownNameError("base_model", name, self._served)
+            raise UnknownNameError("base_model", name, self.config.listed_names)
         return self._names[known]
 
     def serving(self, model_name: str) -> Services:

@@ -136,6 +136,7 @@ def announcement(
     lines += [
         f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
         f"dashboard: {url}/dashboard",
+        f"routes of the API: {url}/docs",
         f"data in {config.data_dir}",
         f"keys: {'any key that begins with tml- is a tenant of its own' if is_open else 'required'}",
         *(f"  {line}" for line in about_key),

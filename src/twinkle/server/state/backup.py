@@ -4,15 +4,15 @@ A backup is consistent: its records are those of one moment, and it holds the fi
 them, complete. Bodies of ops that are not replayed are left out, and sampler versions of sessions that have ended are
 copied only as far as their files still exist. This is how a backup is made:
 
-1. SQLite copies the database as it is at one moment, also while other connections write.
-2. The files that this copy names never change once they exist, but the server may delete them meanwhile. It deletes
+1. The database fixes its records as they are at one moment, also while other connections write (``backup_records``).
+2. The files that these records name never change once they exist, but the server may delete them meanwhile. It deletes
    files only after their record is gone (a checkpoint: expired; a sampler version: its session has ended). So the files
    are hard-linked into a staging directory, which is fast.
 3. If the live records still name all of the linked directories, none of them was being deleted while it was linked
-   (except perhaps an expired checkpoint, which nobody can use). Otherwise the steps are repeated with a new copy of
-   the database, at most 50 times.
-4. Only then are the bytes copied. The last segment of the journal may grow during that; no record of the backup points
-   to the bytes that were added.
+   (except perhaps an expired checkpoint, which nobody can use). Otherwise the steps are repeated with a later
+   moment, at most 50 times.
+4. Only then are the bytes copied, and the records written. The last segment of the journal may grow during that; no
+   record of the backup points to the bytes that were added.
 
 The manifest holds a checksum of every other file and one of itself. A backup with a single wrong bit is not restored,
 unless it is of format 1, which had no checksums: of these only the number and total size of the files are compared.
@@ -24,35 +24,23 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlalchemy import select, union
-
 from twinkle.errors import TwinkleServerError
-from twinkle.server.state.database.sqlite import as_sql
-from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_SESSIONS, SNAPSHOTS
+from twinkle.server.state.backup_records import NamedFiles, Records, SqliteRecords
 from twinkle.server.state.files.data_dir import make_parents, restrict, sync, sync_all
 from twinkle.server.state.files.file_checksums import sums_of
-from twinkle.server.state.integrity.copies import copy_sqlite, write_private
-from twinkle.server.state.integrity.examination import check_before_opening
-from twinkle.server.state.integrity.sqlite_check import connect
-from twinkle.server.state.records.ops import BODIES_NEEDED, OUTCOMES_NEEDED
-from twinkle.server.state.records.sampling import ACTIVE_DIRECTORIES
+from twinkle.server.state.integrity.copies import write_private
 
 _MANIFEST = "backup.json"
 _FORMAT = 2  # 1 had no checksums
-_DATABASE = "state.db"
 _SECRET = "secret"
 _ATTEMPTS = 50
 _PAUSE_SECONDS = 0.1
 _STAGING = ".backup-"
 _RESTORING = ".restoring-"
-
-# Directories that must exist. The files of other sampler versions may be deleted: no active session samples from them.
-_DIRECTORIES = union(select(SNAPSHOTS.c.directory), select(CHECKPOINTS.c.directory), ACTIVE_DIRECTORIES)
-_VERSIONS = select(SAMPLING_SESSIONS.c.directory).where(SAMPLING_SESSIONS.c.directory.is_not(None)).distinct()
 
 
 @dataclass(frozen=True)
@@ -62,19 +50,6 @@ class BackupSummary:
     created_at: float
     files: int
     size_bytes: int
-
-
-@dataclass(frozen=True)
-class _Named:
-    """The paths that the records name, relative to the data directory.
-
-    ``directories`` must exist. ``old_versions``, sampler versions of sessions that have ended, may be missing.
-    ``segments`` are the files of the journal with bodies and outcomes that are still needed.
-    """
-
-    directories: frozenset[str]
-    old_versions: frozenset[str]
-    segments: frozenset[str]
 
 
 @dataclass
@@ -109,21 +84,24 @@ class _Staging:
 
 
 def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
-    """Copy the SQLite file ``database``, and the files in ``data_dir`` that it needs, into the directory ``target``.
+    """Do the same as :func:`back_up_records` with the records in the SQLite file ``database``."""
+    return back_up_records(data_dir, SqliteRecords(database), target)
+
+
+def back_up_records(data_dir: Path, records: Records, target: Path) -> BackupSummary:
+    """Copy the records, and the files in ``data_dir`` that they need, into the directory ``target``.
 
     ``target`` must be empty or not exist yet, otherwise TwinkleServerError.
     """
-    if not database.is_file():
-        raise TwinkleServerError(f"no server has kept its state in {data_dir}")
-    check_before_opening(database, data_dir, has_lock=False)
+    records.check_before_backup(data_dir)
     _check_empty(target, "a backup goes into an empty directory")
     with _staging(data_dir) as staging:
-        named = _stage(staging, database)
+        named = _stage(staging, records)
         new_parents = make_parents(target, private=False)
         target.mkdir(exist_ok=True, mode=0o700)
         for name in sorted(staging.linked & (named.directories | named.old_versions | named.segments)):
             _copy(staging.directory / name, target / name)
-        _copy(staging.directory / _DATABASE, target / _DATABASE)
+        records.write(staging.directory, target / records.file)
     _copy(data_dir / _SECRET, target / _SECRET)
     for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
         restrict(path)
@@ -151,33 +129,36 @@ def check_backup(source: Path) -> list[str]:
 
 
 def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
-    """Make ``data_dir``, which must be empty or not exist yet, from a backup; the database becomes ``database``.
+    """Do the same as :func:`restore_records` with the records in the SQLite file ``database``."""
+    return restore_records(source, data_dir, SqliteRecords(database))
 
-    Raises TwinkleServerError, and changes nothing, if the backup is damaged or ``database`` exists.
+
+def restore_records(source: Path, data_dir: Path, records: Records) -> BackupSummary:
+    """Make ``data_dir``, which must be empty or not exist yet, from a backup, and put its records into the database.
+
+    Raises TwinkleServerError, and changes nothing, if the backup is damaged, has its records for another kind of
+    database, or if the database already holds the records of a server.
     """
     summary, _ = _read_manifest(source)
     damaged = check_backup(source)
     if damaged:
         raise TwinkleServerError(f"{source} is damaged, nothing was restored; wrong files: {', '.join(damaged)}")
     _check_empty(data_dir, "a backup is restored into an empty data directory")
-    if database.exists():
-        raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
+    if not (source / records.file).exists():
+        raise TwinkleServerError(
+            f"{source} has no {records.file}: its records were in another kind of database, SQLite (state.db) or "
+            "PostgreSQL (state.pgdump); restore it with a configuration whose persistence.url is of that kind"
+        )
+    records.check_before_restore()
     new_parents = make_parents(data_dir, private=False)
     partial = _own_directory(data_dir.parent, f".{data_dir.name}{_RESTORING}")
     try:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
         restrict(partial)
         sync_all(partial)
-        inside = database.is_relative_to(data_dir)
-        if inside and database != data_dir / _DATABASE:
-            (partial / _DATABASE).rename(partial / database.relative_to(data_dir))
         if data_dir.exists():
             data_dir.rmdir()
-        if not inside:
-            new_parents += make_parents(database, private=False)
-            shutil.move(partial / _DATABASE, database)  # a copy if the database is on another file system
-            sync(database)
-            sync(database.parent)
+        new_parents += records.put_back(partial, data_dir)
         partial.rename(data_dir)
         for directory in (data_dir.parent, *(new.parent for new in new_parents)):
             sync(directory)
@@ -227,36 +208,22 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
 # --- what to copy -----------------------------------------------------------------------------------------------------
 
 
-def _stage(staging: _Staging, database: Path) -> _Named:
-    """Copy the database and link the files that the copy names; return their names. See the steps at the top."""
-    copy = staging.directory / _DATABASE
+def _stage(staging: _Staging, records: Records) -> NamedFiles:
+    """Fix the records and link the files that they name; return their names. See the steps at the top."""
     for _ in range(_ATTEMPTS):
-        with closing(connect(database, read_only=True)) as live:
-            copy_sqlite(live, copy)
-        named = _named(copy)
+        named = records.fix(staging.directory)
         segments = [staging.link(name) for name in named.segments - staging.linked]
         fresh = named.directories - staging.linked
         found = [staging.link(name) for name in fresh]
         for name in named.old_versions - staging.linked:
             staging.link(name)
-        still_named = _named(database).directories
+        still_named = records.named_now().directories
         for name in fresh - still_named:  # it may have been deleted while it was linked
             staging.drop(name)
         if all(segments) and all(found) and fresh <= still_named:
             return named
         time.sleep(_PAUSE_SECONDS)
     raise TwinkleServerError("the state was not copied: some of its files were missing or deleted each time; try again")
-
-
-def _named(database: Path) -> _Named:
-    with closing(connect(database, read_only=True)) as connection:
-        directories, versions, bodies, outcomes = (
-            frozenset(row[0] for row in connection.execute(as_sql(statement)))
-            for statement in (_DIRECTORIES, _VERSIONS, BODIES_NEEDED, OUTCOMES_NEEDED)
-        )
-        segments = {f"journal/bodies/{number:08d}.journal" for number in bodies}
-        segments |= {f"journal/outcomes/{number:08d}.journal" for number in outcomes}
-        return _Named(directories, versions - directories, frozenset(segments))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

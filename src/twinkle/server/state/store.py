@@ -75,7 +75,7 @@ class Store:
             if file is not None and str(file) not in ("", ".", ":memory:"):
                 held.enter_context(_database_lock(data_dir, file, role))
                 _examine(data_dir, file, role)
-            driver = _driver(database_url, role)
+            driver = driver_of(database_url, role)
             held.callback(driver.engine.dispose)
             _update_schema(data_dir, driver, role)
             if role is Role.MEMBER:
@@ -167,7 +167,8 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def _driver(url: URL, role: Role) -> Driver:
+def driver_of(url: URL, role: Role) -> Driver:
+    """Return the driver of a database; MissingDependencyError if a package for it is not installed."""
     if url.get_backend_name() == "sqlite":
         return SqliteDriver(url)
     try:

@@ -60,8 +60,8 @@ def services_of(gateway: Gateway, model: str) -> Services:
     """Return the services of the base model in a path; NotFoundError if this process does not serve it."""
     try:
         return gateway.model(model)
-    except UnknownNameError as error:
-        raise NotFoundError("model", f"{model}: {error}") from None
+    except UnknownNameError:
+        raise NotFoundError("model", model, f"served: {', '.join(gateway.config.listed_names)}") from None
 
 
 def sampling_services_of(gateway: Gateway, model: str) -> Services:

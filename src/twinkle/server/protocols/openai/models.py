@@ -43,7 +43,10 @@ async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | Check
             return await readable_checkpoint(gateway.store, path, tenant_id)
     with suppress(NotFoundError):
         return await gateway.run_record(name, tenant_id)
-    raise ModelNotFoundError(f"unknown model {short(name)}; GET /v1/models lists base models and what is yours")
+    served = ", ".join(gateway.config.listed_names)
+    raise ModelNotFoundError(
+        f"unknown model {short(name)}; served: {served}; GET /v1/models also lists your runs and checkpoints"
+    )
 
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:

@@ -1,4 +1,4 @@
-"""Pages for a browser: the dashboard, and a page without scripts that lists the routes of this server.
+"""Pages for a browser: a page of links, the dashboard, and a page without scripts that lists the routes of this server.
 
 The dashboard's files are the same for everyone and need no key. Its scripts fetch the data from the API with the
 user's key.
@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 
+import twinkle
 from twinkle.errors import NotFoundError
 from twinkle.server.http.owners import anybody
 from twinkle.server.http.routes import Call, Routes
@@ -37,8 +38,32 @@ PAGE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_POLICY_OF_ROUTES = "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_HEADERS_OF_ROUTES = {**PAGE_HEADERS, "Content-Security-Policy": _POLICY_OF_ROUTES}
+# For pages without scripts.
+_PLAIN_POLICY = (
+    "default-src 'none'; style-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PLAIN_HEADERS = {**PAGE_HEADERS, "Content-Security-Policy": _PLAIN_POLICY}
+# Relative, so that they also work behind a proxy that serves this server under a path of its own.
+_LINKS: Mapping[str, str] = {
+    "dashboard": "runs with their curves, adapters, sessions, checkpoints, and a playground to sample in",
+    "docs": "all routes of this server",
+    "openapi.json": "the same with all types, for tools",
+    "api/v1/status": "uptime, memory, disk, and the load of each model",
+}
+
+
+@routes.get("/", anybody, public=True)
+async def start_page(_call: Call[bytes]) -> Response:
+    """Return a page with links to the other pages, for someone who opens the server's address in a browser."""
+    links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in _LINKS.items())
+    about = "<p>Clients use the address of this page: the Tinker protocol is under api/v1, OpenAI's under v1.</p>"
+    return _plain_page(f"Twinkle {twinkle.__version__}", f"<ul>{links}</ul>{about}")
+
+
+@routes.get("/favicon.ico", anybody, public=True, traced=False)
+async def icon(_call: Call[bytes]) -> Response:
+    """Return the icon of all pages: browsers ask for this path on their own, also for answers that are not pages."""
+    return Response(_content("icon.svg"), headers=_PLAIN_HEADERS, media_type=_PART_TYPES[".svg"])
 
 
 @routes.get("/dashboard", anybody, public=True)
@@ -74,22 +99,26 @@ def _content(name: str) -> bytes:
 async def api_page(call: Call[bytes]) -> Response:
     """Return a page that lists all routes of this server."""
     app: FastAPI = call.request.app
-    return Response(_page(app.openapi()), headers=_HEADERS_OF_ROUTES, media_type="text/html")
-
-
-def _page(document: Mapping[str, Any]) -> str:
+    document = app.openapi()
     routes = [
         _route(method, path, operation)
         for path, operations in sorted(document["paths"].items())
         for method, operation in operations.items()
     ]
-    title = escape(f"{document['info']['title']} {document['info']['version']}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>'
-        f'<link rel="stylesheet" href="dashboard/style.css"></head><body><header><h1>{title}</h1></header><main>'
-        f'<p>All routes. The same with all types, for tools: <a href="openapi.json">openapi.json</a></p>'
-        f"{''.join(routes)}</main></body></html>"
+    about = '<p>All routes. The same with all types, for tools: <a href="openapi.json">openapi.json</a></p>'
+    return _plain_page(f"{document['info']['title']} {document['info']['version']}: routes", about + "".join(routes))
+
+
+def _plain_page(title: str, body: str) -> Response:
+    """Return a page that has no scripts and loads only files of this server. ``body`` is markup."""
+    text = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        'content="light dark"><link rel="icon" href="dashboard/icon.svg"><link rel="stylesheet" '
+        f'href="dashboard/style.css"></head><body><header><h1>{escape(title)}</h1></header><main>{body}</main>'
+        "</body></html>"
     )
+    return Response(text, headers=_PLAIN_HEADERS, media_type="text/html")
 
 
 def _route(method: str, path: str, operation: Mapping[str, Any]) -> str:
