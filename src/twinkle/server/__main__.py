@@ -2,7 +2,7 @@
 
 import sys
 
-from twinkle.server.cli.command_line import main
+from twinkle.server.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

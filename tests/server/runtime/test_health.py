@@ -1,5 +1,6 @@
 """Health checks never wait for a training step, and report a server that is stuck, recovering or ending."""
 
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def test_a_long_step_keeps_nobody_waiting(own_server: Callable[..., Server]) -> 
 
 
 def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
-    server = own_server(**{"pass": 2.0, "snapshot": 1000.0})
+    server = own_server(**{"pass": 2.0, "snapshot": 1000.0, "progress": 0.1})
     tenant = Tenant(server.url, "tml-recovering")
     tenant.result(tenant.forward_backward(tenant.model(), 1))
     time.sleep(1)  # time to record the end of the pass; without that it would run as new work, not as a replay
@@ -52,6 +53,8 @@ def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
     assert first.json() == {"ready": False, "detail": "recovering: mock"}
     assert get(server, "healthz").status_code == 200
     eventually(lambda: get(server, "healthz/ready").status_code == 200)
+    eventually(lambda: "recovery of mock: done after" in server.log())
+    assert re.search(r"recovery of mock: [01] of 2 ops \(\d+ s so far\)", server.log())
 
 
 class NoModels:

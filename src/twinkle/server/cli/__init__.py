@@ -3,18 +3,35 @@
 May import: everything.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from twinkle.server.cli.command_line import main
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
 __all__ = ["main"]
 
+_NO_LAUNCH = ("-h", "--help", "--version")
 
-def __getattr__(name: str) -> object:
-    """Load the command line when it is asked for: ``import twinkle.server`` needs none of it."""
-    if name == "main":
-        from twinkle.server.cli.command_line import main
 
-        return main
-    raise AttributeError(name)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of ``twinkle-server`` and return its exit code.
+
+    Imports take seconds on a busy machine, so the first line of ``launch`` comes before them.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    is_launch = given[:1] == ["launch"] or (given[:1] != [] and given[0].startswith("-"))
+    if is_launch and not set(given) & set(_NO_LAUNCH):
+        _announce_start(as_json="--log-format json" in " ".join(given).replace("=", " "))
+    from twinkle.server.cli.command_line import main as run
+
+    return run(given)
+
+
+def _announce_start(*, as_json: bool) -> None:
+    """Print a line in the form of a log line: logging is set up only when the configuration has been read."""
+    now, line = datetime.now(UTC), f"twinkle-server starts as process {os.getpid()}: loading modules"
+    if as_json:
+        time = now.isoformat(timespec="milliseconds")
+        line = json.dumps({"time": time, "level": "info", "logger": "twinkle.server", "message": line})
+    print(line, file=sys.stderr, flush=True)

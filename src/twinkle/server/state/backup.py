@@ -40,6 +40,7 @@ from twinkle.server.state.integrity.examination import check_before_opening
 from twinkle.server.state.integrity.sqlite_check import connect
 from twinkle.server.state.records.ops import BODIES_NEEDED, OUTCOMES_NEEDED
 from twinkle.server.state.records.sampling import ACTIVE_DIRECTORIES
+from twinkle.utils.progress import Progress
 
 _MANIFEST = "backup.json"
 _FORMAT = 2  # 1 had no checksums
@@ -117,23 +118,30 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
         raise TwinkleServerError(f"no server has kept its state in {data_dir}")
     check_before_opening(database, data_dir, has_lock=False)
     _check_empty(target, "a backup goes into an empty directory")
-    with _staging(data_dir) as staging:
-        named = _stage(staging, database)
-        new_parents = make_parents(target, private=False)
-        target.mkdir(exist_ok=True, mode=0o700)
-        for name in sorted(staging.linked & (named.directories | named.old_versions | named.segments)):
-            _copy(staging.directory / name, target / name)
-        _copy(staging.directory / _DATABASE, target / _DATABASE)
-    _copy(data_dir / _SECRET, target / _SECRET)
-    for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
-        restrict(path)
-    sums = sums_of(target, _MANIFEST)
-    summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
-    sync_all(target)
-    # The manifest is written last: a backup without one is unfinished.
-    write_private(target / _MANIFEST, _manifest(summary, sums))
-    for directory in (target, target.parent, *(new.parent for new in new_parents)):
-        sync(directory)
+    with Progress(f"backup of {data_dir}") as progress:
+        progress.doing("copying the database")
+        with _staging(data_dir) as staging:
+            named = _stage(staging, database)
+            new_parents = make_parents(target, private=False)
+            target.mkdir(exist_ok=True, mode=0o700)
+            names = sorted(staging.linked & (named.directories | named.old_versions | named.segments))
+            progress.doing("copying files")
+            for number, name in enumerate(names):
+                progress.reached(number, len(names), "adapters, versions and journal files")
+                _copy(staging.directory / name, target / name)
+            _copy(staging.directory / _DATABASE, target / _DATABASE)
+        _copy(data_dir / _SECRET, target / _SECRET)
+        for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
+            restrict(path)
+        progress.doing("computing checksums")
+        sums = sums_of(target, _MANIFEST)
+        summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
+        progress.doing("writing everything to the disk")
+        sync_all(target)
+        # The manifest is written last: a backup without one is unfinished.
+        write_private(target / _MANIFEST, _manifest(summary, sums))
+        for directory in (target, target.parent, *(new.parent for new in new_parents)):
+            sync(directory)
     return summary
 
 
