@@ -14,6 +14,10 @@ from tests.support.servers.otlp_collector import eventually
 from tests.support.servers.running import Server, Tenant, mock_config
 from twinkle.server.app import make_app
 from twinkle.server.config import ServerConfig
+from twinkle.server.gateway.fleet import ModelReport
+from twinkle.server.runtime.ray.layout import layout_of
+from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
+from twinkle.server.runtime.ray.replica import ReplicaGoneError
 
 
 def get(server: Server, path: str) -> httpx.Response:
@@ -67,6 +71,45 @@ def test_not_ready_while_it_ends(stopping: bool, status: int) -> None:
     app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # it is never started
     app.state.gateway = SimpleNamespace(stopping=stopping, fleet=NoModels(), config=ServerConfig(auth={"mode": "keys"}))
     assert TestClient(app).get("/api/v1/healthz/ready").status_code == status
+
+
+class FakeReplica:
+    """A replica of a model on Ray that reports, or is gone."""
+
+    def __init__(self) -> None:
+        self.answers = False
+
+    async def report(self) -> ModelReport:
+        if not self.answers:
+            raise ReplicaGoneError
+        return ModelReport("m", (), 8, True, True, False, "trains and samples", {}, {}, frozenset())
+
+
+def test_a_missing_replica_on_ray_is_neither_ready_nor_healthy() -> None:
+    """Also one that has never answered, as after the start of a gateway."""
+    model = {"name": "m", "import_path": "model", "args": {"model_id": "m", "backend": "mock"}}
+    config = ServerConfig.model_validate(
+        {"runtime": "ray", "auth": {"mode": "keys"}, "applications": [{**model, "deployments": [{"num_replicas": 2}]}]}
+    )
+    first, second = FakeReplica(), FakeReplica()
+    fleet = RemoteFleet(layout_of(config), {"m-0": first, "m-1": second})  # type: ignore[dict-item]
+    app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # it is never started
+    app.state.gateway = SimpleNamespace(stopping=False, fleet=fleet, config=config)
+    caller = TestClient(app)
+
+    def check(status: int, ready: str, deep: str) -> None:
+        answers = caller.get("/api/v1/healthz/ready"), caller.get("/api/v1/healthz/deep")
+        assert [answer.status_code for answer in answers] == [status, status]
+        assert answers[0].json()["detail"] == ready
+        assert answers[1].json()["models"]["m"] == {"healthy": status == 200, "detail": deep}
+
+    check(503, "no replica of m has answered", "none of its replicas has answered")
+    first.answers = True
+    check(503, "no answer from m-1", "no answer from m-1")
+    second.answers = True
+    check(200, "serving", "trains and samples")
+    first.answers = False  # it was killed
+    check(503, "no answer from m-0", "no answer from m-0")
 
 
 def test_all_is_well(server: Server) -> None:
