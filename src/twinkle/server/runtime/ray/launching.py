@@ -98,9 +98,9 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     """Deploy the applications and give the server's URL. At the end, also after an error, :func:`remove` is called."""
     http = config.http_options
-    port = _port(config)
     host = "127.0.0.1" if http.host == "localhost" else http.host
     with Progress("starting Ray Serve"):
+        port = _port(config)
         serve.start(
             proxy_location=config.proxy_location or "HeadOnly",
             http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
@@ -122,11 +122,13 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
             serve.RunTarget(application_for(config, one, has_gpus, places), one.name, route, _SERVE_LOGGING)
             for one, route in _served_at(config)
         ]
-        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        with Progress("handing the applications to Ray Serve"):
+            serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         _wait_until_running([target.name for target in targets], demands, config)
         url = url_of(http.host, port)
         if config.proxy_location != "Disabled":
-            _check_answers(url)
+            with Progress(f"waiting for the first answer at {url}"):
+                _check_answers(url)
         yield config.public_url or url
     finally:
         remove(config, cluster)

@@ -20,6 +20,7 @@ from twinkle.server.runtime.generated_key import prepare_key_of
 from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
 from twinkle.server.state.integrity.copies import new_secret
+from twinkle.utils.progress import Progress
 
 if TYPE_CHECKING:
     from twinkle.server.runtime.ray.launching import AppStatus
@@ -49,7 +50,9 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
         print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
         if cluster.is_ours:
             print(NO_DASHBOARD, file=sys.stderr, flush=True)
-        if not cluster.asks_for_token:
+        with Progress("running a first task on the cluster"):
+            asks_for_token = cluster.asks_for_token
+        if not asks_for_token:
             print(OPEN_CLUSTER, file=sys.stderr, flush=True)
         with launching.deployed(config, cluster) as url:
             signals.raise_no_more()
