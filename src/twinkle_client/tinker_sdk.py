@@ -113,7 +113,7 @@ def _wrap_holder(module: ModuleType) -> None:
     def init(self: Any, *given: Any, **options: Any) -> None:  # the SDK's versions have different arguments
         # A copy of an existing client, perhaps in another process, has a session or a configuration of the server.
         if options.get("session_id") is None and options.get("_client_config") is None:
-            _check_answers(options.get("base_url") or tinker_url())
+            _check_answers(str(options.get("base_url") or tinker_url()))
         original(self, *given, **options)
 
     holder.__init__ = _wrapped(init)

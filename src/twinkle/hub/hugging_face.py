@@ -1,7 +1,7 @@
 """The hub operations for Hugging Face."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,11 @@ def _megabytes_of(repo_id: str, repo_type: RepoType) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     blobs = Path(HF_HUB_CACHE) / f"{repo_type}s--{repo_id.replace('/', '--')}" / "blobs"
-    sizes = [path.stat().st_size for path in blobs.glob("*")] if blobs.is_dir() else []
-    return f"{sum(sizes) / 1e6:.0f} MB in the cache"
+    size = 0
+    for path in blobs.glob("*"):
+        with suppress(FileNotFoundError):  # it is renamed when it is complete
+            size += path.stat().st_size
+    return f"{size / 1e6:.0f} MB in the cache"
 
 
 def _require(purpose: str) -> None:

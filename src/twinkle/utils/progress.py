@@ -50,7 +50,7 @@ class Progress:
         self._first = FIRST_SECONDS if first_seconds is None else first_seconds
         self._now = ""  # what is being done
         self._count = ""  # how far it is
-        self._has_reported = False
+        self._has_reported = self._is_given_up = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"progress of {what}", daemon=True)
 
@@ -64,7 +64,7 @@ class Progress:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        if self._has_reported and kind is None:
+        if self._has_reported and kind is None and not self._is_given_up:
             self._report(f"{self._what}: done after {self._seconds:.0f} s")
 
     def doing(self, now: str) -> None:
@@ -74,6 +74,10 @@ class Progress:
     def reached(self, done: float, total: float, unit: str) -> None:
         """Say how far the work is, such as 3 of 8 files."""
         self._count = f"{done:.0f} of {total:.0f} {unit}"
+
+    def give_up(self) -> None:
+        """Say that the work will not be finished: then there is no line that it is done."""
+        self._is_given_up = True
 
     @property
     def _seconds(self) -> float:

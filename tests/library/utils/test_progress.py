@@ -64,6 +64,15 @@ def test_long_work_says_what_it_does_and_how_far_it_is() -> None:
 
 
 @pytest.mark.usefixtures("often")
+def test_work_that_is_given_up_is_not_called_done() -> None:
+    lines = Lines()
+    with Progress("loading", lines.report) as now:
+        lines.wait_for(1)
+        now.give_up()
+    assert all("still working" in line for line in lines)
+
+
+@pytest.mark.usefixtures("often")
 def test_work_that_fails_is_not_called_done() -> None:
     lines = Lines()
 

@@ -145,8 +145,8 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
                 why = last or "it logged nothing"
                 raise TwinkleServerError(f"the server ended with exit code {process.returncode}: {why}")
             time.sleep(0.2)
-    process.terminate()
-    raise TwinkleServerError(f"the server did not start within {_START_SECONDS:.0f} s; see {log_file}")
+        process.terminate()
+        raise TwinkleServerError(f"the server did not start within {_START_SECONDS:.0f} s; see {log_file}")
 
 
 def fetch_status(url: str) -> dict[str, object]:

@@ -75,8 +75,10 @@ class ReplayFeed:
                 self._wake.clear()
                 if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:
                     await self._wake.wait()
-        if not self._adapters.stopping:
-            self._lines.clear()  # of adapters that were removed
+            if left:  # the server stops
+                progress.give_up()
+            else:
+                self._lines.clear()  # of adapters that were removed
 
     def _left(self) -> int:
         """Return how many replays have not run yet. Those of adapters that were removed will never run."""
