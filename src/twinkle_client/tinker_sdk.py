@@ -21,7 +21,7 @@ from typing import Any
 from twinkle_client.client.retries import RetryPolicy, read_seconds
 from twinkle_client.client.transport import HttpCall, Transport
 from twinkle_client.environment import read_environment, set_tinker_variables, tinker_key, tinker_url
-from twinkle_client.errors import MissingPackageError, ResponseError
+from twinkle_client.errors import InvalidRequestError, MissingPackageError, ResponseError
 
 __all__ = ["init_tinker_client", "patch_tinker"]
 
@@ -129,6 +129,9 @@ def _check_answers(address: str) -> None:
         transport.send(HttpCall("GET", "/healthz"))
     except ResponseError:
         return
+    except InvalidRequestError as error:
+        if error.status is None:  # the address is none
+            raise
     finally:
         transport.close()
 
