@@ -3,6 +3,7 @@
 TWINKLE_SERVER_URL    the server's address (default http://127.0.0.1:8000)
 TWINKLE_SERVER_TOKEN  the API key (default EMPTY_TOKEN: a server that issues no keys accepts any token)
 TWINKLE_WAIT_FOR_LIMITS  seconds to wait for a place if a limit, such as that of adapters, is full (default 0)
+TWINKLE_CONNECT_DEADLINE  seconds in which a new client tries to reach a server that has never answered (default 20)
 
 TWINKLE_SEED          the seed of shuffling dataloaders that are given none, before that of ``initialize``
 LOG_LEVEL             a level of Python's logging, as a name or number, for ``initialize`` (default INFO)
@@ -27,10 +28,13 @@ __all__ = [
     "read_environment",
     "set_tinker_variables",
     "tinker_key",
+    "tinker_url",
 ]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TOKEN = "EMPTY_TOKEN"
+# No attempt begins after this many seconds, and an attempt takes at most 10: an error comes within 30 s.
+DEFAULT_CONNECT_DEADLINE = "20"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Environment:
     server_url: str
     server_token: str
     wait_for_limits: str
+    connect_deadline: str
     names_server: bool  # whether TWINKLE_SERVER_URL is set
     seed: int | None  # TWINKLE_SEED
 
@@ -48,6 +53,7 @@ def read_environment() -> Environment:
         server_url=os.environ.get("TWINKLE_SERVER_URL", "").strip() or DEFAULT_URL,
         server_token=os.environ.get("TWINKLE_SERVER_TOKEN", "").strip() or DEFAULT_TOKEN,
         wait_for_limits=os.environ.get("TWINKLE_WAIT_FOR_LIMITS", "").strip() or "0",
+        connect_deadline=os.environ.get("TWINKLE_CONNECT_DEADLINE", "").strip() or DEFAULT_CONNECT_DEADLINE,
         names_server=bool(os.environ.get("TWINKLE_SERVER_URL", "").strip()),
         seed=_integer("TWINKLE_SEED"),
     )
@@ -87,6 +93,11 @@ def set_tinker_variables(base_url: str | None, api_key: str | None) -> None:
     os.environ["TINKER_BASE_URL"] = url.rstrip("/").removesuffix("/api/v1")
     key = api_key or os.environ.get("TWINKLE_SERVER_TOKEN") or os.environ.get("TINKER_API_KEY") or DEFAULT_TOKEN
     os.environ["TINKER_API_KEY"] = key
+
+
+def tinker_url() -> str:
+    """Return the address in TINKER_BASE_URL, which :func:`set_tinker_variables` sets, else the default address."""
+    return os.environ.get("TINKER_BASE_URL") or DEFAULT_URL
 
 
 def tinker_key() -> str:

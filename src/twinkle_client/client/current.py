@@ -36,6 +36,7 @@ def init_twinkle_client(
     timeout: float = 600.0,
     retry_deadline: float = 300.0,
     wait_for_limits: float | None = None,
+    connect_deadline: float | None = None,
     seed: int | None = None,
 ) -> TwinkleClient:
     """Return a new :class:`TwinkleClient` and make it the default. Objects that use an earlier one keep it."""
@@ -48,6 +49,7 @@ def init_twinkle_client(
         timeout=timeout,
         retry_deadline=retry_deadline,
         wait_for_limits=wait_for_limits,
+        connect_deadline=connect_deadline,
         seed=seed,
     )
     return _set_default(client, chosen=True)

@@ -5,15 +5,22 @@ Only failures that may pass by themselves are retried: failed connections, missi
 the tenant has as many adapters, sessions or processors as it may have. It is retried for ``wait_for_limits`` seconds,
 by default not at all. Every request of the client may be sent twice: sequence numbers of verbs and idempotency keys
 let the server recognise the requests that must not run twice.
+
+A server that has never answered is probably not there, or its address is wrong: it is given up after
+``connect_deadline`` seconds.
 """
 
+import math
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-__all__ = ["Backoff", "RetryPolicy", "retry_after_seconds"]
+from twinkle_client.environment import DEFAULT_CONNECT_DEADLINE
+from twinkle_client.errors import invalid
+
+__all__ = ["Backoff", "RetryPolicy", "read_seconds", "retry_after_seconds"]
 
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504, 507})
 _MOST_DOUBLINGS = 32  # far beyond any longest_wait; many more doublings would overflow a float
@@ -23,7 +30,8 @@ _MOST_DOUBLINGS = 32  # far beyond any longest_wait; many more doublings would o
 class RetryPolicy:
     """How long a request is retried. ``deadline``: seconds from its first failure until it is given up; 0: no retry.
 
-    ``wait_for_limits``: the same for requests that are refused because a limit is full.
+    ``wait_for_limits``: the same for requests that are refused because a limit is full. ``connect_deadline``: seconds
+    from the first attempt in which a server that has never answered is tried, if ``deadline`` is not shorter.
 
     The wait doubles from ``first_wait`` to ``longest_wait``, and up to half of it is left out at random, so that
     clients that lost the same server do not all come back at the same moment.
@@ -34,6 +42,7 @@ class RetryPolicy:
     first_wait: float = 0.25
     longest_wait: float = 10.0
     statuses: frozenset[int] = RETRIED_STATUSES
+    connect_deadline: float = float(DEFAULT_CONNECT_DEADLINE)
 
 
 class Backoff:
@@ -75,3 +84,15 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
         except ValueError:
             return None
     return max(0.0, seconds) if seconds < float("inf") else None
+
+
+def read_seconds(given: float | None, name: str, text: str, variable: str) -> float:
+    """Return the seconds of the argument ``name``, else those of the variable; InvalidRequestError for a wrong one."""
+    said, value = (variable, text) if given is None else (name, given)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise invalid(said, value, "seconds, 0 or more")
+    return seconds

@@ -4,7 +4,6 @@ import atexit
 import hashlib
 import itertools
 import logging
-import math
 import re
 import threading
 import time
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from twinkle_client.client.adapter_sequence import AdapterSequence
 from twinkle_client.client.heartbeat import Heartbeat
 from twinkle_client.client.json_body import encode
-from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy
+from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, read_seconds
 from twinkle_client.client.transport import HttpCall, Transport
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
@@ -78,8 +77,9 @@ class TwinkleClient:
     TWINKLE_SERVER_TOKEN. ``timeout``: how long the server may be silent during a request; ``retry_deadline``: how
     long a request is retried after its first failure; both in seconds. ``wait_for_limits``: for how many seconds a
     request is retried if a limit of the tenant is full, such as that of adapters; by default TWINKLE_WAIT_FOR_LIMITS,
-    else 0: LimitError at once. ``seed``: for shuffling dataloaders that are given no seed; those of adapters are
-    derived from it.
+    else 0: LimitError at once. ``connect_deadline``: for how many seconds a server that has not answered yet is tried;
+    by default TWINKLE_CONNECT_DEADLINE, else 20. ``seed``: for shuffling dataloaders that are given no seed; those of
+    adapters are derived from it.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class TwinkleClient:
         timeout: float = 600.0,
         retry_deadline: float = 300.0,
         wait_for_limits: float | None = None,
+        connect_deadline: float | None = None,
         seed: int | None = None,
         http_transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -103,7 +104,13 @@ class TwinkleClient:
         self.api_key = api_key or environment.server_token
         self.route_prefix = "/" + route_prefix.strip("/")
         self.seed = seed
-        retries = RetryPolicy(retry_deadline, _limit_seconds(wait_for_limits, environment.wait_for_limits))
+        retries = RetryPolicy(
+            retry_deadline,
+            read_seconds(wait_for_limits, "wait_for_limits", environment.wait_for_limits, "TWINKLE_WAIT_FOR_LIMITS"),
+            connect_deadline=read_seconds(
+                connect_deadline, "connect_deadline", environment.connect_deadline, "TWINKLE_CONNECT_DEADLINE"
+            ),
+        )
         self._transport = Transport(address, self.api_key, retries, timeout, http_transport)
         self.base_url = self._transport.base_url
         self._closed = False
@@ -401,18 +408,6 @@ def parsed(kind: type[AnswerT], answer: Any, url: str) -> AnswerT:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ServerError(200, f"not a {kind.__name__}: {place or 'the answer'}: {first['msg']}", url) from None
-
-
-def _limit_seconds(given: float | None, variable: str) -> float:
-    """Return the seconds to wait for a place under a full limit: those given, else those of the variable."""
-    name, value = ("TWINKLE_WAIT_FOR_LIMITS", variable) if given is None else ("wait_for_limits", given)
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise invalid(name, value, "seconds, 0 or more")
-    return seconds
 
 
 def _one_key() -> dict[str, str]:

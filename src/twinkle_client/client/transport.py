@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _API = "/api/v1"
 _LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=30.0)
 _CONNECT_SECONDS = 10.0
+_LINE_SECONDS = 10.0  # between two log lines about a request that waits for the server
 # Failures of the connection; the next attempt may succeed.
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 _REFUSED = (400, 405, 409, 411, 413, 415, 422)
@@ -60,6 +61,7 @@ class Transport:
         """timeout: seconds without a byte of the answer; http_transport: replaces the network in tests."""
         self.base_url = with_api(base_url)
         self.retries = retries
+        self._was_reached = False  # whether a request has got an answer, or a connection on which none came in time
         bearer = f"Bearer {api_key}"
         self._http = httpx.Client(
             headers={"Authorization": bearer, "Twinkle-Authorization": bearer, "User-Agent": "twinkle-client"},
@@ -96,18 +98,21 @@ class Transport:
     ) -> httpx.Response:
         """Return the answer to a request, which is sent again as long as the policy says."""
         passing, at_limit = Backoff(retries), Backoff(replace(retries, deadline=retries.wait_for_limits))
+        lines = _WaitingLines()
         while True:
             server_asked: float | None = None
             backoff, seconds = passing, retries.deadline
             try:
                 response = once(call)
             except _RETRIED_ERRORS as error:
+                self._was_reached = self._was_reached or isinstance(error, httpx.ReadTimeout)
                 failure: TwinkleClientError = _connection_lost(error, self._url(call), backoff.failures)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise InvalidRequestError(f"base_url: {error}", url=self._url(call)) from None
             except httpx.HTTPError as error:
                 raise _connection_lost(error, self._url(call), backoff.failures) from error
             else:
+                self._was_reached = True
                 if response.status_code not in retries.statuses:
                     return response
                 server_asked = retry_after_seconds(response.headers)
@@ -115,10 +120,13 @@ class Transport:
                 if failure.code == LIMIT_REACHED:
                     backoff, seconds = at_limit, retries.wait_for_limits
             wait = backoff.next_wait(server_asked)
+            if not self._was_reached:
+                seconds = min(seconds, retries.connect_deadline)
+                if seconds > 0 and (wait is None or lines.waited + wait > seconds):
+                    raise _never_reached(failure, self.base_url, lines.waited)
             if wait is None:
                 raise failure
-            if backoff.failures == 1:
-                logger.warning("%s; trying again for up to %g s", failure, seconds)
+            lines.report(failure, seconds)
             time.sleep(wait)
 
     def close(self) -> None:
@@ -201,3 +209,36 @@ def _connection_lost(error: httpx.HTTPError, url: str, failures: int) -> Connect
         what = "cannot connect to"
     tries = f" in {failures + 1} tries" if failures else ""
     return ConnectionLostError(f"{what} {url}{tries}: {error or type(error).__name__}", url)
+
+
+class _WaitingLines:
+    """The log lines about one request that is sent again: one at its first failure, then one every ten seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._last: float | None = None  # when the last line was logged
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def report(self, failure: TwinkleClientError, seconds: float) -> None:
+        """Log a line if one is due. ``seconds``: for how long the request is sent again."""
+        waited = self.waited
+        if self._last is None:
+            logger.warning("%s; trying again for up to %g s", failure, seconds)
+        elif waited - self._last >= _LINE_SECONDS:
+            left = max(0.0, seconds - waited)
+            logger.warning("still waiting, %.0f s so far, at most %.0f s more: %s", waited, left, failure)
+        else:
+            return
+        self._last = waited
+
+
+def _never_reached(failure: TwinkleClientError, address: str, seconds: float) -> ConnectionLostError:
+    return ConnectionLostError(
+        f"no server answers at {address}: tried for {seconds:.0f} s ({failure}). Check that the server runs "
+        "(twinkle-server status) and that the address is right: base_url, TWINKLE_SERVER_URL or, for the tinker SDK, "
+        "TINKER_BASE_URL. If it needs longer to start, set TWINKLE_CONNECT_DEADLINE to a number of seconds",
+        address,
+    )

@@ -12,7 +12,7 @@ from twinkle_client import TwinkleClient
 @pytest.fixture(autouse=True)
 def no_outside(monkeypatch):
     """Removes the machine's server settings from the environment and bypasses proxies."""
-    ours = ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TWINKLE_WAIT_FOR_LIMITS")
+    ours = ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TWINKLE_WAIT_FOR_LIMITS", "TWINKLE_CONNECT_DEADLINE")
     for name in (*ours, "TINKER_BASE_URL", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

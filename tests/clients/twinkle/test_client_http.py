@@ -28,7 +28,7 @@ from twinkle_client import (
     initialize,
     shutdown,
 )
-from twinkle_client.client import current, log_lines
+from twinkle_client.client import current, log_lines, transport
 from twinkle_client.client.json_body import encode
 from twinkle_client.client.retries import Backoff, RetryPolicy, retry_after_seconds
 from twinkle_client.client.transport import with_api
@@ -198,6 +198,49 @@ def test_a_client_without_a_server_is_an_error(stub):
     stub.close()
     with pytest.raises(ConnectionLostError, match="cannot connect"):
         TwinkleClient(stub.url, retry_deadline=0)
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_server_that_never_answered_is_given_up_soon(stub, monkeypatch, caplog, variable):
+    stub.close()
+    if variable:
+        monkeypatch.setenv("TWINKLE_CONNECT_DEADLINE", "0.5")
+    with pytest.raises(ConnectionLostError, match=f"no server answers at {stub.url}/api/v1: tried") as caught:
+        TwinkleClient(stub.url, connect_deadline=None if variable else 0.5)  # retry_deadline: five minutes
+    for hint in ("twinkle-server status", "TWINKLE_SERVER_URL", "TWINKLE_CONNECT_DEADLINE"):
+        assert hint in str(caught.value)
+    assert "trying again for up to 0.5 s" in caplog.text
+
+
+def test_a_missing_server_is_an_error_within_30_seconds_by_default(monkeypatch):
+    seen = []
+    monkeypatch.setattr(TwinkleClient, "create_session", lambda client, _: seen.append(client._transport) or SESSION)
+    with TwinkleClient("http://127.0.0.1:1", session_heartbeat_interval=1000):
+        (used,) = seen
+    # no attempt begins after the deadline, and an attempt to connect has a time limit of its own
+    assert used.retries.connect_deadline + used._http.timeout.connect <= 30
+    assert used.retries.deadline == 300, "once a server has answered"
+
+
+def test_a_wrong_connect_deadline_is_named(monkeypatch):
+    with pytest.raises(InvalidRequestError, match="connect_deadline: got -1, allowed: seconds, 0 or more"):
+        TwinkleClient("http://127.0.0.1:1", connect_deadline=-1)
+    monkeypatch.setenv("TWINKLE_CONNECT_DEADLINE", "soon")
+    with pytest.raises(InvalidRequestError, match="TWINKLE_CONNECT_DEADLINE: got 'soon'"):
+        TwinkleClient("http://127.0.0.1:1")
+
+
+def test_a_server_that_answered_before_is_waited_for(stub, connect, monkeypatch, caplog):
+    """With a line from time to time that says what the client waits for."""
+    monkeypatch.setattr(transport, "_LINE_SECONDS", 0.0)
+    client = connect(connect_deadline=0.001)
+    stub.answer(CAPABILITIES, MODELS)
+    stub.fail(CAPABILITIES, Drop(), Drop(), Drop())
+    assert client.get_server_capabilities().supported_models[0].model_name == "m"
+    first, *later = [record.getMessage() for record in caplog.records if CAPABILITIES in record.getMessage()]
+    assert first.endswith("trying again for up to 5 s")
+    assert len(later) == 2
+    assert all(line.startswith("still waiting, ") and stub.url in line for line in later)
 
 
 # --- retries ----------------------------------------------------------------------------------------------------------

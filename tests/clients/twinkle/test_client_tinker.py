@@ -57,6 +57,29 @@ def test_our_variables_come_before_the_sdks(stub):
     assert asked.headers["x-api-key"] == "ours"
 
 
+WITHOUT_SERVER = """
+import twinkle_client
+twinkle_client.init_tinker_client("http://127.0.0.1:1", "any")
+import tinker
+for options in ({}, {"base_url": "http://127.0.0.1:2"}):
+    try:
+        tinker.ServiceClient(**options).get_server_capabilities()
+    except twinkle_client.ConnectionLostError as error:
+        print(error)
+"""
+
+
+def test_a_missing_server_is_named_soon():
+    """The SDK alone tries silently for five minutes."""
+    environment = {**os.environ, "TWINKLE_CONNECT_DEADLINE": "0.3"}
+    command = [sys.executable, "-c", WITHOUT_SERVER]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    of_init, of_client = done.stdout.splitlines()
+    assert "no server answers at http://127.0.0.1:1/api/v1: tried" in of_init
+    assert "no server answers at http://127.0.0.1:2/api/v1: tried" in of_client
+    assert done.stderr.count("trying again for up to 0.3 s") == 2
+
+
 @pytest.mark.parametrize(
     ("given", "url", "key"),
     [

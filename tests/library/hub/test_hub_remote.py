@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from twinkle.errors import DownloadError, MissingDependencyError
-from twinkle.hub import resolve
+from twinkle.hub import hugging_face, resolve
 
 COMMIT = "a" * 40
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "original/model.pth": b"same", "model.gguf": b"same"}
@@ -147,3 +147,12 @@ def test_modelscope_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(MissingDependencyError, match="'modelscope'"):
         resolve("ms://org/name")
+
+
+def test_a_long_download_says_how_much_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert hugging_face._megabytes_of("org/name", "model") == "0 MB in the cache"
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123.incomplete").write_bytes(bytes(2_000_000))
+    assert hugging_face._megabytes_of("org/name", "model") == "2 MB in the cache"

@@ -1,5 +1,7 @@
 """launch_server and ServerLauncher: what they serve, also with a minimal or empty configuration."""
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from twinkle.server.cli import command_line as cli
 from twinkle.server.cli import launch
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config
 from twinkle.server.runtime.process import announcement
+from twinkle.utils.progress import NO_BARS
 
 
 @pytest.fixture
@@ -61,6 +64,51 @@ def test_without_applications_there_is_nothing_to_serve(tmp_path: Path, argument
     assert "nothing to serve: the configuration has no applications" in said.err
     assert said.out == ""
     launch_server(ServerConfig())
+
+
+FIRST_LINE = """
+import sys
+import twinkle.server.cli
+
+class NoFurther:
+    def find_spec(self, name, path=None, target=None):
+        if name == "twinkle.server.cli.command_line":
+            raise ImportError("this far")
+
+sys.meta_path.insert(0, NoFurther())
+try:
+    twinkle.server.cli.main(sys.argv[1:])
+except ImportError as error:
+    print(error, *sorted({"fastapi", "pydantic", "sqlalchemy", "torch", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        (["launch"], r"twinkle-server starts as process \d+: loading modules\n"),
+        (["--config", "a.yaml"], r"twinkle-server starts as process \d+: loading modules\n"),
+        (["launch", "--log-format", "json"], r'\{"time": .*"message": "twinkle-server starts .*"\}\n'),
+        (["launch", "--help"], ""),
+        (["status"], ""),
+    ],
+)
+def test_the_first_line_comes_before_anything_slow(arguments: list[str], first: str) -> None:
+    command = [sys.executable, "-c", FIRST_LINE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.stdout == "this far\n"
+    assert re.fullmatch(first, done.stderr)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_are_drawn_on_terminals_only(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    for name in NO_BARS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("twinkle.server.runtime.embedded.serve_embedded", lambda *_: None)
+    launch.run_server(default_config("m", backend="mock"))
+    assert {name: os.environ.get(name) for name in NO_BARS} == (dict.fromkeys(NO_BARS) if terminal else NO_BARS)
 
 
 def test_a_server_without_models(own_server) -> None:

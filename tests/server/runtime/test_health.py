@@ -1,5 +1,6 @@
 """Health checks never wait for a training step, and report a server that is stuck, recovering or ending."""
 
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,10 @@ from tests.support.servers.otlp_collector import eventually
 from tests.support.servers.running import Server, Tenant, mock_config
 from twinkle.server.app import make_app
 from twinkle.server.config import ServerConfig
+from twinkle.server.gateway.fleet import ModelReport
+from twinkle.server.runtime.ray.layout import layout_of
+from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
+from twinkle.server.runtime.ray.replica import ReplicaGoneError
 
 
 def get(server: Server, path: str) -> httpx.Response:
@@ -41,7 +46,7 @@ def test_a_long_step_keeps_nobody_waiting(own_server: Callable[..., Server]) -> 
 
 
 def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
-    server = own_server(**{"pass": 2.0, "snapshot": 1000.0})
+    server = own_server(**{"pass": 2.0, "snapshot": 1000.0, "progress": 0.1})
     tenant = Tenant(server.url, "tml-recovering")
     tenant.result(tenant.forward_backward(tenant.model(), 1))
     time.sleep(1)  # time to record the end of the pass; without that it would run as new work, not as a replay
@@ -52,6 +57,8 @@ def test_not_ready_while_it_recovers(own_server: Callable[..., Server]) -> None:
     assert first.json() == {"ready": False, "detail": "recovering: mock"}
     assert get(server, "healthz").status_code == 200
     eventually(lambda: get(server, "healthz/ready").status_code == 200)
+    eventually(lambda: "recovery of mock: done after" in server.log())
+    assert re.search(r"recovery of mock: [01] of 2 ops \(\d+ s so far\)", server.log())
 
 
 class NoModels:
@@ -64,6 +71,45 @@ def test_not_ready_while_it_ends(stopping: bool, status: int) -> None:
     app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # it is never started
     app.state.gateway = SimpleNamespace(stopping=stopping, fleet=NoModels(), config=ServerConfig(auth={"mode": "keys"}))
     assert TestClient(app).get("/api/v1/healthz/ready").status_code == status
+
+
+class FakeReplica:
+    """A replica of a model on Ray that reports, or is gone."""
+
+    def __init__(self) -> None:
+        self.answers = False
+
+    async def report(self) -> ModelReport:
+        if not self.answers:
+            raise ReplicaGoneError
+        return ModelReport("m", (), 8, True, True, False, "trains and samples", {}, {}, frozenset())
+
+
+def test_a_missing_replica_on_ray_is_neither_ready_nor_healthy() -> None:
+    """Also one that has never answered, as after the start of a gateway."""
+    model = {"name": "m", "import_path": "model", "args": {"model_id": "m", "backend": "mock"}}
+    config = ServerConfig.model_validate(
+        {"runtime": "ray", "auth": {"mode": "keys"}, "applications": [{**model, "deployments": [{"num_replicas": 2}]}]}
+    )
+    first, second = FakeReplica(), FakeReplica()
+    fleet = RemoteFleet(layout_of(config), {"m-0": first, "m-1": second})  # type: ignore[dict-item]
+    app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # it is never started
+    app.state.gateway = SimpleNamespace(stopping=False, fleet=fleet, config=config)
+    caller = TestClient(app)
+
+    def check(status: int, ready: str, deep: str) -> None:
+        answers = caller.get("/api/v1/healthz/ready"), caller.get("/api/v1/healthz/deep")
+        assert [answer.status_code for answer in answers] == [status, status]
+        assert answers[0].json()["detail"] == ready
+        assert answers[1].json()["models"]["m"] == {"healthy": status == 200, "detail": deep}
+
+    check(503, "no replica of m has answered", "none of its replicas has answered")
+    first.answers = True
+    check(503, "no answer from m-1", "no answer from m-1")
+    second.answers = True
+    check(200, "serving", "trains and samples")
+    first.answers = False  # it was killed
+    check(503, "no answer from m-0", "no answer from m-0")
 
 
 def test_all_is_well(server: Server) -> None:

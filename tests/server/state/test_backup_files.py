@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from tests.support.servers.recorded_disk import Disk
 from tests.support.servers.state_samples import accept, begin, checkpoint, op, with_store
 from twinkle.errors import TwinkleServerError
 from twinkle.server.ids import CheckpointPath
+from twinkle.server.state import backup as backup_module
 from twinkle.server.state.backup import back_up, restore
 from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir, write_whole
 from twinkle.server.state.store import Store
 from twinkle.server.types import Encoding, OpKind, Outcome
+from twinkle.utils import progress
 
 RUN = "s1:train:1"
 PATH = CheckpointPath(RUN, "weights", "final")
@@ -66,6 +69,27 @@ def test_a_wrong_bit_in_any_file_is_found_by_name(tmp_path: Path, data_dir: Path
     restore(backup, new, new / "state.db")
     for name in files.keys() - {"backup.json"}:
         assert (new / name).read_bytes() == files[name].read_bytes(), name
+
+
+def test_a_long_backup_says_how_far_it_is(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waiting_copy(source: Path, target: Path) -> None:
+        copy(source, target)
+        if source.name == "state.db":  # after all other files
+            deadline = time.monotonic() + 30
+            while "copying files" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    copy = backup_module._copy
+    monkeypatch.setattr(backup_module, "_copy", waiting_copy)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "_PAUSES", ((float("inf"), 0.05),))
+    caplog.set_level("INFO")
+    back_up(data_dir, data_dir / "state.db", tmp_path / "backup")
+    assert f"backup of {data_dir}: copying files, " in caplog.text
+    assert " adapters, versions and journal files (" in caplog.text
+    assert f"backup of {data_dir}: done after" in caplog.text
 
 
 def test_a_backup_is_on_disk_before_it_says_so(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

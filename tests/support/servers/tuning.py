@@ -21,6 +21,7 @@ from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.records.ops import AcceptedOp, Ops
 from twinkle.server.types import Op
+from twinkle.utils import progress
 
 
 def fill_disk_at(number: float) -> None:
@@ -105,6 +106,11 @@ def _save_slowly(seconds: float) -> None:
     MockTrainer.prepare_save = prepare_slowly  # type: ignore[method-assign]
 
 
+def _report_after(seconds: float) -> None:
+    """Report on long work after this many seconds."""
+    progress.FIRST_SECONDS = seconds
+
+
 def _slow(method: str) -> Callable[[float], None]:
     """Return a setting that delays a method of all templates, as large tokenizers and long texts do."""
 
@@ -148,6 +154,7 @@ FAULTS: dict[str, Callable[[float], None]] = {
     "poison_save": _die_of_saving,
     "save": _save_slowly,
     "full_save": _fail_saving,
+    "progress": _report_after,
     "tokenizer": _slow("_load_tokenizer"),
     "encode": _slow("batch_encode"),
 }

@@ -1,4 +1,4 @@
-"""The whole product in two minutes, on this machine: `make demo`.
+"""The whole product in a few minutes, on this machine: `make demo`. It says first how many.
 
 Starts a server on a free port, asks a small model who it is, and trains a LoRA adapter with the unmodified tinker SDK.
 Then it asks again, with the SDK and with the openai package, and leaves the adapter (PEFT), the loss curve (PNG) and
@@ -172,13 +172,56 @@ def running_server(data_dir: Path) -> Iterator[str]:
 
 
 def wait_until_it_listens() -> str:
-    started = time.monotonic()
-    while (announced := re.search(r"^listening on (http://\S+)", LOG.read_text(), re.MULTILINE)) is None:
+    """Return the server's address once it listens. Until then, show what its log says last."""
+    started = shown = time.monotonic()
+    while (announced := re.search(r"^listening on (http://\S+)", log := LOG.read_text(), re.MULTILINE)) is None:
+        now = time.monotonic()
+        doing = re.sub(r"^\S+ \S+ [A-Z]+ [\w.]+: ", "", log.strip().rpartition("\n")[2])  # without time and logger
+        line = f"  {now - started:3.0f} s  {doing}"[:WIDTH]
         if sys.stdout.isatty():
-            print(f"\r  {time.monotonic() - started:3.0f} s", end="", flush=True)
+            print(f"{CLEAR}{line}", end="", flush=True)
+        elif now - shown >= 10:
+            shown = now
+            print(line, flush=True)
         time.sleep(0.1)
     print(f"{CLEAR}  {announced[1]}, ready in {time.monotonic() - started:.0f} s; log in {LOG}")
     return announced[1]
+
+
+# --- the expected time ------------------------------------------------------------------------------------------------
+
+TRAINING_GFLOP = 10_000  # 36 steps and the samples, as if they ran at the speed of the probe
+START_SECONDS = 20  # the imports of server and client, loading the model, saving the results
+
+
+def measured_gflops(seconds: float = 1.0) -> float:
+    """Return how fast this CPU multiplies large matrices, in billions of operations a second."""
+    import numpy as np
+
+    matrix = np.ones((768, 768), np.float32)
+    matrix @ matrix  # starts numpy's threads
+    started, products = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        matrix @ matrix
+        products += 1
+    return products * 2 * 768**3 / (time.perf_counter() - started) / 1e9
+
+
+def expected_time(gflops: float) -> str:
+    seconds = START_SECONDS + TRAINING_GFLOP / gflops
+    return f"about {round(seconds, -1):.0f} seconds" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
+
+
+def announce_time() -> None:
+    if shutil.which("nvidia-smi"):  # the server computes on the GPU
+        print("  This takes about a minute on a machine with a GPU, plus the download.", flush=True)
+        return
+    gflops = measured_gflops()
+    print(
+        f"  This takes {expected_time(gflops)} on this machine, whose CPU multiplies matrices at {gflops:.0f} GFLOP/s, "
+        "plus the download.",
+        flush=True,
+    )
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -254,6 +297,7 @@ def main() -> None:
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), loopback]))
 
     headline("Starting a Twinkle server (the first run downloads the model)")
+    announce_time()  # before the server needs the CPU
     with tempfile.TemporaryDirectory(prefix="data-", dir=OUT) as folder, running_server(Path(folder).absolute()) as url:
         demo(url, Path(folder))
     print(f"\nThe server is stopped. The demo took {time.monotonic() - started:.0f} s.")

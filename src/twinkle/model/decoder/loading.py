@@ -11,13 +11,15 @@ from twinkle.model.decoder.architecture import (
     read_architecture,
 )
 from twinkle.model.decoder.attention import PACKED, Packing, register
+from twinkle.utils.progress import Progress
 
 
 def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    if local.random_seed is None:
-        model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype).to(device)
-    else:
-        model = _random_model(AutoConfig.from_pretrained(local.path), local.random_seed, dtype, device)
+    with Progress(f"loading {local.model_id}", detail=lambda: f"weights as {dtype}, to {device}"):
+        if local.random_seed is None:
+            model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype).to(device)
+        else:
+            model = _random_model(AutoConfig.from_pretrained(local.path), local.random_seed, dtype, device)
     return adopt_model(model)
 
 

@@ -5,6 +5,7 @@ instructions for it. On another CPU bf16 saves memory, but no time.
 """
 
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from twinkle.errors import InvalidInputError
 from twinkle.model.decoder.products import bf16_is_slow
 
-__all__ = ["DefaultDtype", "cpu_instructions", "default_dtype", "read_dtype"]
+__all__ = ["DefaultDtype", "cpu_instructions", "default_dtype", "hide_bf16_trace", "read_dtype"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ def default_dtype(device: torch.device) -> DefaultDtype:
     if instructions is None:
         return DefaultDtype("fp32", "because this CPU has no bf16 instructions")
     return DefaultDtype("bf16", f"because this CPU has instructions for it ({instructions})")
+
+
+def hide_bf16_trace() -> None:
+    """Hide torch's warning about bf16 products on a CPU without instructions for them: it is a C++ stack trace.
+
+    For models that compute in bf16 because the caller wants that; the caller was told that it is slow.
+    """
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 def read_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -7,6 +7,7 @@ order, before a tenant trains on it. It does not find differences that only long
 than ``_LARGEST_WINDOW``).
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import TESTED_FAMILIES, Architecture
 from twinkle.model.decoder.attention import PACKED
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
+from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.engine import Engine
@@ -60,7 +62,8 @@ def plain_logprobs(model: PreTrainedModel, architecture: Architecture) -> Refere
     layout = RowLayout(_RANK, architecture.linear)
     tokens = _tokens(model, architecture)
     rows = tuple(_row(layout, seed).to(model.device) for seed in range(len(tokens)))
-    with torch.no_grad(), _own_attention(model):
+    with torch.no_grad(), _own_attention(model), warnings.catch_warnings():
+        hide_bf16_trace()
         logprobs = tuple(_plain(model, layout, row_P, each) for row_P, each in zip(rows, tokens, strict=True))
     return Reference(family, layout, tokens, rows, logprobs)
 

@@ -65,6 +65,7 @@ from twinkle.model.types import (
     TrainResult,
     check_adam_params,
 )
+from twinkle.utils.progress import Progress
 
 
 class Trainer:
@@ -105,22 +106,27 @@ class Trainer:
         free_bytes = available_bytes(self.device, self._parallel.ranks.size)
         self.architecture = read_architecture(model)
         self.end_tokens = _end_tokens(model)
-        reference = plain_logprobs(model, self.architecture)
-        chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
-        self._engine = Engine(model, self.architecture, self.device, chunk_rows)
-        if self._parallel.shard_mesh is not None:
+        with Progress(f"preparing {model_id}") as progress:
+            progress.doing("one pass with Transformers' own layers, to compare ours with")
+            reference = plain_logprobs(model, self.architecture)
+            chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
+            self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+            if self._parallel.shard_mesh is not None:
+                if compiled:
+                    raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
+                gathered = shard_engine(self._engine, model, self._parallel.shard_mesh, reshard_after_forward)
+                self.architecture = self._engine.architecture
+                weight_bytes = weight_bytes // self._parallel.shards.size + gathered
+                free_bytes = available_bytes(self.device, self._parallel.ranks.size) - gathered
+            if memory_budget_bytes is not None:
+                free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+            progress.doing("the same pass with our layers")
+            check_engine(self._engine, reference)
             if compiled:
-                raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
-            gathered = shard_engine(self._engine, model, self._parallel.shard_mesh, reshard_after_forward)
-            self.architecture = self._engine.architecture
-            weight_bytes = weight_bytes // self._parallel.shards.size + gathered
-            free_bytes = available_bytes(self.device, self._parallel.ranks.size) - gathered
-        if memory_budget_bytes is not None:
-            free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
-        check_engine(self._engine, reference)
-        if compiled:
-            compile_layers(self._engine, self.dtype)
-        cost = measure_token_cost(self._engine, self.dtype)
+                progress.doing("compiling the decoder layers")
+                compile_layers(self._engine, self.dtype)
+            progress.doing("measuring the memory of a training step")
+            cost = measure_token_cost(self._engine, self.dtype)
         self.memory: MemoryPlan = divide(
             weights=weight_bytes,
             free=self._parallel.ranks.smallest(free_bytes),

@@ -35,6 +35,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
 from twinkle.model.decoder.architecture import find_layers
+from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.decoder.products import bf16_is_slow
 from twinkle.model.library.components import guarded_loss_value
 from twinkle.model.library.interface import TwinkleModel
@@ -103,6 +104,7 @@ class TransformersModel(TwinkleModel):
                 "mixed_precision: got 'bf16', and this CPU has no instructions for it: products take some 200 times "
                 "as long as in fp32; without mixed_precision the model computes in fp32 here"
             )
+            hide_bf16_trace()
         place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
         plain = load_for_training(model_id, model_cls, config, place, load_options)
         if model_id is None:

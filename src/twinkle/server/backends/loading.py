@@ -15,6 +15,7 @@ from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
+from twinkle.utils.progress import Progress
 
 if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
@@ -101,7 +102,8 @@ def load_trainer(
     args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
 ) -> "Trainer":
     """Load the base model. ``budget`` is in bytes; ``mesh`` is given if this process is one of several that train."""
-    from twinkle.model import Trainer
+    with Progress("importing torch and transformers"):
+        from twinkle.model import Trainer
 
     return Trainer.from_pretrained(
         args.model_id,
@@ -143,7 +145,8 @@ def _make_sampler(
     if args.sampler_type == "torch":
         from twinkle.sampler import TorchSampler
 
-        return TorchSampler(trainer, tokenizer)
+        with Progress("preparing the sampler"):
+            return TorchSampler(trainer, tokenizer)
     if trainer.device.type == "cuda" and budget is None:
         raise ConfigError("memory_budget_gib", None, "GiB of the GPU for the trainer, where the sampler is vLLM")
     from twinkle.sampler.vllm import VllmSampler
@@ -151,7 +154,8 @@ def _make_sampler(
 
     logger.info("starting vLLM")
     memory_dir: Path = args.memory_dir or MEMORY_DIR
-    sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
+    with Progress("starting vLLM"):
+        sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
     atexit.register(sampler.close)
     return sampler
 

@@ -21,6 +21,7 @@ from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 from twinkle.server.state.store import Store
+from twinkle.utils.progress import Progress
 
 _SQLITE = "sqlite:///"
 _DAMAGED = 1  # exit code
@@ -66,7 +67,7 @@ def _backup(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _restore(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
-    with _records(config) as records:
+    with _records(config) as records, Progress(f"restoring {args.directory}"):
         summary = restore_records(args.directory.absolute(), config.data_dir, records)
     print(f"{_in_words(summary)} in {config.data_dir}; start the server as before")
 
@@ -95,7 +96,8 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
     give_up_reserve(config.data_dir, only_if_low=True)
     with DirectoryLock(config.data_dir):  # files that a running server is writing would look damaged
         database = _database_file(config)
-        findings = list(check_data(config.data_dir, database))
+        with Progress(f"checking {config.data_dir}"):
+            findings = list(check_data(config.data_dir, database))
         if args.repair and database is not None and any(finding.needs_copy for finding in findings):
             print(_repair(config.data_dir, database), file=sys.stderr)
             findings = list(check_data(config.data_dir, database))

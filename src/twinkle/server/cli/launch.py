@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle.environment import set_variable_defaults
 from twinkle.errors import TwinkleServerError
 from twinkle.extras import missing
+from twinkle.utils.progress import NO_BARS, Progress
 from twinkle.utils.requirements import exists
 
 if TYPE_CHECKING:
@@ -97,6 +99,8 @@ def run_server(
     refuse_what_is_not_yet(config.applications)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)
+    if not sys.stderr.isatty():
+        set_variable_defaults(NO_BARS)  # before the libraries that read them are imported
     if config.runtime == "embedded":
         from twinkle.server.runtime.embedded import serve_embedded
 
@@ -128,20 +132,22 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
             stderr=log,
             start_new_session=True,
         )
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        # Wait for the new process to announce itself in its log. An answer on the port proves nothing: it may come
-        # from another server.
-        said = log_file.read_bytes()[said_before:].decode(errors="replace")
-        listening = re.search(rf"^{LISTENING} (\S+)", said, re.MULTILINE)
-        if listening is not None:
-            return process.pid, listening[1]
-        if process.poll() is not None:
-            last = said.strip().splitlines()[-1:] or ["it logged nothing"]
-            raise TwinkleServerError(f"the server ended with exit code {process.returncode}: {last[0]}")
-        time.sleep(0.2)
-    process.terminate()
-    raise TwinkleServerError(f"the server did not start within {_START_SECONDS:.0f} s; see {log_file}")
+    deadline, last = time.monotonic() + _START_SECONDS, ""
+    with Progress("starting the server", detail=lambda: f"its last log line: {last or 'none yet'}"):
+        while time.monotonic() < deadline:
+            # Wait for the new process to announce itself in its log. An answer on the port proves nothing: it may come
+            # from another server.
+            said = log_file.read_bytes()[said_before:].decode(errors="replace")
+            last = (said.strip().splitlines() or [""])[-1]
+            listening = re.search(rf"^{LISTENING} (\S+)", said, re.MULTILINE)
+            if listening is not None:
+                return process.pid, listening[1]
+            if process.poll() is not None:
+                why = last or "it logged nothing"
+                raise TwinkleServerError(f"the server ended with exit code {process.returncode}: {why}")
+            time.sleep(0.2)
+        process.terminate()
+        raise TwinkleServerError(f"the server did not start within {_START_SECONDS:.0f} s; see {log_file}")
 
 
 def fetch_status(url: str) -> dict[str, object]:

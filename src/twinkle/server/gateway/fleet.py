@@ -51,6 +51,7 @@ class ModelReport:
     numbers: Mapping[str, object]
     adapters: Mapping[str, int]  # number of live adapters by tenant
     busy_sessions: frozenset[str]  # ids of the sessions that have ops which are not finished
+    silent_replicas: tuple[str, ...] = ()  # names of the replicas that do not answer, on Ray
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Protocol
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.files.guards import DirectoryLock, try_lock
+from twinkle.utils.progress import Progress
 
 LISTENING = "listening on"  # begins the line of the announcement that holds the URL
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
@@ -88,10 +89,11 @@ def stop(data_dir: Path) -> bool:
     os.kill(server.pid, signal.SIGTERM)
     print(f"process {server.pid} finishes what runs", file=sys.stderr, flush=True)
     deadline = time.monotonic() + _WAIT_SECONDS
-    while (now := running(data_dir)) is not None and now.pid == server.pid:
-        if time.monotonic() > deadline:
-            raise TwinkleServerError(f"process {server.pid} still runs after {_WAIT_SECONDS:.0f} s")
-        time.sleep(_PAUSE)
+    with Progress(f"waiting for process {server.pid}", detail=lambda: "it finishes running work and writes snapshots"):
+        while (now := running(data_dir)) is not None and now.pid == server.pid:
+            if time.monotonic() > deadline:
+                raise TwinkleServerError(f"process {server.pid} still runs after {_WAIT_SECONDS:.0f} s")
+            time.sleep(_PAUSE)
     return True
 
 

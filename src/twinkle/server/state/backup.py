@@ -33,6 +33,7 @@ from twinkle.server.state.backup_records import NamedFiles, Records, SqliteRecor
 from twinkle.server.state.files.data_dir import make_parents, restrict, sync, sync_all
 from twinkle.server.state.files.file_checksums import sums_of
 from twinkle.server.state.integrity.copies import write_private
+from twinkle.utils.progress import Progress
 
 _MANIFEST = "backup.json"
 _FORMAT = 2  # 1 had no checksums
@@ -95,23 +96,30 @@ def back_up_records(data_dir: Path, records: Records, target: Path) -> BackupSum
     """
     records.check_before_backup(data_dir)
     _check_empty(target, "a backup goes into an empty directory")
-    with _staging(data_dir) as staging:
-        named = _stage(staging, records)
-        new_parents = make_parents(target, private=False)
-        target.mkdir(exist_ok=True, mode=0o700)
-        for name in sorted(staging.linked & (named.directories | named.old_versions | named.segments)):
-            _copy(staging.directory / name, target / name)
-        records.write(staging.directory, target / records.file)
-    _copy(data_dir / _SECRET, target / _SECRET)
-    for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
-        restrict(path)
-    sums = sums_of(target, _MANIFEST)
-    summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
-    sync_all(target)
-    # The manifest is written last: a backup without one is unfinished.
-    write_private(target / _MANIFEST, _manifest(summary, sums))
-    for directory in (target, target.parent, *(new.parent for new in new_parents)):
-        sync(directory)
+    with Progress(f"backup of {data_dir}") as progress:
+        progress.doing("copying the database")
+        with _staging(data_dir) as staging:
+            named = _stage(staging, records)
+            new_parents = make_parents(target, private=False)
+            target.mkdir(exist_ok=True, mode=0o700)
+            names = sorted(staging.linked & (named.directories | named.old_versions | named.segments))
+            progress.doing("copying files")
+            for number, name in enumerate(names):
+                progress.reached(number, len(names), "adapters, versions and journal files")
+                _copy(staging.directory / name, target / name)
+            records.write(staging.directory, target / records.file)
+        _copy(data_dir / _SECRET, target / _SECRET)
+        for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
+            restrict(path)
+        progress.doing("computing checksums")
+        sums = sums_of(target, _MANIFEST)
+        summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
+        progress.doing("writing everything to the disk")
+        sync_all(target)
+        # The manifest is written last: a backup without one is unfinished.
+        write_private(target / _MANIFEST, _manifest(summary, sums))
+        for directory in (target, target.parent, *(new.parent for new in new_parents)):
+            sync(directory)
     return summary
 
 

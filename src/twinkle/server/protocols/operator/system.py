@@ -111,24 +111,39 @@ async def live(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/healthz/ready", anybody, public=True, traced=False)
 async def ready(call: Call[bytes]) -> Response:
-    """Return whether the server is ready for clients: not during recovery after a restart or during a shutdown."""
+    """Return whether the server is ready for clients: not during recovery after a restart or during a shutdown.
+
+    On Ray it is ready when all replicas of all models answer.
+    """
     if call.gateway.stopping:
         return json_response({"ready": False, "detail": "the server is shutting down"}, 503)
     reports = await call.gateway.fleet.reports()
-    recovering = [name for name, report in reports.items() if report.recovering]
-    if recovering:
-        return json_response({"ready": False, "detail": f"recovering: {', '.join(recovering)}"}, 503)
+    unready = [f"no replica of {name} has answered" for name in _never_heard(call.gateway, reports)]
+    unready += [
+        f"no answer from {', '.join(report.silent_replicas)}" if report.silent_replicas else f"recovering: {name}"
+        for name, report in reports.items()
+        if report.recovering
+    ]
+    if unready:
+        return json_response({"ready": False, "detail": "; ".join(unready)}, 503)
     return json_response({"ready": True, "detail": "serving"})
 
 
 @routes.get(f"{PREFIX}/twinkle/healthz/deep", anybody, public=True, traced=False)
 @routes.get(f"{PREFIX}/healthz/deep", anybody, public=True, traced=False)
 async def deep(call: Call[bytes]) -> Response:
-    """Return for each model that has ever reported whether its service loops run, and whether a step is stuck."""
-    reports = (await call.gateway.fleet.reports()).items()
-    models = {name: health_of(report) for name, report in reports}
+    """Return for each model whether its service loops run, and whether a step is stuck."""
+    reports = await call.gateway.fleet.reports()
+    models = {name: health_of(report) for name, report in reports.items()}
+    for name in _never_heard(call.gateway, reports):
+        models[name] = {"healthy": False, "detail": "none of its replicas has answered"}
     healthy = all(model["healthy"] for model in models.values())
     return json_response({"healthy": healthy, "models": models}, 200 if healthy else 503)
+
+
+def _never_heard(gateway: Gateway, reports: Mapping[str, ModelReport]) -> list[str]:
+    """Return the configured models of which no process has reported yet; on the embedded runtime there are none."""
+    return [served.name for served in gateway.config.served_models if served.name not in reports]
 
 
 def failure_of(gateway: Gateway) -> str | None:

@@ -8,7 +8,7 @@ process that is started again finds its GPU.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -22,12 +22,11 @@ from twinkle.environment import listed_devices
 from twinkle.errors import TwinkleServerError
 from twinkle.infra.platform import GPU
 from twinkle.server.config.demand import Demand, claimed_gpus, total_gpus
+from twinkle.server.runtime.ray.waiting import Report, ThrottledReport
 
 _PLACED_SECONDS = 3.0  # in which Ray places a reservation, if there is a GPU for it
 _PAUSE_SECONDS = 5.0  # between two looks for GPUs that are not there, or that others use
 _ON_MACHINE = 0.001  # of the resource that every machine has one of
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -184,24 +183,3 @@ def _device_ids() -> tuple[str, ...] | None:
 def _device_of_task() -> str:
     (device,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return str(device)
-
-
-class ThrottledReport:
-    """Reports a line when it changes, and the same line again after 30, 60, 120, … seconds, at most 10 minutes."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._line = ""
-        self._at = 0.0
-        self._pause = 0.0
-
-    def __call__(self, line: str) -> None:
-        now = time.monotonic()
-        if line != self._line:
-            self._pause = 30.0
-        elif now < self._at + self._pause:
-            return
-        else:
-            self._pause = min(600.0, 2 * self._pause)
-        self._line, self._at = line, now
-        self._report(line)

@@ -7,6 +7,7 @@ loop. Which of these classes receive HTTP, and with which options they are deplo
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -24,7 +25,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from twinkle import hub
-from twinkle.environment import set_variables
+from twinkle.environment import set_variable_defaults, set_variables
 from twinkle.errors import GoneError, TwinkleServerError, UserError
 from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
@@ -54,6 +55,9 @@ from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
+from twinkle.utils.progress import NO_BARS
+
+logger = logging.getLogger(__name__)
 
 _LEASE = "housekeeping"  # the name in the database of the lease on maintenance
 _LEASE_ROUNDS = 3  # of maintenance, until the lease of a gateway that does nothing ends
@@ -312,6 +316,8 @@ def log_to(config: ServerConfig, name: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = RotatingFileHandler(directory / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=2)
     configure_logging(config.logging.level, config.logging.format, file)
+    set_variable_defaults(NO_BARS)  # before the libraries that read them are imported
+    logger.info("%s starts as process %d on %s", name, os.getpid(), ray.util.get_node_ip_address())
 
 
 class LoopbackOnly:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -22,20 +22,20 @@ from twinkle.server.config.demand import (
     GATEWAY_APPLICATION,
     Demand,
     demands_of,
-    described,
-    total_cpus,
-    total_gpus,
 )
 from twinkle.server.runtime.process import listen, url_of
 from twinkle.server.runtime.ray.deployments import application_for
-from twinkle.server.runtime.ray.gpu_reservations import ThrottledReport, release, reserve
+from twinkle.server.runtime.ray.gpu_reservations import release, reserve
+from twinkle.server.runtime.ray.layout import replica_names
+from twinkle.server.runtime.ray.waiting import ThrottledReport, Waiting, last_log_lines, reason_in, shortages
+from twinkle.utils.progress import Progress
 
 DEFAULT_NAMESPACE = "twinkle_cluster"
 NOT_DEPLOYED = "NOT_DEPLOYED"
 _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
 _TRIES = 20
-_PATIENCE_SECONDS = 30.0  # without a change of status; then the reasons for waiting are printed again
+_PATIENCE_SECONDS = 10.0  # without a change of status; then the reasons for waiting are printed
 _SCHEDULING_SECONDS = 5.0  # in which Ray starts processes for which there are resources
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -66,7 +66,8 @@ def connected(config: ServerConfig, start: bool = True, address: str | None = No
     If there is none, start one, or raise TwinkleServerError if ``start`` is false.
     """
     try:
-        context = _connect(config, address or (None if start else "auto"))
+        with Progress("starting Ray, or joining its cluster"):
+            context = _connect(config, address or (None if start else "auto"))
     except ConnectionError as error:
         said = read_ray_variables()
         where = f"at RAY_ADDRESS={said.address}" if said.address else "here, and RAY_ADDRESS names none"
@@ -97,12 +98,13 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     """Deploy the applications and give the server's URL. At the end, also after an error, :func:`remove` is called."""
     http = config.http_options
-    port = _port(config)
     host = "127.0.0.1" if http.host == "localhost" else http.host
-    serve.start(
-        proxy_location=config.proxy_location or "HeadOnly",
-        http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
-    )
+    with Progress("starting Ray Serve"):
+        port = _port(config)
+        serve.start(
+            proxy_location=config.proxy_location or "HeadOnly",
+            http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
+        )
     total = ray.cluster_resources()
     has_gpus = total.get("GPU", 0.0) > 0
     demands = demands_of(config.applications, has_gpus)
@@ -120,11 +122,13 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
             serve.RunTarget(application_for(config, one, has_gpus, places), one.name, route, _SERVE_LOGGING)
             for one, route in _served_at(config)
         ]
-        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        _wait_until_running([target.name for target in targets], demands)
+        with Progress("handing the applications to Ray Serve"):
+            serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        _wait_until_running([target.name for target in targets], demands, config)
         url = url_of(http.host, port)
         if config.proxy_location != "Disabled":
-            _check_answers(url)
+            with Progress(f"waiting for the first answer at {url}"):
+                _check_answers(url)
         yield config.public_url or url
     finally:
         remove(config, cluster)
@@ -187,32 +191,13 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
     return entries
 
 
-def shortages(demands: Sequence[Demand], total: Mapping[str, float], waiting: Collection[str]) -> list[str]:
-    """Return what the cluster has too little of, such as "2 GPUs: the cluster has 0 (needed by application m)".
-
-    ``total``: what the whole cluster has. ``waiting``: the applications that do not run yet.
-    """
-    lines = []
-    for resource, needed in (("GPU", total_gpus(demands)), ("CPU", total_cpus(demands))):
-        there = total.get(resource, 0.0)
-        if needed > there:
-            users = [
-                one for one in demands if one.application in waiting and (one.gpus if resource == "GPU" else one.cpus)
-            ]
-            names = ", ".join(dict.fromkeys(one.application for one in users))
-            parts = described(demands, resource)
-            lines.append(
-                f"{needed:g} {resource}s: the cluster has {there:g} (needed by application {names}; in all {parts})"
-            )
-    return lines
-
-
-def _wait_until_running(names: Sequence[str], demands: Sequence[Demand]) -> None:
+def _wait_until_running(names: Sequence[str], demands: Sequence[Demand], config: ServerConfig) -> None:
     """Wait until all applications run. Print every change of status, and from time to time the reason for waiting.
 
     Such a reason is for example that the cluster lacks resources. TwinkleServerError if an application fails.
     """
-    started = changed = time.monotonic()
+    began, started = time.time(), time.monotonic()
+    changed = started
     reports = {name: ThrottledReport(_report) for name in ("cluster", *names)}
     seen: dict[str, str] = {}
     while set(seen.values()) != {ApplicationStatus.RUNNING.value} or len(seen) < len(names):
@@ -220,7 +205,8 @@ def _wait_until_running(names: Sequence[str], demands: Sequence[Demand]) -> None
         for name in names:
             status = applications[name].status if name in applications else ApplicationStatus.DEPLOYING
             if status in _FAILED:
-                raise TwinkleServerError(f"application {name} could not be deployed: {_reason(applications[name])}")
+                reason = _reason(applications[name]) or f"Serve gives no reason; see {config.data_dir / 'logs'}"
+                raise TwinkleServerError(f"application {name} could not be deployed: {reason}")
             if seen.get(name) != status.value:
                 changed = time.monotonic()
                 _report(f"{name}: {status.value.lower()} ({changed - started:.0f} s)")
@@ -230,34 +216,33 @@ def _wait_until_running(names: Sequence[str], demands: Sequence[Demand]) -> None
         if lacking and time.monotonic() - started > _SCHEDULING_SECONDS:
             reports["cluster"]("; ".join(f"waiting for {line}" for line in lacking))
         elif time.monotonic() - changed > _PATIENCE_SECONDS:
+            free = ray.available_resources()
             for name in waiting:
-                reports[name](_waiting_line(name, applications.get(name), demands))
+                reports[name](_waiting(config, name, applications.get(name), began).line(demands, free))
         time.sleep(_POLL_SECONDS)
 
 
-def _waiting_line(
-    name: str, application: serve.schema.ApplicationStatusOverview | None, demands: Sequence[Demand]
-) -> str:
-    """Return what is known about an application that does not run, although the cluster is large enough for it."""
-    own, free = [one for one in demands if one.application == name], ray.available_resources()
-    needs = ", ".join(
-        f"{described(own, resource)} {resource}s" for resource in ("CPU", "GPU") if described(own, resource)
-    )
-    said = "Serve has not begun" if application is None else _reason(application)
-    return (
-        f"{name}: still loading, or waiting for resources that others use: it needs {needs}; "
-        f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs of the cluster are free ({said})"
-    )
+def _waiting(
+    config: ServerConfig, name: str, application: serve.schema.ApplicationStatusOverview | None, since: float
+) -> Waiting:
+    """Return what is known about an application that does not run. ``since``: when this launch began to deploy."""
+    own = [replica for one, _ in _served_at(config) if one.name == name for replica in replica_names(one)]
+    logged = last_log_lines(config.data_dir, own, since)
+    if application is None:
+        return Waiting(name, {}, None, logged)
+    states = {
+        deployment: {state.value: number for state, number in found.replica_states.items()}
+        for deployment, found in application.deployments.items()
+    }
+    return Waiting(name, states, _reason(application), logged)
+
+
+def _reason(application: serve.schema.ApplicationStatusOverview) -> str | None:
+    return reason_in([application.message, *(one.message for one in application.deployments.values())])
 
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _reason(application: serve.schema.ApplicationStatusOverview) -> str:
-    messages = [application.message, *(one.message for one in application.deployments.values())]
-    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "Serve does not say why")
 
 
 def _port(config: ServerConfig) -> int:

@@ -20,6 +20,7 @@ from twinkle.server.runtime.generated_key import prepare_key_of
 from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
 from twinkle.server.state.integrity.copies import new_secret
+from twinkle.utils.progress import Progress
 
 if TYPE_CHECKING:
     from twinkle.server.runtime.ray.launching import AppStatus
@@ -47,7 +48,11 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
         signals.install()  # again: Ray has handlers of its own, which print a stack trace
         which = "one of its own" if cluster.is_ours else "one that was there"
         print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
-        if not cluster.asks_for_token:
+        if cluster.is_ours:
+            print(NO_DASHBOARD, file=sys.stderr, flush=True)
+        with Progress("running a first task on the cluster"):
+            asks_for_token = cluster.asks_for_token
+        if not asks_for_token:
             print(OPEN_CLUSTER, file=sys.stderr, flush=True)
         with launching.deployed(config, cluster) as url:
             signals.raise_no_more()
@@ -134,6 +139,11 @@ _ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _TOKEN = {"RAY_AUTH_MODE": "token"}
 _CURRENT = "ray_current_cluster"  # the file in which `ray start` leaves the address of its cluster
 _CONNECT_SECONDS = 5.0
+NO_DASHBOARD = (
+    "Ray's own dashboard is off on this cluster, because whoever reaches it can run code; `twinkle-server status` and "
+    "the server's /dashboard show the applications, and `ray start --head --include-dashboard=true` before launch "
+    "gives a cluster with one"
+)
 OPEN_CLUSTER = (
     "warning: this Ray cluster asks for no token: anyone who reaches its ports can run any code on it, as the user who "
     "started it, and read all tenants' data; start it with RAY_AUTH_MODE=token, or keep its ports from the network"

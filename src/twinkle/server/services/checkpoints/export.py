@@ -17,6 +17,7 @@ from twinkle.model.types import FloatArray
 from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.state.files.data_dir import write_whole
 from twinkle.server.state.files.export import encrypt_files
+from twinkle.utils.progress import Progress
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEAD = "base_model.model.model.unembed_tokens"
@@ -31,7 +32,12 @@ def prepare_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequen
     """
     weights = {exported_name(name): array for name, array in trainer.weights(adapter_id).items()}
     fill = partial(_fill, weights=weights, config=trainer.peft_config(adapter_id), recipients=recipients)
-    return partial(write_whole, fill=fill)
+
+    def write(directory: Path) -> None:
+        with Progress(f"exporting {adapter_id}", detail=lambda: _written(weights)):
+            write_whole(directory, fill=fill)
+
+    return write
 
 
 def exported_name(name: str) -> str:
@@ -40,6 +46,10 @@ def exported_name(name: str) -> str:
     if found is None or "layers" in found["module"].split("."):
         return name
     return _HEAD + found["part"]
+
+
+def _written(weights: Mapping[str, FloatArray]) -> str:
+    return f"writing {sum(array.nbytes for array in weights.values()) / 1e6:.0f} MB"
 
 
 def _fill(

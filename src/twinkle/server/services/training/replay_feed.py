@@ -17,6 +17,7 @@ from twinkle.server.services.training.custom_losses import LossGraphs
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state.errors import Damage, DatabaseUnavailableError
 from twinkle.server.types import Budget, Ending, Op, Outcome
+from twinkle.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class ReplayFeed:
     ) -> None:
         """``enqueue`` hands an op to the scheduler; it returns the reason if the op was not accepted."""
         self._store = context.store
+        self._model = context.model.name
         self._running = context.running
         self._graphs = graphs
         self._adapters = adapters
@@ -63,11 +65,24 @@ class ReplayFeed:
         return Budget("replayed_ops", sum(self._held.values()), _MOST_BYTES)
 
     async def run(self) -> None:
-        """Submit the replays of all adapters in turns; return when none is left, or when the server stops."""
-        while self._lines and not self._adapters.stopping:
-            self._wake.clear()
-            if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:
-                await self._wake.wait()
+        """Submit the replays of all adapters in turns; return when all have run, or when the server stops."""
+        total = self._left()
+        if not total:
+            return
+        with Progress(f"recovery of {self._model}") as progress:
+            while (left := self._left()) and not self._adapters.stopping:
+                progress.reached(total - left, total, "ops")
+                self._wake.clear()
+                if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:
+                    await self._wake.wait()
+            if left:  # the server stops
+                progress.give_up()
+            else:
+                self._lines.clear()  # of adapters that were removed
+
+    def _left(self) -> int:
+        """Return how many replays have not run yet. Those of adapters that were removed will never run."""
+        return sum(len(adapter.replays) for adapter in self._adapters)
 
     async def _feed(self, run_id: str) -> bool:
         """Decode and submit the next op of an adapter, if there is room; return whether there was progress."""
