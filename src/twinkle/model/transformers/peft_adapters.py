@@ -108,8 +108,12 @@ class PeftAdapters:
         return state
 
     def save(self, name: str, directory: Path, base_name: str) -> None:
+        """Write the adapter as PEFT does. ``base_name``: the name by which PEFT finds the base model."""
         config = copy.deepcopy(self.wrapper.peft_config[name])
         config.inference_mode, config.base_model_name_or_path = True, base_name
+        if config.task_type is None:  # then AutoPeftModel needs the class of the base model
+            kind = type(self._model)
+            config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         config.save_pretrained(directory)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict(name).items()}
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
