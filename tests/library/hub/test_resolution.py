@@ -6,7 +6,7 @@ import pytest
 
 import twinkle.hub
 from twinkle.errors import UnsupportedError
-from twinkle.hub import LocalModel, resolve
+from twinkle.hub import LocalModel, loadable_name, resolve
 
 HEAVY = {"filelock", "gguf", "huggingface_hub", "modelscope", "numpy", "tokenizers", "torch", "transformers"}
 
@@ -16,6 +16,16 @@ def test_local_directory(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert resolve("./model") == LocalModel("./model", tmp_path / "model", None)
+
+
+def test_names_that_transformers_can_load(tmp_path, monkeypatch):
+    """Saved adapters name their base model like this: a public repository, or a folder of this machine."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert loadable_name("./model") == str(tmp_path / "model")
+    assert loadable_name("hf://org/name@v1") == loadable_name("org/name") == "org/name"
+    assert loadable_name("random://llama-tiny?seed=3") == str(resolve("random://llama-tiny").path)
 
 
 def test_directory_without_a_model(tmp_path):

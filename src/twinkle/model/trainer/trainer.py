@@ -76,6 +76,7 @@ class Trainer:
         model: PreTrainedModel,
         *,
         model_id: str | PathLike[str],
+        base_name: str | None = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
@@ -84,6 +85,7 @@ class Trainer:
     ) -> None:
         """Take over a loaded model: it is frozen and its linear layers are replaced.
 
+        base_name: the name of the base model in saved adapters; None: ``model_id``.
         memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free, on
         a CPU half of that.
         max_tokens_per_batch: most tokens of a batch that keeps its activations (longer sequences are recomputed);
@@ -95,6 +97,7 @@ class Trainer:
         for the backward pass, instead of holding them in between.
         """
         self.model_id = id_text(model_id)
+        self.base_name = base_name or self.model_id
         self.device: torch.device = model.device
         if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
             self.device = own_device(device_mesh.device_type, device_mesh)
@@ -146,6 +149,7 @@ class Trainer:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        base_name: str | None = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
@@ -155,7 +159,9 @@ class Trainer:
         """Load a model by its id (see :mod:`twinkle.hub`).
 
         device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on accelerators and
-        on CPUs with bf16 instructions, else fp32. The other arguments are those of the constructor.
+        on CPUs with bf16 instructions, else fp32. base_name: the name of the base model in saved adapters; None: the
+        one by which Transformers finds the model (``org/name`` or a folder). The other arguments are those of the
+        constructor.
         """
         if device_mesh is not None:
             check_mesh(device_mesh)  # before weights are read
@@ -168,6 +174,7 @@ class Trainer:
         return cls(
             model,
             model_id=model_id,
+            base_name=base_name or hub.loadable_name(model_id),
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
@@ -238,7 +245,7 @@ class Trainer:
     def peft_config(self, adapter_id: str) -> dict[str, object]:
         """Return the contents of the adapter's adapter_config.json."""
         adapter = self._pool.get(adapter_id)
-        return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.model_id)
+        return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.base_name)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -383,7 +390,7 @@ class Trainer:
             adapter,
             Path(directory),
             target_modules=short_names(adapter.layout.targets, self.architecture),
-            base_model=self.model_id,
+            base_model=self.base_name,
             optimizer=optimizer,
             overwrite=overwrite,
             state=state,
@@ -407,7 +414,7 @@ class Trainer:
             checkpoint.save_adapter,
             adapter.host_copy(optimizer),
             target_modules=short_names(adapter.layout.targets, self.architecture),
-            base_model=self.model_id,
+            base_model=self.base_name,
             optimizer=optimizer,
             overwrite=True,
             state=state,

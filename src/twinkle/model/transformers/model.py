@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
+from twinkle import hub
 from twinkle.errors import (
     InvalidInputError,
     NonFiniteError,
@@ -115,7 +116,8 @@ class TransformersModel(TwinkleModel):
         self._plain = plain
         self._forward_pass = CausalForward(plain, parallel.sequence)
         self._adapters = PeftAdapters(plain, half_base=self._half)
-        self._state = PlainState(plain, self._adapters, parallel, self.model_id, self.tokenizer_id)
+        base_name = self.model_id if model_id is None else hub.loadable_name(model_id)
+        self._state = PlainState(plain, self._adapters, parallel, base_name, self.tokenizer_id)
         self._in_shards = False
         self.active_group = ""
         self._add_group(OptimizerGroup(""))

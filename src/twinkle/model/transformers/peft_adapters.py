@@ -16,6 +16,7 @@ from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputErro
 from twinkle.extras import missing
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
+from twinkle.model.adapters.peft_config import NOTE, head_note
 from twinkle.model.decoder.lora.stacks import initial_a
 from twinkle.model.library.training_state import find_checkpoint
 
@@ -107,12 +108,19 @@ class PeftAdapters:
         state: dict[str, Tensor] = _peft().get_peft_model_state_dict(self.wrapper, **options)
         return state
 
-    def save(self, name: str, directory: Path, model_id: str) -> None:
+    def save(self, name: str, directory: Path, base_name: str) -> None:
+        """Write the adapter as PEFT does. ``base_name``: the name by which PEFT finds the base model."""
         config = copy.deepcopy(self.wrapper.peft_config[name])
-        config.inference_mode, config.base_model_name_or_path = True, model_id
+        config.inference_mode, config.base_model_name_or_path = True, base_name
+        if config.task_type is None:  # then AutoPeftModel needs the class of the base model
+            kind = type(self._model)
+            config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         config.save_pretrained(directory)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict(name).items()}
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        head = self._model.get_output_embeddings()
+        if isinstance(head, _peft().tuners.lora.LoraLayer) and name in head.lora_A:
+            (directory / NOTE).write_text(head_note(base_name))
 
     def load(self, name: str, directory: Path) -> None:
         try:

@@ -31,20 +31,24 @@ Parameters = Mapping[str, nn.Parameter]  # the parameters that a group trains, b
 
 
 class PlainState:
-    """Saves and resumes groups of one model. ``tokenizer_id``: the tokenizer to copy into checkpoints; None: none."""
+    """Saves and resumes groups of one model.
+
+    ``base_name``: the name of the base model in saved adapters. ``tokenizer_id``: the tokenizer to copy into
+    checkpoints; None: none.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         adapters: PeftAdapters,
         parallel: Parallelism,
-        model_id: str,
+        base_name: str,
         tokenizer_id: str | None,
     ) -> None:
         self._model = model
         self._adapters = adapters
         self._parallel = parallel
-        self._model_id = model_id
+        self._base_name = base_name
         self._tokenizer_id = tokenizer_id
 
     def save(
@@ -63,7 +67,7 @@ class PlainState:
 
         def write(staging: Path) -> None:
             if group.adapter_name:
-                self._adapters.save(group.adapter_name, staging, self._model_id)
+                self._adapters.save(group.adapter_name, staging, self._base_name)
             else:
                 self._model.save_pretrained(staging, state_dict=weights)
             if self._tokenizer_id is not None:

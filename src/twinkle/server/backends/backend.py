@@ -141,7 +141,7 @@ class ServedModel:
     max_context_length: int
     tokens_per_batch: int
     tokenizer_dir: str | None
-    tokenizer_id: str | None  # the tokenizer that clients on other machines can load
+    tokenizer_id: str | None  # the public repository from which clients on other machines can load the tokenizer
     memory: str  # a sentence for operators: how memory is divided
     text: TextCodec | None  # None: there is no tokenizer, and tenants can send only tokens
     cheap_tokens: int = 0  # this many more tokens in a batch take hardly any time; 0 on a CPU, where every token does

@@ -13,7 +13,7 @@ from twinkle import hub
 from twinkle.errors import ConfigError
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
-from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, base_name
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.utils.progress import Progress
 
@@ -86,7 +86,7 @@ def served_model(
         max_context_length=facts.max_length,
         tokens_per_batch=facts.tokens * ranks,
         tokenizer_dir=str(hub.resolve(served.model.model_id).path),
-        tokenizer_id=public_tokenizer_id(served.model.model_id),
+        tokenizer_id=served.public_id,
         memory=facts.memory if ranks == 1 else f"{ranks} processes, each: {facts.memory}",
         text=None,
         cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
@@ -109,6 +109,7 @@ def load_trainer(
         args.model_id,
         device=device,
         dtype=args.dtype,
+        base_name=base_name(args),
         memory_budget_bytes=budget,
         max_tokens_per_batch=args.max_tokens_per_batch,
         compiled=compiled,

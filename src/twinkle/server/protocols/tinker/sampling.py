@@ -70,11 +70,14 @@ async def join_sampling_session(call: Call[JoinSamplingSessionRequest]) -> Respo
 
 @routes.get("/samplers/{sampler_id}", anybody)
 async def sampler(call: Call[bytes], sampler_id: str) -> Response:
+    """Describe a sampler. The SDK loads the tokenizer by ``base_model``, so that is a name that can be loaded."""
     session = await call.gateway.sampling_session(sampler_id, call.tenant_id)
+    # The model's services may be in another process, and a model that is not served any more has no configuration.
+    served = next((one for one in call.gateway.config.served_models if one.name == session.model_name), None)
     return json_response(
         {
             "sampler_id": session.sampling_session_id,
-            "base_model": session.base_model,
+            "base_model": session.base_model if served is None else served.loadable_name(session.base_model),
             "model_path": session.model_path,
         }
     )

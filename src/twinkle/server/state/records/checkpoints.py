@@ -20,9 +20,14 @@ _OF_TENANT = CHECKPOINTS.c.tenant_id == bindparam("tenant_id")
 _NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOINTS.c.kind, CHECKPOINTS.c.name)
 
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
-_COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT)
+_NOT_LEFT_OUT = CHECKPOINTS.c.kind != bindparam("left_out")
+_COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT, _NOT_LEFT_OUT)
 _LIST = (
-    select(CHECKPOINTS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit")).offset(bindparam("offset"))
+    select(CHECKPOINTS)
+    .where(_OF_TENANT, _NOT_LEFT_OUT)
+    .order_by(*_NEWEST_FIRST)
+    .limit(bindparam("limit"))
+    .offset(bindparam("offset"))
 )
 _EXPIRED = select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at <= bindparam("now")).order_by(CHECKPOINTS.c.expires_at)
 _SUMS = (
@@ -80,9 +85,15 @@ class CheckpointRecords(Area):
         """Return the newest checkpoint of each kind that the run has."""
         return {checkpoint.kind: checkpoint for checkpoint in reversed(await self.of_run(run_id))}
 
-    async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[CheckpointRecord]:
-        """Return a page of a tenant's checkpoints, newest first, also of those that have expired."""
-        return await self._page(_CHECKPOINT, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
+    async def list(
+        self, tenant_id: str, limit: int, offset: int = 0, left_out: CheckpointKind | None = None
+    ) -> Page[CheckpointRecord]:
+        """Return a page of a tenant's checkpoints, newest first, also of those that have expired.
+
+        ``left_out``: a kind that is neither listed nor counted.
+        """
+        which = {"tenant_id": tenant_id, "left_out": left_out or ""}
+        return await self._page(_CHECKPOINT, _LIST, _COUNT, **which, limit=limit, offset=offset)
 
     async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:
         """Return the checkpoints that have expired, including those whose deletion was interrupted."""
