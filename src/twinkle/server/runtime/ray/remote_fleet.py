@@ -36,7 +36,7 @@ class RemoteFleet:
         found = await self._answers(self._of_models, lambda replica: replica.report())
         self._last = {**{name: _away(last) for name, last in self._last.items()}, **found}
         return {
-            model: _sum(known)
+            model: replace(_sum(known), replicas={name: name in found for name in group.names})
             for model, group in self._layout.models.items()
             if (known := [self._last[name] for name in group.names if name in self._last])
         }
