@@ -53,7 +53,7 @@ def add_parsers(commands: Commands) -> None:
 async def _create(args: argparse.Namespace, store: Store) -> None:
     tenant_id = None if args.tenant is None else (await Names.read(store)).find(args.tenant).tenant_id
     record, key = await store.keys.create(tenant_id, args.name, time.time())
-    tenant = (await Names.read(store)).of(record.tenant_id)
+    tenant = (await Names.read(store)).tenant(record.tenant_id)
     others = [each for each in await store.keys.list() if each.tenant_id == record.tenant_id and each != record]
     if args.json:
         print_json({"key": key, **_about(record, tenant), "other_keys": len(others)})
@@ -77,7 +77,7 @@ async def _list(args: argparse.Namespace, store: Store) -> None:
     names = await Names.read(store)
     wanted = None if args.tenant is None else names.find(args.tenant).tenant_id
     keys = [key for key in await store.keys.list() if wanted in (None, key.tenant_id)]
-    rows = [_about(key, names.of(key.tenant_id)) for key in keys]
+    rows = [_about(key, names.tenant(key.tenant_id)) for key in keys]
     if args.json:
         print_json(rows)
         return
@@ -112,7 +112,7 @@ async def _revoke(args: argparse.Namespace, store: Store) -> None:
         file = await delete_file_of(store, key.key_id)
         if not await store.keys.revoke(key.key_id, time.time()):
             raise TwinkleServerError(f"{key.key_id} was revoked by somebody else meanwhile")
-        whose = f"{key.key_id} of tenant {names.of(key.tenant_id)}"
+        whose = f"{key.key_id} of tenant {names.tenant(key.tenant_id)}"
         lines.append(f"revoked {whose}" + ("" if file is None else f" and deleted {file}, which held it"))
     if args.json:
         print_json([{"key_id": key.key_id, "tenant_id": key.tenant_id} for key in chosen])

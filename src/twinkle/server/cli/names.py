@@ -42,7 +42,7 @@ class Names:
             raise unknown("tenant", given, [tenant.name or tenant.tenant_id for tenant in self.tenants.values()])
         return found
 
-    def of(self, tenant_id: str) -> Tenant:
+    def tenant(self, tenant_id: str) -> Tenant:
         """Return the tenant with this id, which a record names."""
         return self.tenants.get(tenant_id) or Tenant(tenant_id, None)
 
@@ -80,13 +80,13 @@ def find_key(keys: Sequence[KeyRecord], given: str, names: Names) -> KeyRecord:
     """
     active = [key for key in keys if key.revoked_at is None]
     matching = [key for key in active if key.key_id == given] or [
-        key for key in active if given in (key.name, key.tenant_id, names.of(key.tenant_id).name)
+        key for key in active if given in (key.name, key.tenant_id, names.tenant(key.tenant_id).name)
     ]
     if len(matching) > 1:
         ids = ", ".join(key.key_id for key in matching)
         allowed = f"the id of one of the {len(matching)} active keys: {ids}; --tenant revokes all keys of a tenant"
         raise InvalidInputError("KEY", given, allowed)
     if not matching:
-        known = [each for key in active for each in (key.key_id, key.name, names.of(key.tenant_id).name) if each]
+        known = [each for key in active for each in (key.key_id, key.name, names.tenant(key.tenant_id).name) if each]
         raise unknown("active key", given, known)
     return matching[0]

@@ -117,7 +117,7 @@ async def _runs(args: argparse.Namespace, store: Store) -> None:
         for run in await store.runs.latest()
         if (tenant is None or run.tenant_id == tenant.tenant_id) and args.state in (None, run.state)
     ]
-    rows = [_run(run, names.of(run.tenant_id)) for run in found[: args.limit]]
+    rows = [_run(run, names.tenant(run.tenant_id)) for run in found[: args.limit]]
     if args.json:
         print_json(rows)
     else:
@@ -193,7 +193,7 @@ async def _usage(args: argparse.Namespace, store: Store) -> None:
         since.isoformat(), (until + timedelta(days=1)).isoformat(), None if tenant is None else tenant.tenant_id
     )
     found = days if args.by_day else sorted(_by_tenant(days).values(), key=lambda each: -_tokens(each))
-    rows = [_used(each, names.of(each.tenant_id), by_day=args.by_day) for each in found]
+    rows = [_used(each, names.tenant(each.tenant_id), by_day=args.by_day) for each in found]
     if args.json or args.format == "json":
         print_json(rows)
         return
