@@ -12,8 +12,8 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "tests" / "server"))
-from chromium import Page  # noqa: E402
+sys.path.append(str(HERE.parents[1]))
+from tests.support.servers.chromium import Page  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("url")

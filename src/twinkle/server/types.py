@@ -470,6 +470,16 @@ class RunRecord:
     note: str | None = None  # for the tenant: why the run failed, or how to resume it
     replica: str = ""  # the replica of the model that has this run, where there are several
 
+    @property
+    def name(self) -> str:
+        """Return the name that people know the run by; empty if its client gave none.
+
+        It is ``name`` in the run's user_metadata, else, for a run of the native protocol, the name of its adapter.
+        """
+        of_session = f"{self.session_id}-"
+        adapter = self.run_id.removeprefix(of_session) if self.run_id.startswith(of_session) else ""
+        return self.user_metadata.get("name") or adapter
+
 
 @dataclass(frozen=True)
 class CheckpointRecord:

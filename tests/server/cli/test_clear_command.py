@@ -64,6 +64,6 @@ def test_it_asks_first(tmp_path: Path, clear, monkeypatch, answer: str, code: in
 def test_every_table_is_cleared_or_kept() -> None:
     """A new table needs a decision."""
     cleared = {statement.table for statement in retention._CLEARED}
-    kept = {tables.API_KEYS, tables.AUDIT, tables.CHECKPOINTS, tables.SCHEMA_VERSION, tables.USAGE}
+    kept = {tables.API_KEYS, tables.AUDIT, tables.CHECKPOINTS, tables.SCHEMA_VERSION, tables.TENANTS, tables.USAGE}
     assert cleared | kept == set(tables.METADATA.tables.values())
     assert not cleared & kept

@@ -58,7 +58,7 @@ def test_keys_are_shown_once_listed_without_and_revoked(tmp_path: Path) -> None:
     assert "first" in listed
     assert "active" in listed
     assert key not in listed
-    key_id = listed.split()[0]
+    key_id = listed.splitlines()[1].split()[0]
     assert run("keys", "revoke", key_id, *where).returncode == 0
     assert "revoked" in run("keys", "list", *where).stdout
     gone = run("keys", "revoke", key_id, *where)

@@ -59,7 +59,7 @@ def test_only_a_server_config_is_one(served, wrong: object) -> None:
 def test_without_applications_there_is_nothing_to_serve(tmp_path: Path, arguments, capsys) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("")
-    assert cli.main(["launch", "-c", str(file), *arguments]) == 0
+    assert cli.main(["launch", "-c", str(file), *arguments]) == 1
     said = capsys.readouterr()
     assert "nothing to serve: the configuration has no applications" in said.err
     assert said.out == ""

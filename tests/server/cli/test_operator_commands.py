@@ -23,6 +23,7 @@ from tests.support.servers.running import (
     sample_body,
     training_request,
 )
+from twinkle.server.cli import command_line
 from twinkle.server.wire import tinker_pb2 as pb
 
 
@@ -43,6 +44,12 @@ def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]
     return run_forked([*arguments, "-c", str(server.directory / "config.yaml")], environment())
 
 
+def told_by(capsys: pytest.CaptureFixture[str], server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Do the same as :func:`command` in this process, which is faster."""
+    code = command_line.main([*arguments, "-c", str(server.directory / "config.yaml")])
+    return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+
 def owner(tenant: Tenant, model: str) -> str:
     return str(tenant.get(f"training_runs/{model}").json()["model_owner"])
 
@@ -60,11 +67,11 @@ def train(tenant: Tenant, model: str, first: int, steps: int) -> list[float]:
 
 
 def used(server: Server, tenant_id: str) -> dict[str, int]:
-    listed = command(server, "usage", "--tenant", tenant_id, "--format", "json")
+    listed = command(server, "usage", "--tenant", tenant_id, "--json")
     assert listed.returncode == 0, listed
     rows = json.loads(listed.stdout)
-    assert {row["tenant"] for row in rows} <= {tenant_id}
-    return {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("day", "tenant")} if rows else {}
+    assert len(rows) <= 1
+    return rows[0] if rows else {}
 
 
 def test_usage_counts_what_ended_well(watched: Server, user: Tenant) -> None:
@@ -87,10 +94,12 @@ def test_usage_counts_what_ended_well(watched: Server, user: Tenant) -> None:
     deadline = time.monotonic() + 60
     while {name: number for name, number in used(watched, owner(user, model)).items() if name in expected} != expected:
         assert time.monotonic() < deadline, used(watched, owner(user, model))
-    table = command(watched, "usage").stdout.splitlines()
+    table = command(watched, "usage", "--by-day").stdout.splitlines()
     assert table[0].split()[:2] == ["day", "tenant"]
     assert any(owner(user, model) in line for line in table[1:])
-    assert command(watched, "usage", "--until", "2001-01-01").stdout.splitlines()[1:] == []
+    (today,) = json.loads(command(watched, "usage", "--by-day", "--tenant", owner(user, model), "--json").stdout)
+    assert {name: today[name] for name in expected} == expected
+    assert command(watched, "usage", "--until", "2001-01-01").stdout == "no usage from 2000-12-02 to 2001-01-01\n"
     assert "a day such as" in command(watched, "usage", "--since", "yesterday").stderr
 
 
@@ -158,7 +167,92 @@ def test_an_evicted_adapter_goes_on_from_its_checkpoint(watched: Server, user: T
     assert both.returncode == 0, both
     assert same in both.stdout
     assert again in both.stdout
-    assert "unknown tenant with live adapters" in command(watched, "evict", "--tenant", "nobody").stderr
+    again = command(watched, "evict", "--tenant", owner(user, same))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "has no live run" in again.stderr
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_and_runs_are_known_by_their_names(
+    watched: Server, user: Tenant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All commands take the name of a tenant or a run where they take its id, and show both."""
+    model = user.model(user_metadata={"name": "first try"})
+    train(user, model, 1, 2)
+    unnamed, tenant_id = user.model(), owner(user, model)
+    assert told_by(capsys, watched, "rename-tenant", tenant_id, "team a").returncode == 0
+    (run, other) = json.loads(told_by(capsys, watched, "runs", "--tenant", "team a", "--json").stdout)
+    assert {run["run_id"]: run["name"], other["run_id"]: other["name"]} == {model: "first try", unnamed: ""}
+    assert {run["tenant"], other["tenant"]} == {"team a"}
+    assert {run["state"], other["state"]} == {"live"}
+    table = told_by(capsys, watched, "runs", "--tenant", tenant_id).stdout.splitlines()
+    assert table[0].split() == ["run", "name", "tenant", "base", "model", "rank", "state", "last", "request"]
+    assert any(line.split()[:5] == [model, "first", "try", "team", "a"] for line in table)
+    deadline = time.monotonic() + 60
+    while not (rows := json.loads(told_by(capsys, watched, "usage", "--tenant", "team a", "--json").stdout)):
+        assert time.monotonic() < deadline
+    assert (rows[0]["tenant"], rows[0]["tenant_id"]) == ("team a", tenant_id)
+    (about,) = json.loads(told_by(capsys, watched, "tenants", "team a", "--json").stdout)
+    assert (about["tenant_id"], about["adapters"], about["keys"]) == (tenant_id, 2, 0)
+    assert "team a" in told_by(capsys, watched, "tenants").stdout
+    evicted = told_by(capsys, watched, "evict", "first try", "--tenant", "team a", "--json")
+    assert [(each["run_id"], each["evicted"]) for each in json.loads(evicted.stdout)] == [(model, True)]
+    (parked,) = json.loads(told_by(capsys, watched, "runs", "--tenant", "team a", "--state", "parked", "--json").stdout)
+    assert parked["run_id"] == model
+    one = told_by(capsys, watched, "runs", "--tenant", "team a", "--limit", "1", "--json")
+    assert len(json.loads(one.stdout)) == 1
+    assert "1 more runs" in one.stderr
+
+
+def test_unknown_names_are_refused(watched: Server, user: Tenant, capsys: pytest.CaptureFixture[str]) -> None:
+    tenant_id = owner(user, user.model(user_metadata={"name": "twice"}))
+    assert told_by(capsys, watched, "rename-tenant", tenant_id, "charlotte").returncode == 0
+    for arguments in (
+        ("usage", "--tenant", "charlote"),
+        ("runs", "--tenant", "charlote"),
+        ("tenants", "charlote"),
+        ("evict", "--tenant", "charlote"),
+        ("keys", "create", "--tenant", "charlote"),
+        ("keys", "list", "--tenant", "charlote"),
+        ("keys", "revoke", "--tenant", "charlote"),
+        ("rename-tenant", "charlote", "carla"),
+    ):
+        refused = told_by(capsys, watched, *arguments)
+        assert (refused.returncode, refused.stdout) == (1, ""), arguments
+        assert "unknown tenant 'charlote'; known: charlotte" in refused.stderr, arguments
+    user.model(user_metadata={"name": "twice"})
+    for name, told in (
+        ("twice", "one of the 2 live runs of this name: "),
+        ("twicd", "unknown live run 'twicd'; known:"),
+    ):
+        refused = told_by(capsys, watched, "evict", name, "--tenant", "charlotte")
+        assert refused.returncode == 1
+        assert told in refused.stderr
+    assert told_by(capsys, watched, "evict").returncode == 2
+
+
+def test_a_name_cannot_control_the_terminal_of_the_operator(
+    watched: Server, user: Tenant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tenant_id = owner(user, user.model(user_metadata={"name": "a\x1b[2Jb\nc\u202e" + "d" * 500}))
+    table = told_by(capsys, watched, "runs", "--tenant", tenant_id).stdout
+    assert len(table.splitlines()) == 2
+    assert "a?[2Jb?c?dddd" in table
+    assert "d" * 100 not in table
+    refused = told_by(capsys, watched, "evict", "a", "--tenant", tenant_id)
+    assert "\x1b" not in refused.stderr
+    assert "unknown live run 'a'; known: a?[2Jb?c?d" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [["usage"], ["runs"], ["tenants"], ["keys", "list"], ["evict", "r"]])
+def test_a_mistyped_directory_is_no_idle_server(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main([*arguments, "--data-dir", str(tmp_path / "typo")]) == 1
+    assert f"no server has kept its state in {tmp_path / 'typo'}" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
 
 
 def _renumbered(model: str, rows_of: int, seq: int) -> bytes:

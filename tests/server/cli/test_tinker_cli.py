@@ -6,6 +6,7 @@ works.
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,7 @@ def tinker(server: Server, process: CliProcess, tmp_path: Path) -> Terminal:
 
     async def key() -> str:
         store = await Store.open(server.data_dir, server.database, lock=False)
-        _, made = await store.keys.create(None, "laptop", time.time())
+        _, made = await store.keys.create(f"tenant-{secrets.token_hex(12)}", "laptop", time.time())
         await store.close()
         return made
 

@@ -114,6 +114,9 @@ def test_an_older_file(load):
         f"{args}.max_length: became {tokens}",
         f"{args}.adapter_config.adapter_timeout: became {timeout}",
         f"{sampler}.args.adapter_config.adapter_timeout: became {timeout}, the smallest given (here 1800)",
+        "proxy_location: EveryNode is for a cluster of several machines, but the state is in a SQLite file, which "
+        "works on one machine only: several machines need persistence.url: postgresql://… and a data_dir that all of "
+        "them share",
     ]
 
 

@@ -14,6 +14,11 @@ def test_the_page_has_the_tables_of_the_schema():
     assert PAGE.read_text().endswith(f"\n\n{tables()}\n"), "the tables come from: python -m twinkle.server.config"
 
 
+def test_a_default_that_depends_on_other_keys_is_described():
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `runtime` |")]
+    assert row.split(" | ")[2] == "`ray` in a file with `applications`, otherwise `embedded`"
+
+
 def test_every_key_is_described():
     rows = [line for table in _section_tables() for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 80

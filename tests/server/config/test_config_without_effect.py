@@ -1,8 +1,10 @@
 """On Ray too, a note reports each key without effect, and the number of processes is a number of replicas."""
 
+import json
+
 import pytest
 
-from twinkle.server.config import ServerConfig
+from twinkle.server.config import ServerConfig, load_config
 from twinkle.server.config.placement import DeploymentOptions
 from twinkle.server.config.server_config import find_problems
 from twinkle.server.config.timings import Timings
@@ -110,6 +112,21 @@ def test_options_of_serve_are_checked(options):
     data = {"runtime": "ray", "applications": [{"name": "s", "import_path": "server", "deployments": [options]}]}
     (found,) = find_problems(data)
     assert found.field.startswith("applications[0].deployments[0].")
+
+
+def test_proxies_on_all_machines_need_a_database_that_all_can_use(tmp_path):
+    """SQLite works on one machine only; one machine may have several proxies, so this is a note and no error."""
+    file = tmp_path / "server.yaml"
+    cluster = {"runtime": "ray", "proxy_location": "EveryNode", "data_dir": str(tmp_path)}
+    for more, count in (
+        ({}, 1),
+        ({"proxy_location": "HeadOnly"}, 0),
+        ({"persistence": {"url": "postgresql://u@h/d"}}, 0),
+        ({"persistence": {"url": f"sqlite:///{tmp_path}/other.db"}}, 1),
+    ):
+        file.write_text(json.dumps(cluster | more))
+        _, notes = load_config(file)
+        assert sum("EveryNode is for a cluster of several machines" in note for note in notes) == count, more
 
 
 def test_no_limit_on_what_waits():

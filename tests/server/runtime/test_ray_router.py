@@ -253,7 +253,18 @@ def test_a_replica_that_is_away(run):
         models = [await cluster.model(session, number) for number in range(4)]
         record = await cluster.store.runs.get(models[0])
         assert record is not None
+        (before,) = (await cluster.http.get("status")).json()["models"].values()
+        assert before["replicas"] == {"configured": 2, "answering": 2, "silent": []}
         cluster.members[record.replica].is_gone = True
+        (status,) = (await cluster.http.get("status")).json()["models"].values()
+        assert status["replicas"] == {"configured": 2, "answering": 1, "silent": [record.replica]}
+        assert status["state"] == "a replica does not answer"
+        for member in cluster.members.values():
+            member.is_gone = True
+        (status,) = (await cluster.http.get("status")).json()["models"].values()
+        assert status["replicas"] == {"configured": 2, "answering": 0, "silent": ["model-0", "model-1"]}
+        for name, member in cluster.members.items():
+            member.is_gone = name == record.replica
         step = {"model_id": models[0], "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
         refused = await cluster.post("optim_step", step)
         assert refused.status_code == 503

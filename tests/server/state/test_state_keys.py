@@ -6,9 +6,11 @@ import re
 import pytest
 
 from tests.support.servers.state_samples import opened, query, with_store
+from twinkle.errors import InvalidInputError
 from twinkle.server.state.errors import DamagedStateError
 from twinkle.server.state.integrity.copies import read_secret
 from twinkle.server.state.records import keys as keys_module
+from twinkle.server.state.records.keys import KeyRecord
 from twinkle.server.state.store import Store
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -158,3 +160,93 @@ def test_a_secret_is_put_back_from_its_copy_and_never_made_anew_in_silence(tmp_p
     file.unlink()
     with pytest.raises(DamagedStateError, match="secret is missing"):
         read_secret(tmp_path, may_make=False)
+
+
+# --- names of tenants -------------------------------------------------------------------------------------------------
+
+
+def test_a_name_belongs_to_one_tenant(tmp_path):
+    async def check(store: Store):
+        first, _ = await store.keys.create(None, "alice", now=1.0)
+        second, _ = await store.keys.create(None, "alice", now=2.0)
+        assert second.key_id != first.key_id
+        assert second.tenant_id == first.tenant_id
+        laptop, _ = await store.keys.create(first.tenant_id, "laptop", now=3.0)
+        bob, _ = await store.keys.create(None, "bob", now=4.0)
+        await store.keys.create(bob.tenant_id, "laptop", now=5.0)  # keys of two tenants may have the same name
+        nameless, _ = await store.keys.create(None, "", now=6.0)
+        assert await store.tenants.names() == {first.tenant_id: "alice", bob.tenant_id: "bob"}
+        assert (await store.tenants.known())[nameless.tenant_id] is None
+        with pytest.raises(InvalidInputError, match=f"belongs to tenant {first.tenant_id}"):
+            await store.keys.create(bob.tenant_id, "alice", now=7.0)
+        with pytest.raises(InvalidInputError, match=f"{laptop.key_id} of tenant {first.tenant_id}"):
+            await store.keys.create(None, "laptop", now=7.0)
+        for wrong in (" alice", "a\nb", "x" * 101, "-x", bob.tenant_id[:-1] + "0", first.key_id[:-1] + "0"):
+            with pytest.raises(InvalidInputError, match="printable"):
+                await store.keys.create(None, wrong, now=7.0)
+        with pytest.raises(InvalidInputError, match=f"belongs to tenant {first.tenant_id}"):
+            await store.tenants.rename(bob.tenant_id, "alice", now=8.0)
+        await store.tenants.rename(first.tenant_id, "alicia", now=8.0)
+        again, _ = await store.keys.create(None, "alicia", now=9.0)
+        assert again.tenant_id == first.tenant_id
+        assert len(await store.keys.list()) == 7
+
+    with_store(tmp_path, check)
+
+
+def test_two_processes_that_create_a_key_for_one_name_make_one_tenant(tmp_path):
+    """The stores are those of two commands and a server. They begin at the same time, twenty times."""
+
+    async def check(server: Store):
+        async with opened(tmp_path, lock=False) as one, opened(tmp_path, lock=False) as other:
+            for number in range(20):
+                made = await asyncio.gather(
+                    *(store.keys.create(None, f"n{number}", 1.0) for store in (one, other, server))
+                )
+                assert len({record.tenant_id for record, _ in made}) == 1
+            assert len(await server.tenants.names()) == 20
+
+    with_store(tmp_path, check)
+
+
+def test_the_database_refuses_a_second_tenant_of_a_name(tmp_path):
+    async def check(store: Store):
+        await store.keys.create(None, "alice", now=1.0)
+
+    with_store(tmp_path, check)
+    with pytest.raises(Exception, match=r"(?i)unique"):
+        query(tmp_path, "INSERT INTO tenants (tenant_id, name, named_at) VALUES ('other', 'alice', 1.0)")
+
+
+def test_an_older_database_with_two_tenants_of_a_name_loses_nothing(tmp_path, backend, caplog):
+    """Version 9 made a tenant for each key of the same name. The oldest keeps the name."""
+    made: list[tuple[KeyRecord, str]] = []
+
+    first, second, third, nameless = (f"tenant-{digit * 24}" for digit in "abcd")
+    tenants = {first: "alice", second: "alice", third: "alice", nameless: "", "chosen-by-hand": "laptop"}
+
+    async def make(store: Store):
+        for number, (tenant_id, name) in enumerate(tenants.items()):
+            made.append(await store.keys.create(tenant_id, name, float(number)))
+
+    with_store(tmp_path, make)
+    query(tmp_path, "DROP TABLE tenants")
+    query(tmp_path, "UPDATE schema_version SET version = 9")
+    if backend == "sqlite":
+        query(tmp_path, "PRAGMA user_version = 0")  # which records the form of the tables
+
+    async def check(store: Store):
+        names = {first: "alice", second: "alice-2", third: "alice-3", "chosen-by-hand": "chosen-by-hand"}
+        assert await store.tenants.names() == names
+        assert (await store.tenants.known()).keys() == {*names, nameless}
+        for record, key in made:
+            assert await tenant_of(store, key) == record.tenant_id
+        further, _ = await store.keys.create(None, "alice", 7.0)
+        assert further.tenant_id == first
+
+    with_store(tmp_path, check)
+    assert f"{first} keeps the name, and {second} is named 'alice-2'" in caplog.text
+    assert f"{first} keeps the name, and {third} is named 'alice-3'" in caplog.text
+    caplog.clear()
+    with_store(tmp_path, check)
+    assert caplog.text == ""

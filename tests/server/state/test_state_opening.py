@@ -171,6 +171,7 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
         "custom_losses",
         "usage",
         "operator_requests",
+        "tenants",
     ):
         query(tmp_path, f"DROP TABLE {table}")
     for index in ("sampling_sessions_by_size", "sessions_by_state_of_tenant"):

@@ -127,9 +127,9 @@ def test_a_token_opens_it_and_keys_of_tenants_do_not(
     file.write_text(f"{TOKEN}\n")
     telemetry = {"metrics": "token", "metrics_token_file": str(file), "tenants_in_metrics": 1}
     server = own_server(mock_config(auth={"mode": "keys"}, telemetry=telemetry))
-    assert cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")]) == 0
-    said = capsys.readouterr()
-    key, tenant_id = said.out.strip(), said.err.partition("tenant ")[2].partition(";")[0]
+    assert cli.main(["keys", "create", "--json", "-c", str(server.directory / "config.yaml")]) == 0
+    made = json.loads(capsys.readouterr().out)
+    key, tenant_id = made["key"], made["tenant_id"]
     tenant = Tenant(server.url, key)
     tenant.model()
     assert _get(server) == 401

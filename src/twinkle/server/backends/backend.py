@@ -144,6 +144,7 @@ class ServedModel:
     tokenizer_id: str | None  # the public repository from which clients on other machines can load the tokenizer
     memory: str  # a sentence for operators: how memory is divided
     text: TextCodec | None  # None: there is no tokenizer, and tenants can send only tokens
+    device: str = "cpu"  # what the trainer computes on: cpu or cuda
     cheap_tokens: int = 0  # this many more tokens in a batch take hardly any time; 0 on a CPU, where every token does
 
     @property

@@ -89,6 +89,7 @@ def served_model(
         tokenizer_id=served.public_id,
         memory=facts.memory if ranks == 1 else f"{ranks} processes, each: {facts.memory}",
         text=None,
+        device=facts.device,
         cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
     )
 

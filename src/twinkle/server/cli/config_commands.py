@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from twinkle.environment import listed_devices, read_server_variables
-from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
+from twinkle.errors import ConfigError, InvalidInputError, TwinkleError, TwinkleServerError
 from twinkle.infra.platform import GPU
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
 from twinkle.server.config.demand import Machine, machine_notes
@@ -45,10 +45,26 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
 
 
 def on_store(work: Callable[[argparse.Namespace, Store], Awaitable[None]]) -> Command:
-    """Return a command that opens the state of a server and runs ``work`` on it. The server may run meanwhile."""
+    """Return a command that opens the state of a server and runs ``work`` on it. The server may run meanwhile.
 
+    TwinkleServerError if no server has kept a state there: a mistyped directory must not look like an idle server.
+    """
+    return _on_store(work, may_create=False)
+
+
+def on_new_store(work: Callable[[argparse.Namespace, Store], Awaitable[None]]) -> Command:
+    """Return the same as :func:`on_store`, except that the command creates the state where there is none."""
+    return _on_store(work, may_create=True)
+
+
+def _on_store(work: Callable[[argparse.Namespace, Store], Awaitable[None]], *, may_create: bool) -> Command:
     async def open_and_work(args: argparse.Namespace) -> None:
         config = config_of(args)
+        kept = [config.data_dir / name for name in ("secret", "copies")]  # every state has them, on any database
+        if not may_create and not any(path.exists() for path in kept):
+            raise TwinkleServerError(
+                f"no server has kept its state in {config.data_dir}; -c or --data-dir chooses another one"
+            )
         store = await Store.open(config.data_dir, config.database_url, lock=False)
         try:
             await work(args, store)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twinkle.server.config import ServerConfig
 
 _START_SECONDS = 600.0
-_NOTHING = (
+NOTHING_TO_SERVE = (
     "nothing to serve: the configuration has no applications; add --model ID to serve a model with the other settings "
     "of this configuration, or leave the configuration out to serve the demo model"
 )
@@ -94,7 +94,7 @@ def run_server(
     from twinkle.server.telemetry.logs import configure_logging
 
     if not config.applications:
-        print(_NOTHING, file=sys.stderr, flush=True)
+        print(NOTHING_TO_SERVE, file=sys.stderr, flush=True)
         return
     refuse_what_is_not_yet(config.applications)
     level, form = log_level or config.logging.level, log_format or config.logging.format

@@ -91,6 +91,13 @@ class Words:
 
 
 @dataclass(frozen=True)
+class DefaultWords:
+    """Words for the default of a field in the reference, where it depends on other keys."""
+
+    default: str
+
+
+@dataclass(frozen=True)
 class ChosenBy:
     """Chooses the section of a field by the value of another field, ``key``, which comes before it.
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from twinkle.server.config.messages import (
     ChosenBy,
+    DefaultWords,
     SparseSection,
     allowed_by,
     change_texts,
@@ -128,6 +129,9 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    for mark in field.metadata:
+        if isinstance(mark, DefaultWords):
+            return mark.default
     if field.is_required():
         return "**required**"
     if field.default_factory is not None:

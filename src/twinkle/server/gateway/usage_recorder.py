@@ -1,4 +1,4 @@
-"""What maintenance records about tenants: usage, disk space, and the names of their keys."""
+"""What maintenance records about tenants: usage, disk space, and their names."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ class UsageRecorder:
         self._storage_at = 0.0  # when disk space was last recorded
 
     async def maintain(self, now: float) -> None:
-        await self.read_key_names()
+        await self.read_names()
         await self.flush_usage()
         self._tenants.training_rate.forget_full()
         self._tenants.sampling_rate.forget_full()
@@ -33,11 +33,12 @@ class UsageRecorder:
             advice = "delete checkpoints that are no longer needed"
             raise LimitReachedError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant", advice)
 
-    async def read_key_names(self) -> None:
-        """Read which key names belong to which tenants, where the configuration gives limits by the name of a key."""
-        if self._tenants.needs_key_names:
+    async def read_names(self) -> None:
+        """Read the names of tenants and of their keys, where the configuration has limits or shares by name."""
+        if self._tenants.needs_names:
             active = [key for key in await self._store.keys.list() if key.revoked_at is None]
-            self._tenants.set_key_names([(key.name, key.tenant_id) for key in active])
+            of_tenants = [(name, tenant_id) for tenant_id, name in (await self._store.tenants.names()).items()]
+            self._tenants.set_names([(key.name, key.tenant_id) for key in active], of_tenants)
 
     async def flush_usage(self) -> None:
         """Write the usage counted since the last call to the database."""

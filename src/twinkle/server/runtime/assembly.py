@@ -159,7 +159,7 @@ class Process:
     async def start(self) -> None:
         """Start the services, which recover what the last process left, and watch memory and running time."""
         self.run(self.memory.guard.watch())
-        await self.gateway.usage_recorder.read_key_names()
+        await self.gateway.usage_recorder.read_names()
         for entry in self.services.values():
             await entry.training.start()
             if entry.sampling is not None:

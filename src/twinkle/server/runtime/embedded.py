@@ -72,11 +72,13 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             timeout_graceful_shutdown=5,  # for uploads and slow readers; long polls are answered at once
             lifespan="on",
         )
-        url = config.public_url or url_of(*listener.getsockname()[:2])
-        text = announcement(config, notes, [model.memory for model in models], url, about_key)
+        local_url = url_of(*listener.getsockname()[:2])
+        text = announcement(
+            config, notes, [model.memory for model in models], config.public_url or local_url, about_key
+        )
         server = _Server(settings, process, text)
         with recorded(config.data_dir) as record:
-            record(url)
+            record(local_url)  # commands ask the server itself, not the proxy at public_url
             await server.serve(sockets=[listener])
         if server.failure is not None:
             raise TwinkleServerError(server.failure)

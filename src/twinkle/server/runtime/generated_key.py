@@ -121,8 +121,9 @@ def _check_stays_closed(config: ServerConfig, known: Sequence[KeyRecord]) -> Non
     """Raise if a server that generated a key would now accept any key, without anybody having chosen that."""
     if any(record.key_id == GENERATED_KEY_ID for record in known):
         raise TwinkleServerError(
-            f"auth.mode: not given, and http_options.host is {config.http_options.host}, so the server would accept "
-            "any key; but it has generated a key, when other machines could reach it. Set auth.mode: keys to keep "
+            f"auth.mode: not given, and by http_options.host ({config.http_options.host}) and public_url "
+            f"({config.public_url or 'not given'}) only this machine can reach the server, so it would accept any key; "
+            "but it has generated a key, when other machines could reach it. Set auth.mode: keys to keep "
             "its keys in force, or auth.mode: open to accept any key"
         )
 

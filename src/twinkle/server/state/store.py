@@ -41,6 +41,7 @@ from twinkle.server.state.records.run_metrics import RunMetrics
 from twinkle.server.state.records.runs import Runs, SnapshotRecords
 from twinkle.server.state.records.sampling import SamplingSessions
 from twinkle.server.state.records.sessions import CustomLossRecords, Sessions
+from twinkle.server.state.records.tenants import TenantRecords
 from twinkle.server.state.records.usage import UsageRecords
 
 # Seconds that a process of a server waits for another process, which may be migrating the tables.
@@ -108,6 +109,7 @@ class Store:
         self.custom_losses = CustomLossRecords(self._database)
         self.snapshots = SnapshotRecords(self._database)
         self.keys = Keys(self._database, secret, timings.key_cache)
+        self.tenants = TenantRecords(self._database)
         self.usage = UsageRecords(self._database)
         self.operator_requests = OperatorRequests(self._database)
         self.audit = Audit(self._database)

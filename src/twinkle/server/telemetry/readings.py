@@ -1,5 +1,6 @@
 """Metrics that are read when metrics are collected: numbers of the services and of the machine."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,12 +45,18 @@ def machine_readings(data_dir: Path) -> list[Reading]:
 
 
 def _memory() -> list[Reading]:
+    return [Reading(instruments.HOST_MEMORY, size, (kind,)) for kind, size in host_memory().items()]
+
+
+def host_memory() -> dict[str, int]:
+    """Return the bytes of the machine's memory: ``available`` and ``total``. It reads a file."""
     fields = (line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return [
-        Reading(instruments.HOST_MEMORY, int(value.split()[0]) * 1024, (_MEMORY[name],))
-        for name, value in fields
-        if name in _MEMORY
-    ]
+    return {_MEMORY[name]: int(value.split()[0]) * 1024 for name, value in fields if name in _MEMORY}
+
+
+def process_memory() -> int:
+    """Return the bytes of memory of this process (its resident set). It reads a file."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _size(directory: Path) -> int:

@@ -30,7 +30,8 @@ class TenantTerms:
 class Tenants:
     """The terms of all tenants, and the counters against which limits are checked. Belongs to one event loop.
 
-    The configuration names a tenant by its id or by the name of one of its API keys. If both match, the id wins.
+    The configuration names a tenant by its id, by its name or by the name of one of its API keys. If several entries
+    match, the id counts before the tenant's name, and this before the names of keys.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Tenants:
         self._polls = Tally()
         self._default = default or TenantTerms()
         self._special = dict(special or {})
-        self._by_key_name: dict[str, TenantTerms] = {}
+        self._by_name: dict[str, TenantTerms] = {}
 
     def terms(self, tenant_id: str) -> TenantTerms:
-        return self._special.get(tenant_id) or self._by_key_name.get(tenant_id) or self._default
+        return self._special.get(tenant_id) or self._by_name.get(tenant_id) or self._default
 
     def limits(self, tenant_id: str) -> LimitsConfig:
         return self.terms(tenant_id).limits
@@ -69,13 +70,14 @@ class Tenants:
         return self._polls.counting(tenant_id)
 
     @property
-    def needs_key_names(self) -> bool:
-        """Return whether :meth:`set_key_names` matters: the configuration has terms for single tenants."""
+    def needs_names(self) -> bool:
+        """Return whether :meth:`set_names` matters: the configuration has terms for single tenants."""
         return bool(self._special)
 
-    def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Set the names of all API keys, as pairs of a key's name and its tenant's id. Earlier pairs are forgotten."""
-        self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
+    def set_names(self, of_keys: Iterable[tuple[str, str]], of_tenants: Iterable[tuple[str, str]]) -> None:
+        """Set the names of all API keys and tenants, as pairs of a name and a tenant's id, instead of earlier ones."""
+        pairs = [*of_keys, *of_tenants]  # of several that match, the last one counts
+        self._by_name = {tenant_id: self._special[name] for name, tenant_id in pairs if name in self._special}
 
 
 def configured_tenants(config: ServerConfig) -> Tenants:

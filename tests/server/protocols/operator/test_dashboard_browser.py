@@ -79,16 +79,32 @@ def test_a_wrong_key_and_a_right_one(page: Page, tmp_path: Path, capsys: pytest.
         assert not page.find("#views").is_displayed()
         assert all("401" in complaint for complaint in page.complaints())
         capsys.readouterr()
-        assert cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")]) == 0
+        assert cli.main(["keys", "create", "--name", "alice", "-c", str(server.directory / "config.yaml")]) == 0
         page.enter_key(capsys.readouterr().out.strip())
-        assert page.text("#runs") == "No runs yet."
+        assert page.text("#runs") == "No runs yet of tenant alice."
+        page.until(lambda: page.text("#who") == "alice · key alice")
         assert not page.find("#problem").is_displayed()
         page.click("#forget-key")
         assert page.find("#key-form").is_displayed()
+        assert not page.find("#who").is_displayed()
         assert page.script("return sessionStorage.length + localStorage.length") == 0
         assert page.script("return document.cookie") == ""
     finally:
         server.close()
+
+
+def test_an_open_server_says_that_each_key_is_a_tenant(page: Page, server: Server) -> None:
+    Tenant(server.url, "tml-typed").model(user_metadata={"name": EVIL})
+    page.open(server.url)
+    page.enter_key("tml-mistyped")
+    told = page.until(lambda: page.text("#runs"))
+    assert "accepts any key, and each key is a tenant of its own." in told
+    assert "Other keys have 1 run here" in told
+    page.until(lambda: page.text("#who").endswith(" · open server"))
+    page.click("#forget-key")
+    page.enter_key("tml-typed")
+    page.until(lambda: EVIL in page.text("#runs"))
+    page.click("#forget-key")
 
 
 def test_curves_grow_while_a_client_trains(page: Page, server: Server) -> None:

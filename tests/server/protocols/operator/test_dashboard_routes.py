@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import re
 import tarfile
 import time
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.servers.native_caller import Caller
+from tests.support.servers.native_running import NativeTenant
 from tests.support.servers.running import MODEL, Server, Tenant, datum, key_for, mock_config
 from tests.support.servers.state_samples import run
 from twinkle.server.cli import command_line as cli
@@ -227,6 +229,7 @@ def test_foreign_is_unknown(server: Server, tenant: Tenant, other_tenant: Tenant
     ("method", "path"),
     [
         ("GET", "adapters"),
+        ("GET", "whoami"),
         ("GET", "sessions"),
         ("GET", "training_runs/r/metrics"),
         ("POST", "training_runs/r/metrics"),
@@ -246,7 +249,36 @@ def test_a_server_with_keys(own_server: Callable[..., Server], capsys: pytest.Ca
     stranger = Tenant(server.url, key_for("anything"))
     assert stranger.get("twinkle/adapters").status_code == 401
     capsys.readouterr()
-    cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")])
-    owner = Tenant(server.url, capsys.readouterr().out.strip())
+    cli.main(["keys", "create", "--name", "alice", "--json", "-c", str(server.directory / "config.yaml")])
+    made = json.loads(capsys.readouterr().out)
+    owner = Tenant(server.url, made["key"])
     model = owner.model()
     assert owner.get("twinkle/adapters").json()["adapters"][0]["training_run_id"] == model
+    assert owner.get("twinkle/whoami").json() == {
+        "tenant_id": made["tenant_id"],
+        "tenant": "alice",
+        "auth_mode": "keys",
+        "key_id": made["key_id"],
+        "key_name": "alice",
+        "is_operator": False,
+        "other_runs": None,
+    }
+    assert owner.get("auth/apikey/me").json()["details"]["org_details"]["name"] == "alice"
+
+
+def test_an_open_server_says_who_a_key_is(server: Server, tenant: Tenant) -> None:
+    """A key that nobody used before is a tenant without runs. The answer says that other keys have some."""
+    run = tenant.model(user_metadata={"name": "mine"})
+    known = tenant.get("twinkle/whoami").json()
+    assert (known["auth_mode"], known["key_id"], known["tenant"]) == ("open", None, None)
+    (listed,) = [each for each in tenant.get("twinkle/adapters").json()["adapters"] if each["training_run_id"] == run]
+    assert listed["name"] == "mine"
+    mistyped = Tenant(server.url, f"{tenant.key}x").get("twinkle/whoami").json()
+    assert mistyped["tenant_id"] != known["tenant_id"]
+    assert mistyped["other_runs"] > 0
+
+
+def test_a_native_run_has_the_name_of_its_adapter(server: Server) -> None:
+    NativeTenant(server.url, "tml-native-names", MODEL).add_adapter("sft.v1")
+    (listed,) = Tenant(server.url, "tml-native-names").get("twinkle/adapters").json()["adapters"]
+    assert listed["name"] == "sft.v1"

@@ -18,7 +18,7 @@ from twinkle.server import ids
 from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
-from twinkle.server.http.requests import PREFIX, json_response, listing
+from twinkle.server.http.requests import PREFIX, json_response, key_id_of, listing
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.protocols.native.requests import (
@@ -28,7 +28,7 @@ from twinkle.server.protocols.native.requests import (
     services_of,
     wire_response,
 )
-from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
+from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models, sum_of
 from twinkle.server.protocols.tinker.runs import (
     Limit,
     Offset,
@@ -166,16 +166,12 @@ async def status(call: Call[bytes]) -> Response:
     models = await status_of_models(call.gateway)
     resources = {
         "sessions": await call.gateway.store.sessions.active(),
-        "models": _sum(models, "adapters"),
+        "models": sum_of(models, "adapters"),
         "sampling_sessions": await call.gateway.store.sampling_sessions.active(),
-        "futures": _sum(models, "queued_ops") + _sum(models, "waiting_samples"),
+        "futures": sum_of(models, "queued_ops") + sum_of(models, "waiting_samples"),
     }
     cleanup = {"running": True, "expiration_timeout": call.gateway.config.limits.session_timeout_seconds}
     return json_response({"resources": resources, "cleanup": cleanup, "models": models})
-
-
-def _sum(models: Mapping[str, Mapping[str, object]], number: str) -> int:
-    return sum(value for model in models.values() if isinstance(value := model.get(number), int))
 
 
 # --- runs and checkpoints ---------------------------------------------------------------------------------------------
@@ -308,6 +304,29 @@ def _point(point: MetricPoint) -> run_types.MetricPoint:
 # --- routes for the dashboard: a tenant's adapters and where they are, sessions, checkpoints as files -----------------
 
 
+@routes.get(f"{_TWINKLE}/whoami", anybody)
+async def whoami(call: Call[bytes]) -> Response:
+    """Return who the caller is to this server: its tenant and key, and how the server treats keys.
+
+    ``other_runs``: how many runs other tenants have, on a server in open mode, where a person may have typed another
+    key than the script used; None where keys are checked.
+    """
+    store, is_open = call.gateway.store, call.gateway.config.auth_mode == "open"
+    key_id = None if is_open else await key_id_of(call.request)
+    key = None if key_id is None else await store.keys.find_by_id(key_id)
+    return json_response(
+        {
+            "tenant_id": call.tenant_id,
+            "tenant": await store.tenants.name_of(call.tenant_id),
+            "auth_mode": call.gateway.config.auth_mode,
+            "key_id": key_id,
+            "key_name": None if key is None else key.name,
+            "is_operator": False,  # operators have the server's database, not a key: see docs/operations.md
+            "other_runs": await store.runs.count_of_others(call.tenant_id) if is_open else None,
+        }
+    )
+
+
 @routes.get(f"{_TWINKLE}/adapters", anybody)
 async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
     """List the tenant's runs, latest request first, with where their adapters are, and the lengths of the queues."""
@@ -332,6 +351,7 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
     gone: Residency = "disk" if run.state == "live" else run.state
     return {
         "training_run_id": run.run_id,
+        "name": run.name,
         "session_id": run.session_id,
         "protocol": "twinkle" if ids.is_native_run(run.run_id) else "tinker",
         "base_model": run.base_model,

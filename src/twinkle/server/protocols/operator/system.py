@@ -11,6 +11,7 @@ from functools import partial
 
 from fastapi import Request, Response
 
+import twinkle
 from twinkle.errors import NotFoundError, UnauthorizedError
 from twinkle.server.gateway.fleet import ModelReport, stopped_in
 from twinkle.server.gateway.gateway import Gateway
@@ -19,6 +20,7 @@ from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, bearer_of, is_local, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.telemetry.metrics import render
+from twinkle.server.telemetry.readings import host_memory, process_memory
 from twinkle.server.types import Budget
 from twinkle.server.wire.requests import MAX_TELEMETRY_BYTES, ClientConfigRequest
 
@@ -76,25 +78,56 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return numbers of this process and of each model. They are over all tenants, not by tenant."""
+    """Return the version, and numbers of this process and of each model, over all tenants, not by tenant."""
+    gateway = call.gateway
+    models = await status_of_models(gateway)
+    disk = await asyncio.to_thread(shutil.disk_usage, gateway.files.root)
+    budgets = [*gateway.budgets, Budget("disk", disk.used, disk.total)]
     return json_response(
         {
-            "uptime_seconds": time.time() - call.gateway.started_at,
-            "budgets": await _budgets(call.gateway),
-            "models": await status_of_models(call.gateway),
+            "version": twinkle.__version__,
+            "runtime": gateway.config.runtime,
+            "uptime_seconds": time.time() - gateway.started_at,
+            "memory": await asyncio.to_thread(_memory),
+            "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
+            "queue": {
+                "training_ops": sum_of(models, "queued_ops"),
+                "samples": sum_of(models, "waiting_samples"),
+            },
+            "budgets": {budget.resource: {"used": budget.used, "limit": budget.limit} for budget in budgets},
+            "models": models,
         }
     )
 
 
-async def _budgets(gateway: Gateway) -> dict[str, Mapping[str, int]]:
-    """Return the bytes in use and the limit of each resource of this process, and of the disk."""
-    disk = await asyncio.to_thread(shutil.disk_usage, gateway.files.root)
-    budgets = [*gateway.budgets, Budget("disk", disk.used, disk.total)]
-    return {budget.resource: {"used": budget.used, "limit": budget.limit} for budget in budgets}
+def _memory() -> dict[str, int]:
+    host = host_memory()
+    return {
+        "process_bytes": process_memory(),
+        "machine_available_bytes": host["available"],
+        "machine_bytes": host["total"],
+    }
 
 
-async def status_of_models(gateway: Gateway) -> dict[str, Mapping[str, object]]:
-    return {name: report.numbers for name, report in (await gateway.fleet.reports()).items()}
+async def status_of_models(gateway: Gateway) -> dict[str, dict[str, object]]:
+    """Return state, device, replicas and numbers of each configured model, by name."""
+    reports = await gateway.fleet.reports()
+    found: dict[str, dict[str, object]] = {}
+    for served in gateway.config.served_models:
+        report = reports.get(served.name)
+        found[served.name] = {"state": "no replica has answered yet"} if report is None else _status(report)
+    return found
+
+
+def _status(report: ModelReport) -> dict[str, object]:
+    away = report.silent_replicas
+    replicas = {"configured": len(report.replicas), "answering": len(report.replicas) - len(away), "silent": away}
+    state = "recovering" if report.healthy and report.recovering else report.detail
+    return {"state": state, "device": report.device, "replicas": replicas, **report.numbers}
+
+
+def sum_of(models: Mapping[str, Mapping[str, object]], number: str) -> int:
+    return sum(value for model in models.values() if isinstance(value := model.get(number), int))
 
 
 # --- health -----------------------------------------------------------------------------------------------------------

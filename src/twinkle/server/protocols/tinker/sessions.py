@@ -189,7 +189,8 @@ async def token(call: Call[bytes]) -> Response:
 @routes.get("/auth/apikey/me", anybody, public=True)
 async def this_key(call: Call[bytes]) -> Response:
     key = await call.gateway.identity.describe(key_of(call.request))
-    owner = {"org_details": {"name": key.tenant_id}, "user_details": {"email": ""}}
+    tenant_name = await call.gateway.store.tenants.name_of(key.tenant_id)
+    owner = {"org_details": {"name": tenant_name or key.tenant_id}, "user_details": {"email": ""}}
     note = "auth.mode is open: any key is a tenant of its own" if key.key_id is None else key.key_id
     return json_response({"key_id": key.number, "name": key.name, "note": note, "details": owner})
 

@@ -37,7 +37,7 @@ class RemoteFleet:
         found = await self._answers(self._of_models, lambda replica: replica.report())
         self._last = {**{name: _away(last) for name, last in self._last.items()}, **found}
         return {
-            model: _sum(known, [name for name in group.names if name not in found])
+            model: _sum(known, {name: name in found for name in group.names})
             for model, group in self._layout.models.items()
             if (known := [self._last[name] for name in group.names if name in self._last])
         }
@@ -119,11 +119,12 @@ def _away(last: ModelReport) -> ModelReport:
     return replace(last, healthy=False, recovering=True, detail="a replica does not answer", numbers={}, adapters={})
 
 
-def _sum(reports: Sequence[ModelReport], silent: Sequence[str]) -> ModelReport:
+def _sum(reports: Sequence[ModelReport], replicas: Mapping[str, bool]) -> ModelReport:
     """Return a model's report from those of its replicas: numbers are added, except those in ``_LARGEST``.
 
-    ``silent``: the replicas that do not answer now, also those that have never answered this process.
+    ``replicas``: whether each replica answers now, also those that have never answered this process.
     """
+    silent = [name for name, answers in replicas.items() if not answers]
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     detail = first.detail if sick is None else sick.detail
@@ -133,7 +134,7 @@ def _sum(reports: Sequence[ModelReport], silent: Sequence[str]) -> ModelReport:
         healthy=sick is None and not silent,
         recovering=any(report.recovering for report in reports) or bool(silent),
         detail=f"no answer from {', '.join(silent)}" if silent else detail,
-        silent_replicas=tuple(silent),
+        replicas=replicas,
         numbers=_sum_numbers([report.numbers for report in reports]),
         adapters={tenant: sum(report.adapters.get(tenant, 0) for report in reports) for tenant in tenants},
         busy_sessions=frozenset().union(*(report.busy_sessions for report in reports)),

@@ -388,7 +388,15 @@ class ModelService:
             "trained_tokens": self._trained_tokens(),
             "training_tokens_per_second": self._rate.rate(self._trained_tokens(), time.time()),
             "training_seconds": round(self._runner.busy_seconds, 6),
+            **self._device_memory(),
         }
+
+    def _device_memory(self) -> dict[str, int]:
+        """Return the memory of the GPU; nothing on a CPU, and before the first batch, when it is not known yet."""
+        numbers = self.context.recorder.trainer_numbers
+        if numbers is None or numbers.memory is None:
+            return {}
+        return {"device_memory_used_bytes": numbers.memory.reserved, "device_memory_bytes": numbers.memory.total}
 
     def _trained_tokens(self) -> int:
         return self._scheduler.numbers().all_tokens

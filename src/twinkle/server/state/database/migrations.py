@@ -7,7 +7,10 @@ migration that creates a table gives it the column ``checksum``. A new migration
 version 9, which introduced the checksums, do neither.)
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from sqlalchemy import (
     BigInteger,
@@ -30,6 +33,8 @@ from sqlalchemy import (
 from twinkle.server.state.database.tables import METADATA, SCHEMA_VERSION
 from twinkle.server.state.errors import SchemaVersionError
 from twinkle.server.state.integrity.row_checksums import fill_checksums
+
+logger = logging.getLogger(__name__)
 
 Migration = Callable[[Connection], None]
 
@@ -186,6 +191,74 @@ def _add_checksums_and_damage(connection: Connection) -> None:
     )
 
 
+def _add_names_of_tenants(connection: Connection) -> None:
+    """Add the table ``tenants`` and give each tenant that has a named key the name of its first such key.
+
+    A tenant whose id an operator chose, which earlier versions allowed, gets its id as its name. Earlier versions also
+    made a new tenant for each key of the same name. Of several such tenants the oldest gets the name, and the others
+    get it with a number, as in alice-2. Their keys and data stay as they are; a line of the log names both ids.
+    """
+    _run(
+        connection,
+        """
+        CREATE TABLE tenants (
+            tenant_id VARCHAR NOT NULL PRIMARY KEY,
+            name TEXT NOT NULL,
+            named_at {double} NOT NULL,
+            checksum BIGINT NOT NULL DEFAULT 0
+        )
+        """,
+        "CREATE UNIQUE INDEX tenants_by_name ON tenants (name)",
+    )
+    columns = [
+        Column("key_id", String),
+        Column("tenant_id", String),
+        Column("name", Text),
+        Column("created_at", Double),
+    ]
+    keys = Table("api_keys", MetaData(), *columns)
+    found = connection.execute(select(keys).order_by(keys.c.created_at, keys.c.key_id)).mappings().all()
+    chosen = {row["tenant_id"]: row["tenant_id"] for row in found if not _GENERATED_TENANT.fullmatch(row["tenant_id"])}
+    for row in found:
+        name = _usable_name(row["name"])
+        if name:
+            chosen.setdefault(row["tenant_id"], name)
+    owners: dict[str, str] = {}
+    for tenant_id, name in chosen.items():
+        owners[_free_name(name, owners, tenant_id)] = tenant_id
+    tenants = Table(
+        "tenants", MetaData(), Column("tenant_id", String), Column("name", Text), Column("named_at", Double)
+    )
+    for name, tenant_id in owners.items():
+        connection.execute(insert(tenants).values(tenant_id=tenant_id, name=name, named_at=time.time()))
+    fill_checksums(connection, "tenants")
+
+
+_GENERATED_TENANT = re.compile("tenant-[0-9a-f]{24}")
+_LONGEST_NAME = 100
+
+
+def _usable_name(key_name: str) -> str:
+    """Return the name of a key as the name of its tenant; empty if it is empty or looks like a generated id."""
+    name = "".join(character for character in key_name if character.isprintable()).strip()[:_LONGEST_NAME].strip()
+    return "" if _GENERATED_TENANT.fullmatch(name) else name
+
+
+def _free_name(name: str, owners: Mapping[str, str], tenant_id: str) -> str:
+    """Return ``name`` for a tenant or, if another tenant has it already, the name with a number; log a warning then."""
+    if name not in owners:
+        return name
+    number = 2
+    while f"{name}-{number}" in owners:
+        number += 1
+    logger.warning(
+        "two tenants were named %r: %s keeps the name, and %s is named %r from now on; their keys and data are "
+        "unchanged (twinkle-server rename-tenant changes a name)",
+        *(name, owners[name], tenant_id, f"{name}-{number}"),
+    )
+    return f"{name}-{number}"
+
+
 MIGRATIONS: Sequence[Migration] = (
     _add_sampling_clients,
     _add_replicas,
@@ -195,6 +268,7 @@ MIGRATIONS: Sequence[Migration] = (
     _add_audit_and_finish_reasons,
     _add_endings,
     _add_checksums_and_damage,
+    _add_names_of_tenants,
 )
 
 

@@ -209,6 +209,15 @@ API_KEYS = _table(
     Column("revoked_at", Double),
 )
 
+# The names of tenants. A tenant whose key was created without a name, or that has no key (open mode), has no row.
+TENANTS = _table(
+    "tenants",
+    Column("tenant_id", String, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("named_at", Double, nullable=False),
+    Index("tenants_by_name", "name", unique=True),
+)
+
 # Usage of one tenant on one day; see twinkle.server.usage. ``storage_bytes``: the maximum on disk that day.
 USAGE = _table(
     "usage",

@@ -111,6 +111,7 @@ class _Repair:
             "snapshots": self._snapshots,
             "ops": self._ops,
             "api_keys": self._api_keys,
+            "tenants": partial(self._same_or_gone, "name of", "twinkle-server rename-tenant names the tenant again"),
             "custom_losses": partial(self._same_or_gone, "custom loss", "create it again"),
         }
         for name in sorted(self.tables, key=lambda name: [*deciding, name].index(name)):

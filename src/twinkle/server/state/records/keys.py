@@ -19,6 +19,13 @@ from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import API_KEYS
 from twinkle.server.state.records.area import Area
 from twinkle.server.state.records.audit import add_entry
+from twinkle.server.state.records.tenants import (
+    check_is_free,
+    check_name,
+    check_no_other_tenant,
+    name_new_tenant,
+    tenant_named,
+)
 
 KEY_PREFIX = "tml-"
 GENERATED_KEY_ID = f"key-{1:016x}"  # of the key that a launch generates: a server has one at most
@@ -68,16 +75,28 @@ class Keys(Area):
         self._found: dict[bytes | str, tuple[KeyRecord, float]] = {}
 
     async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
-        """Create a key and return its record and the key; with tenant None, for a new tenant."""
-        key = new_key()
-        record = KeyRecord(
-            key_id=f"key-{secrets.token_hex(8)}",
-            tenant_id=_new_tenant() if tenant_id is None else tenant_id,
-            name=name,
-            created_at=now,
-        )
-        await self._database.write(lambda cursor: self._insert(cursor, record, key))
-        return record, key
+        """Create a key and return its record and the key. ``name`` may be empty.
+
+        With ``tenant_id`` None, the key is for the tenant of this name: the one that has it, or else a new one. With an
+        id, the name is only that of the key. InvalidInputError if the name is not allowed or is that of another tenant.
+        """
+        key, key_id, new_tenant = new_key(), f"key-{secrets.token_hex(8)}", _new_tenant()
+
+        # Transactions run one after the other, also those of other processes: of two that create a key for the same new
+        # name at the same time, the second finds the tenant that the first has made.
+        def work(cursor: Cursor) -> KeyRecord:
+            owner = tenant_id or (tenant_named(cursor, name) if name else None)
+            record = KeyRecord(key_id, owner or new_tenant, name, now)
+            if name and owner is None:
+                check_name(name)
+                check_is_free(cursor, name, new_tenant)
+                name_new_tenant(cursor, new_tenant, name, now)
+            elif name:
+                check_no_other_tenant(cursor, name, record.tenant_id)
+            self._insert(cursor, record, key)
+            return record
+
+        return await self._database.write(work), key
 
     async def add_first(self, key: str, now: float) -> KeyRecord | None:
         """Store a key that a launch generated, for a new tenant; None, and nothing is stored, if there is a key.
@@ -89,6 +108,8 @@ class Keys(Area):
         def work(cursor: Cursor) -> bool:
             if cursor.count(API_KEYS):
                 return False
+            if tenant_named(cursor, record.name) is None:  # an operator may have given a tenant of an open server it
+                name_new_tenant(cursor, record.tenant_id, record.name, now)
             self._insert(cursor, record, key)
             return True
 

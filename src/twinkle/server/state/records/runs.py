@@ -51,6 +51,8 @@ _LIST = (
     .limit(bindparam("limit"))
     .offset(bindparam("offset"))
 )
+_COUNT_OF_OTHERS = select(func.count()).select_from(RUNS).where(RUNS.c.tenant_id != bindparam("tenant_id"))
+_LATEST = select(RUNS).order_by(RUNS.c.last_request_at.desc(), RUNS.c.run_id)
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
 _TOUCH = (
@@ -101,6 +103,14 @@ class Runs(Area):
         return await self._page(
             _RUN, listing, count, tenant_id=tenant_id, project_id=project_id, limit=limit, offset=offset
         )
+
+    async def latest(self) -> tuple[RunRecord, ...]:
+        """Return the runs of all tenants, latest request first."""
+        return await self._all(_RUN, _LATEST)
+
+    async def count_of_others(self, tenant_id: str) -> int:
+        """Return how many runs all other tenants have."""
+        return await self._number(_COUNT_OF_OTHERS, tenant_id=tenant_id)
 
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
         await self._update(RUNS, {"run_id": run_id}, state=state, note=note)

@@ -39,6 +39,9 @@ export async function json(path, options) {
   return (await request(path, options)).json();
 }
 
+// Returns who the key is to this server: tenant, key, auth_mode, and how many runs other tenants of an open server have.
+export const whoami = () => json("api/v1/twinkle/whoami");
+
 async function reason(response) {
   const text = await response.text();
   try {

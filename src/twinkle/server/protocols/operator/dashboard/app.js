@@ -1,6 +1,6 @@
 // Selects the view, asks for the API key, and polls the server.
 
-import { ApiError, json, key } from "./api.js";
+import { ApiError, json, key, whoami } from "./api.js";
 import { checkpoints } from "./checkpoints.js";
 import { adapters, sessions } from "./overview.js";
 import { playground } from "./playground.js";
@@ -16,6 +16,20 @@ let current = null; // {refresh, every, leave}
 let timer = null;
 let failures = 0;
 
+// Shows who the key is to this server: its tenant by name or id, and whether the server checks keys at all.
+async function showWho() {
+  const who = byId("who");
+  const known = await whoami();
+  const tenant = known.tenant ?? known.tenant_id;
+  const isOpen = known.auth_mode === "open";
+  who.textContent = isOpen ? `${tenant} · open server` : `${tenant} · key ${known.key_name || known.key_id || "by token"}`;
+  const how = isOpen
+    ? "This server accepts any key, and each key is a tenant of its own."
+    : `You are this tenant by the key ${known.key_id}.`;
+  who.title = `Tenant ${known.tenant_id}. ${how} This page shows only what belongs to this tenant. A key never makes you an operator: operators use the commands of twinkle-server on the server's machine.`;
+  who.hidden = false;
+}
+
 function show() {
   current?.leave?.();
   current = null;
@@ -24,6 +38,7 @@ function show() {
   byId("key-form").hidden = known;
   byId("views").hidden = !known;
   byId("forget-key").hidden = !known;
+  byId("who").hidden = true;
   byId("view").replaceChildren();
   if (!known) {
     byId("key").focus();
@@ -32,6 +47,7 @@ function show() {
   const [name, ...path] = location.hash.slice(1).split("/").map(decodeURIComponent);
   const chosen = Object.hasOwn(VIEWS, name) ? name : "runs";
   for (const link of byId("views").children) link.classList.toggle("chosen", link.hash === `#${chosen}`);
+  showWho().catch(report);
   const view = VIEWS[chosen](byId("view"), path, report);
   current = view;
   failures = 0;

@@ -63,6 +63,7 @@ function model(name, queue, status = {}) {
 const known = (value, shown) => (value === undefined || value === null ? "–" : shown(value));
 
 const ADAPTERS = [
+  ["Name", (run) => run.name],
   ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
   ["Where", (run) => el("span", { class: `badge ${run.where}`, title: WHERE[run.where] }, run.where)],
   ["", (run) => run.note ?? WHERE[run.where]],

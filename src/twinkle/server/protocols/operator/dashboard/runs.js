@@ -1,6 +1,6 @@
 // The list of runs, and the curves of the selected run, updated while it trains.
 
-import { json, part } from "./api.js";
+import { json, part, whoami } from "./api.js";
 import { chart } from "./chart.js";
 import { el, pager, showOnce, table, when } from "./dom.js";
 
@@ -15,9 +15,10 @@ export function runs(place, [selected], report) {
 
   async function refresh() {
     const found = await json(`api/v1/twinkle/adapters?limit=50&offset=${offset}`);
-    showOnce(list, found, () => [
+    const empty = found.adapters.length === 0 ? noRuns(await whoami()) : "";
+    showOnce(list, [found, empty], () => [
       el("h2", {}, "Runs"),
-      table("runs", COLUMNS, found.adapters, "No runs yet."),
+      table("runs", COLUMNS, found.adapters, empty),
       pager(found.cursor, (to) => {
         offset = to;
         refresh().catch(report);
@@ -29,7 +30,16 @@ export function runs(place, [selected], report) {
   return { refresh };
 }
 
+// Explains an empty list. On an open server a mistyped key is another tenant, whose list is empty, too.
+function noRuns(who) {
+  const tenant = who.tenant ?? who.tenant_id;
+  if (who.auth_mode !== "open") return `No runs yet of tenant ${tenant}.`;
+  const others = who.other_runs === 0 ? "" : ` Other keys have ${who.other_runs} ${who.other_runs === 1 ? "run" : "runs"} here: if one is yours, choose Forget key and enter the key that your script uses.`;
+  return `No runs yet of tenant ${tenant}. This server is open: it accepts any key, and each key is a tenant of its own.${others}`;
+}
+
 const COLUMNS = [
+  ["Name", (run) => run.name],
   ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
   ["Base model", (run) => run.base_model],
   ["Rank", (run) => String(run.lora_rank)],
