@@ -15,8 +15,10 @@ STAMP := $(VENV)/.setup-stamp
 MATRIX_VENV := .venv-tf-
 COOKBOOK_VENV := .venv-cookbook
 # The client of tests/cookbook/recipes: the newest tinker-cookbook and tinker, and the newest transformers the cookbook
-# accepts.
-COOKBOOK := tinker-cookbook[math-rl]==0.5.8 tinker==0.36.0 transformers==5.5.4
+# accepts. Only the source distribution has the tutorials; three of them call a method that tinker has no more.
+COOKBOOK_VERSION := 0.5.8
+COOKBOOK := tinker-cookbook[tutorials]==$(COOKBOOK_VERSION) tinker==0.36.0 transformers==5.5.4
+COOKBOOK_OLDER_TINKER := 0.35
 COMPAT ?= 0.16.1 0.22.4
 COMPAT_VENV := .venv-tinker-
 KIT_VENV := .venv-kit
@@ -104,7 +106,7 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 	@echo "numerics tests on transformers $*"
 	@$(MATRIX_VENV)$*/bin/pytest -q -m matrix
 
-test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## unmodified recipes of tinker-cookbook against a Twinkle server
+test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes and tutorials of tinker-cookbook against a Twinkle server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook/recipes
 
 test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker SDKs and the newest on one server
@@ -165,6 +167,13 @@ $(COOKBOOK_VENV)/.setup-stamp: Makefile
 	@$(call make_venv,$(COOKBOOK_VENV))
 	@$(call install_torch,$(COOKBOOK_VENV))
 	@$(call pip_install,$(COOKBOOK_VENV),$(COOKBOOK))
+	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) -qq --no-deps --upgrade --target $(COOKBOOK_VENV)/tinker-$(COOKBOOK_OLDER_TINKER) \
+		'tinker==$(COOKBOOK_OLDER_TINKER).*'
+	@echo "downloading the tutorials of tinker-cookbook $(COOKBOOK_VERSION) into $(COOKBOOK_VENV)/source"
+	@rm -rf $(COOKBOOK_VENV)/source
+	@$(COOKBOOK_VENV)/bin/python -m pip download --disable-pip-version-check -qq --no-deps --no-binary tinker-cookbook \
+		--dest $(COOKBOOK_VENV)/source tinker-cookbook==$(COOKBOOK_VERSION)
+	@tar -xzf $(COOKBOOK_VENV)/source/*.tar.gz -C $(COOKBOOK_VENV)/source --strip-components 1
 	@touch $@
 
 $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp): $(COMPAT_VENV)%/.setup-stamp: Makefile

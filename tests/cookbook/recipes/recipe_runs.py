@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BASE_MODEL = "Qwen/Qwen3.5-9B-Base"  # the recipes' default; plain text, "User: …"
-INSTRUCT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # rendered as ChatML, the demo model's format
-
 # Log levels in the cookbook's format, Python warnings, uncaught exceptions.
 _COMPLAINT = re.compile(r"\[(WARNING|ERROR|CRITICAL)\]|\w+Warning: |^Traceback|\w+Error: ")
 # A warning about the cookbook's use of the SDK.

@@ -6,7 +6,8 @@ from statistics import fmean
 import httpx
 import pytest
 
-from tests.cookbook.recipes.recipe_runs import BASE_MODEL, INSTRUCT_MODEL, Bench, Run
+from tests.cookbook.recipes.offline_hub import BASE_MODEL, INSTRUCT_MODEL
+from tests.cookbook.recipes.recipe_runs import Bench, Run
 
 pytestmark = pytest.mark.cookbook
 
