@@ -16,7 +16,7 @@ process they do nothing.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +340,7 @@ class TwinkleModel(ABC):
         if not Path(checkpoint_dir).is_dir():
             raise InvalidInputError("checkpoint_dir", checkpoint_dir, "an existing directory")
         push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub
-        push(hub_model_id, Path(checkpoint_dir), token=hub_token, private=True)
+        push(hub_model_id, fspath(checkpoint_dir), token=hub_token, private=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
