@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import URL, SelectBase, func, inspect, make_url, select, text, union
+from sqlalchemy import URL, CompoundSelect, Select, func, inspect, make_url, select, text, union
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.state.database.driver import Driver, Role
@@ -79,7 +79,7 @@ class Records(Protocol):
         """
 
 
-def _named(rows: Callable[[SelectBase], Iterable[Any]]) -> NamedFiles:
+def _named(rows: Callable[[Select[Any] | CompoundSelect[Any]], Iterable[Any]]) -> NamedFiles:
     """Return the files that the records name. ``rows`` runs a query."""
     directories, versions, bodies, outcomes = (
         frozenset(row[0] for row in rows(statement))
