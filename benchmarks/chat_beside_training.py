@@ -85,6 +85,7 @@ def measure(args: argparse.Namespace, url: str) -> Times:
     for _ in range(args.chats):
         record(times, "alone", chatter.chat())
     times["step_alone"] = [trainer.step()]
+    print(f"step alone: {times['step_alone'][0]:.2f} s", file=sys.stderr, flush=True)
     with trainer.training() as steps:
         time.sleep(1.0)  # until the first pass runs
         began = time.perf_counter()
@@ -97,6 +98,7 @@ def measure(args: argparse.Namespace, url: str) -> Times:
 
 def record(times: Times, where: str, chat: tuple[float, float]) -> None:
     first, whole = chat
+    print(f"chat {where}: {whole:.2f} s, first token after {first:.2f} s", file=sys.stderr, flush=True)
     times[f"first_token_{where}"].append(first)
     times[f"chat_{where}"].append(whole)
 
