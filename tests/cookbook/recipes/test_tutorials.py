@@ -60,7 +60,7 @@ CHANGES = [
     ),
     Change("407_rlhf_pipeline", "test_size=256", "test_size=2", "each answer may have 1024 tokens"),
     Change("407_rlhf_pipeline", "max_tokens=1024", "max_tokens=12", LENGTH),
-    Change("407_rlhf_pipeline", "max_steps=40", "max_steps=1", STEPS),
+    Change("407_rlhf_pipeline", "        max_steps=40,", "        max_steps=1,", STEPS),
     Change("407_rlhf_pipeline", "max_tokens=200", "max_tokens=8", LENGTH),
 ]
 
