@@ -32,6 +32,7 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "ray": ("start", "status", "stop"),
     "systemctl": ("enable", "reload", "restart", "start", "status", "stop"),
     "systemd-sysusers": (),
+    "tinker": ("checkpoint", "run", "version"),
     "export": (),
     "cd": (),
     "git": ("clone", "checkout", "tag", "push"),
