@@ -192,6 +192,9 @@ async def _usage(args: argparse.Namespace, store: Store) -> None:
     days = await store.usage.list(
         since.isoformat(), (until + timedelta(days=1)).isoformat(), None if tenant is None else tenant.tenant_id
     )
+    if args.until is None and not args.by_day:  # the disk space of today is recorded every few minutes only
+        today = [DailyUsage(owner, "", UsageCounts(), now) for owner, now in (await store.usage.storage()).items()]
+        days = (*days, *(each for each in today if tenant is None or each.tenant_id == tenant.tenant_id))
     found = days if args.by_day else sorted(_by_tenant(days).values(), key=lambda each: -_tokens(each))
     rows = [_used(each, names.tenant(each.tenant_id), by_day=args.by_day) for each in found]
     if args.json or args.format == "json":
