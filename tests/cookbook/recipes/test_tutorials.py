@@ -58,7 +58,7 @@ CHANGES = [
         'learning_rate=3e-4,\n        lr_schedule="linear",\n        save_every=100,\n        eval_every=0',
         "an evaluation would read 1024 comparisons",
     ),
-    Change("407_rlhf_pipeline", "test_size=256", "test_size=2", "each answer may have 1024 tokens"),
+    Change("407_rlhf_pipeline", "eval_every=10", "eval_every=0", "an answer in the evaluation may have 1024 tokens"),
     Change("407_rlhf_pipeline", "max_tokens=1024", "max_tokens=12", LENGTH),
     Change("407_rlhf_pipeline", "        max_steps=40,", "        max_steps=1,", STEPS),
     Change("407_rlhf_pipeline", "max_tokens=200", "max_tokens=8", LENGTH),
