@@ -214,6 +214,7 @@ class Compute:
             self._count_training(now)
             return
         started = min(started, now - _SHORTEST_TURN)
+        training_since: float | None
         if within:  # the time in which training waited for this turn counts, too
             started = training_since = min(started, self._counted_until)
         else:
