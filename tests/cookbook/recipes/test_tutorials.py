@@ -42,9 +42,9 @@ CHANGES = [
     ),
     Change("103_async_patterns", "max_tokens=150", "max_tokens=8", LENGTH),
     Change("104_first_rl", "max_tokens=256", "max_tokens=12", LENGTH),
-    Change("104_first_rl", "n_steps = 10", "n_steps = 2", STEPS),
-    Change("104_first_rl", "batch_size = 16", "batch_size = 2", BATCH),
-    Change("104_first_rl", "group_size = 8", "group_size = 4", BATCH),
+    Change("104_first_rl", "n_steps = 10", "n_steps = 1", STEPS),
+    Change("104_first_rl", "batch_size = 16", "batch_size = 4", BATCH),
+    Change("104_first_rl", "group_size = 8", "group_size = 6", BATCH),
     Change("301_cookbook_abstractions", "MAX_TOKENS = 512", "MAX_TOKENS = 16", LENGTH),
     Change("301_cookbook_abstractions", "N_STEPS = 4", "N_STEPS = 1", STEPS),
     Change("302_custom_environment", "MAX_TOKENS = 256", "MAX_TOKENS = 32", LENGTH),
@@ -112,9 +112,8 @@ def test_103_async_patterns(runner: TutorialRunner) -> None:
 
 
 def test_104_first_rl(runner: TutorialRunner) -> None:
-    history = runner.run("104_first_rl", CHANGES).definitions["metrics_history"]
-    assert [row["step"] for row in history] == [0, 1]
-    assert all(0 <= row["reward"] <= 1 for row in history)
+    (only,) = runner.run("104_first_rl", CHANGES).definitions["metrics_history"]
+    assert 0 < only["reward"] < 1
 
 
 def test_202_loss_functions(runner: TutorialRunner) -> None:
