@@ -22,7 +22,7 @@ from twinkle.hub.model_id import (
 )
 from twinkle.hub.modelscope_hub import MSHub
 from twinkle.hub.operation import HubOperation
-from twinkle.hub.resolution import LocalModel, load_tokenizer, loadable_name, resolve
+from twinkle.hub.resolution import LocalModel, load_tokenizer, resolve
 
 __all__ = [
     "MODEL_ID_ALIASES_ENV",
@@ -39,7 +39,6 @@ __all__ = [
     "build_model_alias_map",
     "load_model_alias_map",
     "load_tokenizer",
-    "loadable_name",
     "parse_model_id",
     "resolve",
     "resolve_model_id_alias",

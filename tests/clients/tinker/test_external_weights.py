@@ -6,7 +6,7 @@ import re
 import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ class Served:
     server: Server
     private: Path
     hub: Path
+    services: list[tinker.ServiceClient] = field(default_factory=list)
 
     def service(self, name: str) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.server.url, api_key=key_of(name))
+        """Return a client. It is closed before the server stops, because its heartbeats would warn in other tests."""
+        self.services.append(tinker.ServiceClient(base_url=self.server.url, api_key=key_of(name)))
+        return self.services[-1]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     sampler = {"model_id": str(private / "untied"), "sampler_type": "torch"}
     applications.append({"name": "sampler", "import_path": "sampler", "args": sampler})
     server = Server(directory, {"applications": applications}).start()
-    yield Served(server, private, hub)
+    served = Served(server, private, hub)
+    yield served
+    for service in served.services:
+        service.close("success").result()
     assert server.stop() == 0
 
 

@@ -1,5 +1,6 @@
 """The path of the client scripts, and the model that tests run them on."""
 
+import re
 from pathlib import Path
 
 from tests.support.paths import ROOT
@@ -33,3 +34,8 @@ CONFIGURATIONS = {
 def is_real(script: Path) -> bool:
     """Return whether a script is more than another name of one."""
     return script.relative_to(CLIENT).as_posix() not in FORWARDS
+
+
+def without_data(text: str) -> str:
+    """Return the text of a script without the line that chooses its default data."""
+    return re.sub(r"^sys\.argv\[1:1\] = .*\n", "", text, flags=re.MULTILINE)

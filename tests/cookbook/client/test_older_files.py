@@ -79,7 +79,8 @@ def test_megatron_servers_end_with_one_line(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(CLIENT / script), run_name="__main__")
     assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    start, line = capsys.readouterr().err.splitlines()
+    assert "twinkle-server starts" in start
     assert "backend: got megatron, allowed: transformers or mock" in line
 
 

@@ -6,7 +6,8 @@ import pytest
 
 import twinkle.hub
 from twinkle.errors import UnsupportedError
-from twinkle.hub import LocalModel, loadable_name, resolve
+from twinkle.hub import LocalModel, resolve
+from twinkle.hub.resolution import loadable_name
 
 HEAVY = {"filelock", "gguf", "huggingface_hub", "modelscope", "numpy", "tokenizers", "torch", "transformers"}
 

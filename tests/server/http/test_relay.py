@@ -62,19 +62,23 @@ def test_a_reader_who_leaves_ends_the_work_however_much_is_ready() -> None:
 def test_what_was_begun_is_finished_without_whoever_asked() -> None:
     async def leave() -> list[str]:
         done: list[str] = []
+        begun, go_on, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def work() -> None:
             done.append("begun")
-            await asyncio.sleep(0.02)
+            begun.set()
+            await go_on.wait()
             done.append("finished")
+            finished.set()
 
         asking = asyncio.create_task(shielded(work()))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert done == ["begun"]
-        await asyncio.sleep(0.05)
+        go_on.set()
+        await asyncio.wait_for(finished.wait(), 60)
         return done
 
     assert asyncio.run(leave()) == ["begun", "finished"]

@@ -49,7 +49,7 @@ def test_a_start_frees_the_bodies_of_answered_forward_passes(own_server: Callabl
     model = tenant.model()
     tenant.result(tenant.forward_backward(model, 1))
     for seq in range(2, 6):
-        assert "tokens" in tenant.error(tenant.forward_backward(model, seq, wide(seq), forward_only=True))
+        assert "model_input" in tenant.error(tenant.forward_backward(model, seq, wide(seq), forward_only=True))
     server.kill()
     assert size(server.data_dir / "journal" / "bodies") > 4 * BIG * 12
     server.start()

@@ -14,7 +14,7 @@ from twinkle.server.state.database.driver import Role
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.database.tables import SCHEMA_VERSION, SESSIONS
 from twinkle.server.state.errors import StorageFullError, StoreClosedError
-from twinkle.server.state.store import Store, _driver
+from twinkle.server.state.store import Store, driver_of
 
 ADD = insert(SCHEMA_VERSION)
 ALL = select(SCHEMA_VERSION).order_by(SCHEMA_VERSION.c.version)
@@ -31,7 +31,7 @@ def with_database(tmp_path, test, is_new=True):
 
     async def main():
         url = url_of(tmp_path)
-        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), Role.SERVER)
+        driver = SqliteDriver(default_url(tmp_path)) if url is None else driver_of(make_url(url), Role.SERVER)
         database = Database(driver, asyncio.get_running_loop())
         try:
             await test(database)

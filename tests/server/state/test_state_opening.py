@@ -18,7 +18,7 @@ from twinkle.server.state.database.driver import Role
 from twinkle.server.state.database.migrations import MIGRATIONS, migrate
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DataDirInUseError, SchemaVersionError
-from twinkle.server.state.store import Store, _driver
+from twinkle.server.state.store import Store, driver_of
 
 VERSION = 1 + len(MIGRATIONS)
 
@@ -116,7 +116,7 @@ def test_a_database_can_be_elsewhere_and_must_be_a_file_or_postgresql(tmp_path):
 def migrated(data_dir: Path, *more) -> None:
     """Open the database like a Twinkle version that knows more migrations."""
     url = url_of(data_dir)
-    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), Role.SERVER)
+    driver = SqliteDriver(default_url(data_dir)) if url is None else driver_of(make_url(url), Role.SERVER)
     with driver.connect() as connection:
         driver.begin_migration(connection)
         migrate(connection, [*MIGRATIONS, *more])

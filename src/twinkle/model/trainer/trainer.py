@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from twinkle import hub
 from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
 from twinkle.hub.model_id import id_text
+from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
@@ -174,7 +175,7 @@ class Trainer:
         return cls(
             model,
             model_id=model_id,
-            base_name=base_name or hub.loadable_name(model_id),
+            base_name=base_name or loadable_name(model_id),
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,

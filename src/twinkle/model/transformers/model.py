@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
-from twinkle import hub
 from twinkle.errors import (
     InvalidInputError,
     NonFiniteError,
@@ -31,6 +30,7 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
+from twinkle.hub.resolution import loadable_name
 from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
@@ -116,7 +116,7 @@ class TransformersModel(TwinkleModel):
         self._plain = plain
         self._forward_pass = CausalForward(plain, parallel.sequence)
         self._adapters = PeftAdapters(plain, half_base=self._half)
-        base_name = self.model_id if model_id is None else hub.loadable_name(model_id)
+        base_name = self.model_id if model_id is None else loadable_name(model_id)
         self._state = PlainState(plain, self._adapters, parallel, base_name, self.tokenizer_id)
         self._in_shards = False
         self.active_group = ""
