@@ -46,9 +46,9 @@ async def _nothing(store: Store) -> None:
 
 
 async def numbers(database: Database) -> list[int]:
-    """Return the numbers that tests added, which start at 10."""
+    """Return the numbers that tests added, which start at 1000."""
     rows = await database.read(lambda cursor: cursor.rows(ALL, {}))
-    return [row["version"] for row in rows if row["version"] >= 10]
+    return [row["version"] for row in rows if row["version"] >= 1000]
 
 
 def add(number: int):
@@ -73,7 +73,7 @@ def test_a_failing_caller_fails_alone_and_leaves_nothing(tmp_path):
         raise ArithmeticError("mine alone")
 
     async def check(database: Database):
-        works = [add(10 + number) for number in range(50)]
+        works = [add(1000 + number) for number in range(50)]
         works[20] = fail_after_adding
         works[30] = lambda cursor: cursor.execute(ADD, {"version": None})
         results = await asyncio.gather(*map(database.write, works), return_exceptions=True)
@@ -81,7 +81,7 @@ def test_a_failing_caller_fails_alone_and_leaves_nothing(tmp_path):
         assert failures.keys() == {20, 30}
         assert isinstance(failures[20], ArithmeticError)
         assert isinstance(failures[30], integrity_error())
-        assert await numbers(database) == [10 + number for number in range(50) if number not in (20, 30)]
+        assert await numbers(database) == [1000 + number for number in range(50) if number not in (20, 30)]
 
     with_database(tmp_path, check)
 
@@ -102,28 +102,28 @@ def test_writes_take_effect_in_the_order_of_the_calls(tmp_path):
     def add_and_look(number: int):
         def work(cursor: Cursor) -> None:
             cursor.execute(ADD, {"version": number})
-            seen.append([row["version"] for row in cursor.rows(ALL, {}) if row["version"] >= 10])
+            seen.append([row["version"] for row in cursor.rows(ALL, {}) if row["version"] >= 1000])
 
         return work
 
     async def check(database: Database):
-        tasks = [asyncio.create_task(database.write(add_and_look(10 + number))) for number in range(100)]
+        tasks = [asyncio.create_task(database.write(add_and_look(1000 + number))) for number in range(100)]
         await tasks[60]
-        assert (await numbers(database))[:61] == [10 + number for number in range(61)]
+        assert (await numbers(database))[:61] == [1000 + number for number in range(61)]
         await asyncio.gather(*tasks)
-        assert seen == [[10 + number for number in range(last + 1)] for last in range(100)]
+        assert seen == [[1000 + number for number in range(last + 1)] for last in range(100)]
 
     with_database(tmp_path, check)
 
 
 def test_a_cancelled_caller_disturbs_nobody(tmp_path):
     async def check(database: Database):
-        tasks = [asyncio.create_task(database.write(add(10 + number))) for number in range(10)]
+        tasks = [asyncio.create_task(database.write(add(1000 + number))) for number in range(10)]
         await asyncio.sleep(0)
         tasks[3].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[3], asyncio.CancelledError)
-        assert await numbers(database) == list(range(10, 20))
+        assert await numbers(database) == list(range(1000, 1010))
 
     with_database(tmp_path, check)
 
@@ -152,7 +152,7 @@ def test_a_server_and_a_tool_that_write_wait_for_each_other(tmp_path):
 
 def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path):
     async def check(database: Database):
-        tasks = [asyncio.create_task(database.write(add(10 + number))) for number in range(100)]
+        tasks = [asyncio.create_task(database.write(add(1000 + number))) for number in range(100)]
         await asyncio.sleep(0)
         await database.close()
         await asyncio.gather(*tasks)
@@ -165,7 +165,7 @@ def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path):
     with_database(tmp_path, check)
 
     async def look(database: Database):
-        assert await numbers(database) == [10 + number for number in range(100)]
+        assert await numbers(database) == [1000 + number for number in range(100)]
 
     with_database(tmp_path, look, is_new=False)
 
@@ -182,8 +182,8 @@ def test_a_full_disk_under_the_database_is_a_typed_error(tmp_path):
         with pytest.raises(StorageFullError) as caught:
             await database.write(lambda cursor: cursor.execute(insert(SESSIONS), row))
         assert isinstance(caught.value, OSError)
-        await database.write(add(10))
-        assert await numbers(database) == [10]
+        await database.write(add(1000))
+        assert await numbers(database) == [1000]
 
     with_database(tmp_path, check)
 
@@ -210,7 +210,7 @@ def test_the_log_is_copied_into_the_database_behind_the_writers_back(tmp_path, m
 
     async def check(database: Database):
         for number in range(1000):
-            await database.write(add(10 + number))
+            await database.write(add(1000 + number))
 
     with_database(tmp_path, check)
     assert len(threads) == 3
