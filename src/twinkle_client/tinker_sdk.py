@@ -130,7 +130,7 @@ def _check_answers(address: str) -> None:
     except ResponseError:
         return
     except InvalidRequestError as error:
-        if error.status is None:  # the address is none
+        if error.status is None:  # the address is not valid
             raise
     finally:
         transport.close()

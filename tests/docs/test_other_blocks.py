@@ -106,7 +106,7 @@ def test_configurations_are_valid(block: Block, tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_alias_is_not_the_name_of_another_model() -> None:
-    """Whoever asked for that model would train another one and not notice."""
+    """A client that asked for that model would train another one and not notice."""
     for block in YAML:
         for one in whole(yaml.safe_load(block.text))["applications"]:
             assert [alias for alias in one.get("args", {}).get("aliases", ()) if "/" in alias] == [], block.name

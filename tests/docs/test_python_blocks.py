@@ -11,7 +11,7 @@ import pytest
 from tests.docs.code_blocks import PAGES, Block, blocks, blocks_of
 from tests.support.paths import ROOT
 from tests.support.servers.forked_servers import run_forked
-from tests.support.servers.running import Server, environment
+from tests.support.servers.running import Server, environment, torch_config
 
 MODEL = "random://llama-tiny"
 # The code of README_ZH.md is that of README.md (tests/test_readme.py); that of adapters.md downloads files in between
@@ -34,14 +34,7 @@ REPLACEMENTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a tiny model and processors, as ``twinkle-server launch`` has them with the demo model."""
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    running = Server(tmp_path_factory.mktemp("server"), {"applications": applications}).start()
+    running = Server(tmp_path_factory.mktemp("server"), torch_config(MODEL)).start()
     yield running
     running.close()
 

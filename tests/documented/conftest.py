@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.servers.running import Server, environment, free_port
+from tests.support.servers.running import Server, environment, free_port, torch_config
 
 MODEL = "random://llama-tiny"
 
@@ -17,14 +17,7 @@ MODEL = "random://llama-tiny"
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a tiny model, a sampler and processors, in open mode."""
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    running = Server(tmp_path_factory.mktemp("documented"), {"applications": applications}).start()
+    running = Server(tmp_path_factory.mktemp("documented"), torch_config(MODEL)).start()
     yield running
     assert running.stop() == 0
 

@@ -20,8 +20,8 @@ from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SamplingParams
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.demand import demands_of, total_gpus
-from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
-from twinkle.server.runtime.ray.sampler_engine import EngineDevices, devices_of, start_engine
+from twinkle.server.runtime.ray.actors.remote_sampler import RemoteSampler
+from twinkle.server.runtime.ray.actors.sampler_engine import EngineDevices, devices_of, start_engine
 
 pytestmark = pytest.mark.ray
 

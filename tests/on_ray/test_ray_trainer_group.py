@@ -24,7 +24,7 @@ from tests.support.servers.running import Server
 from tests.support.servers.serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
 from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.server.runtime.ray import trainer_group
+from twinkle.server.runtime.ray.actors import trainer_group
 from twinkle.server.runtime.ray.replica import Failure
 
 pytestmark = pytest.mark.ray

@@ -31,7 +31,7 @@ class RetryPolicy:
     """How long a request is retried. ``deadline``: seconds from its first failure until it is given up; 0: no retry.
 
     ``wait_for_limits``: the same for requests that are refused because a limit is full. ``connect_deadline``: seconds
-    from the first attempt in which a server that has never answered is tried, if ``deadline`` is not shorter.
+    from the first attempt for which a server that has never answered is tried; a shorter ``deadline`` counts instead.
 
     The wait doubles from ``first_wait`` to ``longest_wait``, and up to half of it is left out at random, so that
     clients that lost the same server do not all come back at the same moment.

@@ -26,7 +26,15 @@ from transformers import AutoModelForCausalLM
 from tests.support.models.base_folders import write_base_folder
 from tests.support.paths import ROOT
 from tests.support.servers.running import Server
-from tests.support.servers.serving import MODEL, SdkServer, key_of, logprobs_of, sequences, tinker_data
+from tests.support.servers.serving import (
+    MODEL,
+    SdkServer,
+    key_of,
+    logprobs_of,
+    sequences,
+    tinker_data,
+    worst_difference,
+)
 from twinkle_client import TwinkleClient
 from twinkle_client.model.downloads import download_checkpoint
 
@@ -74,13 +82,7 @@ class Download:
 
     def difference(self, model: Any) -> float:
         """Return the largest difference between the trainer's log-probabilities and the model's."""
-        worst = 0.0
-        for row, logprobs in zip(self.rows, self.expected, strict=True):
-            with torch.no_grad():
-                logprobs_TV = model(torch.tensor(row[None, :-1])).logits[0].log_softmax(-1)
-            found = logprobs_TV.gather(-1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
-            worst = max(worst, float(np.abs(found - logprobs).max()))
-        return worst
+        return worst_difference(model, self.rows, self.expected)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cookbook.client.client_cookbook import CLIENT, MODEL
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, torch_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,14 +28,7 @@ def _no_proxy() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a tiny model, shared by all tests here."""
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    running = Server(tmp_path_factory.mktemp("server"), {"applications": applications}).start()
+    running = Server(tmp_path_factory.mktemp("server"), torch_config(MODEL)).start()
     yield running
     assert running.stop() == 0
 

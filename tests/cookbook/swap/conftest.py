@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import twinkle
 import twinkle_client
 from tests.support.paths import ROOT
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, torch_config
 from twinkle import hub
 from twinkle_client import TwinkleClient
 from twinkle_client.client import current
@@ -67,14 +67,7 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory, model) -> Iterator[Server]:
     """A server with that model in fp32."""
-    trained = {"model_id": model, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": trained},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": model, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    running = Server(tmp_path_factory.mktemp("server"), {"applications": applications}).start()
+    running = Server(tmp_path_factory.mktemp("server"), torch_config(model)).start()
     yield running
     assert running.stop() == 0
 

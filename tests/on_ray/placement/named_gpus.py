@@ -9,9 +9,9 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.demand import demands_of
 from twinkle.server.runtime.ray import gpu_reservations
+from twinkle.server.runtime.ray.actors.sampler_engine import devices_of
+from twinkle.server.runtime.ray.actors.trainer_group import ranks_of, start_ranks
 from twinkle.server.runtime.ray.deployments import _model_options
-from twinkle.server.runtime.ray.sampler_engine import devices_of
-from twinkle.server.runtime.ray.trainer_group import ranks_of, start_ranks
 
 OWNER = "/data"
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.greedy_client import greedy
 from tests.robustness.attack.confined import LIMIT, ConfinedServer
-from tests.support.servers.running import Tenant, datum
+from tests.support.servers.running import Tenant, datum, torch_config
 
 MODEL = "random://llama-tiny"
 _LONGEST_STEP = 240.0  # seconds; the slowdown of steps is printed, and benchmarks judge it
@@ -24,14 +24,7 @@ _LONGEST_STEP = 240.0  # seconds; the slowdown of steps is printed, and benchmar
 @pytest.fixture
 def greedy_target(tmp_path: Path) -> Iterator[ConfinedServer]:
     """A server with a tiny model and default limits, under a memory limit."""
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    server = ConfinedServer(tmp_path, {"applications": applications}).confine(LIMIT)
+    server = ConfinedServer(tmp_path, torch_config(MODEL)).confine(LIMIT)
     server.start()
     yield server
     server.close()

@@ -24,7 +24,7 @@ from tests.robustness.soak.curves import draw
 from tests.robustness.soak.measuring import Measurements, Row, slope, write_csv
 from tests.robustness.soak.soak_tenants import MODEL, Heartbeats, Life, Report
 from tests.support.paths import ROOT
-from tests.support.servers.running import Server, environment
+from tests.support.servers.running import Server, environment, torch_config
 
 MINUTES = float(os.environ.get("SOAK_MINUTES") or 20)
 SEED = int(os.environ.get("SOAK_SEED") or time.time())
@@ -87,15 +87,8 @@ class WatchedServer(Server):
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
-        model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-        applications = [
-            {"name": "server", "import_path": "server"},
-            {"name": "model", "import_path": "model", "args": model},
-            {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "torch"}},
-            {"name": "processor", "import_path": "processor"},
-        ]
         self.probe = directory / "probe.json"
-        super().__init__(directory, {"runtime": "embedded", "applications": applications, "limits": LIMITS})
+        super().__init__(directory, {"runtime": "embedded", **torch_config(MODEL), "limits": LIMITS})
 
     def command(self, *arguments: str) -> list[str]:
         launcher = Path(__file__).with_name("watched_launch.py")

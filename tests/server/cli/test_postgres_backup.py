@@ -75,7 +75,7 @@ def test_the_records_and_files_come_back(data_dir: Path, backup: Path, tmp_path:
 def test_the_records_are_those_of_the_moment_whose_files_are_held(data_dir: Path, tmp_path: Path) -> None:
     """Rows that are written after the moment was chosen are not in the backup."""
     with PostgresRecords.opened(url_of(data_dir)) as records:
-        named = records.fix(tmp_path)
+        named = records.choose_moment(tmp_path)
         assert len(named.directories) == 1
         execute(url_of(data_dir), "DELETE FROM checkpoints")
         assert records.named_now().directories == frozenset()

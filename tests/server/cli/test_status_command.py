@@ -60,7 +60,7 @@ def test_behind_a_proxy_it_asks_the_server_itself(own_server: Callable[..., Serv
 
 
 def test_replicas_that_do_not_answer_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = {"state": "a replica does not answer", "replicas": {"configured": 2, "answering": 1, "silent": ["m#1"]}}
+    numbers = {"state": "no answer from m#1", "replicas": {"configured": 2, "answering": 1, "silent": ["m#1"]}}
     status_command._print_model("m", numbers)
     assert "1 of 2 answering; no answer from m#1" in capsys.readouterr().out
 

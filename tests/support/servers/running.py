@@ -70,6 +70,22 @@ def mock_config(**sections: Any) -> dict[str, Any]:
     }
 
 
+def torch_config(model_id: str, **model_args: Any) -> dict[str, Any]:
+    """Return the configuration of a server with a real model on the CPU in fp32, its torch sampler, and processors.
+
+    ``model_args``: further arguments of the model.
+    """
+    model = {"model_id": model_id, "backend": "transformers", "device": "cpu", "dtype": "fp32", **model_args}
+    return {
+        "applications": [
+            {"name": "server", "import_path": "server"},
+            {"name": "model", "import_path": "model", "args": model},
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": model_id, "sampler_type": "torch"}},
+            {"name": "processor", "import_path": "processor"},
+        ]
+    }
+
+
 class Server:
     """A server process on its own port. It can be killed and started again on the same data and port.
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
+import torch
 from tinker import types
 
 from tests.support.servers.running import Server
@@ -88,6 +89,17 @@ def trainer_data(rows: list[np.ndarray], weights: float = 1.0) -> list[Datum]:
 def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
     """Return the log-probabilities of each datum."""
     return [np.array(entry["logprobs"].data, np.float32) for entry in output.loss_fn_outputs]
+
+
+def worst_difference(model: Any, rows: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """Return the largest difference between ``expected``, log-probabilities of rows, and those of a plain model."""
+    worst = 0.0
+    for row, logprobs in zip(rows, expected, strict=True):
+        with torch.no_grad():
+            logprobs_TV = model(torch.tensor(row[None, :-1])).logits[0].log_softmax(-1)
+        found = logprobs_TV.gather(-1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(found - logprobs).max()))
+    return worst
 
 
 def waiting_samples(server: SdkServer) -> int:

@@ -1,4 +1,4 @@
-"""The whole product in a few minutes, on this machine: `make demo`. It says first how many.
+"""The whole product in a few minutes, on this machine: `make demo`. It begins by saying how many.
 
 Starts a server on a free port, asks a small model who it is, and trains a LoRA adapter with the unmodified tinker SDK.
 Then it asks again, with the SDK and with the openai package, and leaves the adapter (PEFT), the loss curve (PNG) and

@@ -118,8 +118,8 @@ class TrainerCall:
     ) -> None:
         """``give_way`` is called between layers of micro-batches that leave enough memory.
 
-        ``leaves_half``: it may run other calls, to which interrupted micro-batches leave half of the memory. Otherwise
-        it may only run a sampler, whose passes are small.
+        ``leaves_half``: whether an interrupted micro-batch leaves half of the memory free. Then ``give_way`` may run
+        other calls of the trainer; otherwise only a sampler, whose passes are small.
         """
         self.budget = budget
         self._give_way = give_way

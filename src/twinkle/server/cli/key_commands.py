@@ -31,7 +31,7 @@ def add_parsers(commands: Commands) -> None:
     create.add_argument(
         "--name",
         default="",
-        help="name of the tenant, which is new if no tenant has it; with --tenant: of the key only",
+        help="name of the tenant; if no tenant has it, a new one is created. With --tenant: name of the key only",
     )
     create.add_argument("--tenant", default=None, metavar="NAME", help="name or id of an existing tenant")
     add_json(create)
@@ -40,10 +40,12 @@ def add_parsers(commands: Commands) -> None:
     add_json(listing)
     revoke = add_command(keys, "revoke", _revoke, "revoke a key; a running server refuses it within ten seconds")
     which = revoke.add_mutually_exclusive_group(required=True)
-    which.add_argument("key", nargs="?", default=None, metavar="KEY", help="id of a key, or a name that only one has")
+    which.add_argument(
+        "key", nargs="?", default=None, metavar="KEY", help="id or name of a key; a name must fit one key only"
+    )
     which.add_argument("--tenant", default=None, metavar="NAME", help="revoke all keys of this tenant, by name or id")
     add_json(revoke)
-    rename = add_command(commands, "rename-tenant", _rename, "give a tenant a name, or another one")
+    rename = add_command(commands, "rename-tenant", _rename, "name a tenant, or change its name")
     rename.add_argument("tenant", metavar="TENANT", help="name or id of the tenant")
     rename.add_argument("name", metavar="NAME", help="its new name, which no other tenant may have")
     add_json(rename)

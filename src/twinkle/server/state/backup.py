@@ -4,7 +4,8 @@ A backup is consistent: its records are those of one moment, and it holds the fi
 them, complete. Bodies of ops that are not replayed are left out, and sampler versions of sessions that have ended are
 copied only as far as their files still exist. This is how a backup is made:
 
-1. The database fixes its records as they are at one moment, also while other connections write (``backup_records``).
+1. The moment of the backup is chosen. The database keeps its records as they are then, also while other connections
+   write (``backup_records``).
 2. The files that these records name never change once they exist, but the server may delete them meanwhile. It deletes
    files only after their record is gone (a checkpoint: expired; a sampler version: its session has ended). So the files
    are hard-linked into a staging directory, which is fast.
@@ -217,9 +218,9 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
 
 
 def _stage(staging: _Staging, records: Records) -> NamedFiles:
-    """Fix the records and link the files that they name; return their names. See the steps at the top."""
+    """Choose a moment and link the files that the records name then; return their names. See the steps at the top."""
     for _ in range(_ATTEMPTS):
-        named = records.fix(staging.directory)
+        named = records.choose_moment(staging.directory)
         segments = [staging.link(name) for name in named.segments - staging.linked]
         fresh = named.directories - staging.linked
         found = [staging.link(name) for name in fresh]

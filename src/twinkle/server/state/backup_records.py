@@ -2,7 +2,7 @@
 
 SQLite copies its own file. PostgreSQL exports a snapshot of the database, from which pg_dump reads later: so the files
 that the snapshot names are known, and can be held, before the dump takes its time. pg_dump and pg_restore are part of
-PostgreSQL's client package; they must be as new as the database server.
+PostgreSQL's client package; they must be at least as new as the database server.
 """
 
 import shutil
@@ -57,7 +57,7 @@ class Records(Protocol):
     def check_before_backup(self, data_dir: Path) -> None:
         """Raise TwinkleServerError if no server has kept its records here, DamagedStateError if they are damaged."""
 
-    def fix(self, scratch: Path) -> NamedFiles:
+    def choose_moment(self, scratch: Path) -> NamedFiles:
         """Choose this moment as that of the backup, and return the files that the records name now.
 
         ``scratch``: a directory for temporary files. A later call chooses another moment.
@@ -103,7 +103,7 @@ class SqliteRecords:
             raise TwinkleServerError(f"no server has kept its state in {data_dir}")
         check_before_opening(self._database, data_dir, has_lock=False)
 
-    def fix(self, scratch: Path) -> NamedFiles:
+    def choose_moment(self, scratch: Path) -> NamedFiles:
         with closing(connect(self._database, read_only=True)) as live:
             copy_sqlite(live, scratch / _SQLITE_FILE)
         return self._named_in(scratch / _SQLITE_FILE)
@@ -144,7 +144,7 @@ class PostgresRecords:
     def __init__(self, driver: Driver, url: str) -> None:
         self._driver = driver
         self._url = make_url(url)
-        self._snapshot: str | None = None  # the id of the snapshot that fix() exported
+        self._snapshot: str | None = None  # the id of the snapshot that choose_moment() exported
         self._transaction = ExitStack()  # holds the transaction that exported it, without which it would be gone
 
     @classmethod
@@ -174,7 +174,7 @@ class PostgresRecords:
     def _name(self) -> str:
         return f"the database {self._url.database!r}"
 
-    def fix(self, scratch: Path) -> NamedFiles:
+    def choose_moment(self, scratch: Path) -> NamedFiles:
         self._end_moment()
         connection = self._transaction.enter_context(self._driver.connect())
         connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -192,7 +192,7 @@ class PostgresRecords:
             return _named(lambda statement: connection.execute(statement))
 
     def write(self, scratch: Path, target: Path) -> None:
-        assert self._snapshot is not None, "fix() comes first"
+        assert self._snapshot is not None, "choose_moment() comes first"
         target.touch(mode=0o600)
         # The rows of running processes are of no use to the server that starts after a restore.
         options = ("--format=custom", f"--exclude-table-data={_WRITERS}", f"--snapshot={self._snapshot}")

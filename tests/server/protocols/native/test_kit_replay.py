@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, torch_config
 
 RECORDED = json.loads((ROOT / "tests" / "clients" / "kit" / "recorded_0_5_1.json").read_text())
 EXCHANGES: list[dict[str, Any]] = RECORDED["exchanges"]
@@ -44,14 +44,7 @@ def _title(number: int) -> str:
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replayed]]:
     """The replayed exchanges. Templates need a tokenizer, so the server has a tiny real model instead of the mock."""
-    model = {"model_id": TINY, "backend": "transformers", "device": "cpu", "dtype": "fp32", "aliases": [NAME]}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": TINY, "sampler_type": "torch"}},
-        {"name": "processor", "import_path": "processor"},
-    ]
-    server = Server(tmp_path_factory.mktemp("kit"), {"applications": applications}).start()
+    server = Server(tmp_path_factory.mktemp("kit"), torch_config(TINY, aliases=[NAME])).start()
     try:
         yield replay(server)
     finally:

@@ -158,7 +158,7 @@ class CountTokensRequest(Fields):
                     turns.append(turn)
         return turns
 
-    # --- for the sampler, which needs no more than the prompt where only tokens are counted ---------------------------
+    # --- the rest of ``Wanted``. A request that only counts tokens generates nothing ----------------------------------
 
     @property
     def samples(self) -> int:

@@ -56,7 +56,10 @@ _LINKS: Mapping[str, str] = {
 async def start_page(_call: Call[bytes]) -> Response:
     """Return a page with links to the other pages, for someone who opens the server's address in a browser."""
     links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in _LINKS.items())
-    about = "<p>Clients use the address of this page: the Tinker protocol is under api/v1, OpenAI's under v1.</p>"
+    about = (
+        "<p>Clients use the address of this page: the Tinker protocol is under api/v1, OpenAI's under v1, Anthropic's "
+        "under anthropic.</p>"
+    )
     return _plain_page(f"Twinkle {twinkle.__version__}", f"<ul>{links}</ul>{about}")
 
 

@@ -41,16 +41,16 @@ from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
 from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
+from twinkle.server.runtime.ray.actors.remote_sampler import RemoteSampler
+from twinkle.server.runtime.ray.actors.sampler_engine import devices_of, start_engine
+from twinkle.server.runtime.ray.actors.trainer_group import load_group, ranks_of
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.layout import layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
-from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
-from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
-from twinkle.server.runtime.ray.trainer_group import load_group, ranks_of
 from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging

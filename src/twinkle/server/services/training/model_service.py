@@ -179,11 +179,11 @@ class ModelService:
         async with self.next_number(op.adapter_id) as number:
             return await self.submit(replace(op, seq=number, sent_digest=NUMBERED_HERE))
 
-    def mixing(self, op: Op) -> str | None:
-        """Return why an op is refused whose model has had ops of the other sort, with or without numbers; else None.
+    def numbering_conflict(self, op: Op) -> str | None:
+        """Return why an op with a number is refused if earlier ops of its model had none, or the reverse; else None.
 
-        Otherwise the number that the server gives to one op could be the next one of the client that numbers its own,
-        and one of the two would be refused in the middle of a window.
+        If both were allowed, the server could give an op the number that a client uses next for its own op, and one of
+        the two would be refused in the middle of a window.
         """
         adapter, unnumbered = self._adapter(op.adapter_id), op.seq == UNNUMBERED
         if adapter.numbered_here is None or adapter.numbered_here is unnumbered:

@@ -19,8 +19,8 @@ from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, TopLogprobs
 from twinkle.server.backends.backend import TrainingBackend
+from twinkle.server.runtime.ray.actors.sampler_engine import AdapterWeights
 from twinkle.server.runtime.ray.replica import end_process, raised
-from twinkle.server.runtime.ray.sampler_engine import AdapterWeights
 
 T = TypeVar("T")
 
