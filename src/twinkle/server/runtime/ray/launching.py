@@ -133,7 +133,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         if config.proxy_location != "Disabled":
             with Progress(f"waiting for the first answer at {url}"):
                 _check_answers(url)
-        yield config.public_url or url
+        yield url
     finally:
         remove(config, cluster)
 

@@ -56,8 +56,8 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
             print(OPEN_CLUSTER, file=sys.stderr, flush=True)
         with launching.deployed(config, cluster) as url:
             signals.raise_no_more()
-            record(url, cluster.address)
-            print(announcement(config, notes, [], url, about_key), flush=True)
+            record(url, cluster.address)  # commands ask the server itself, not the proxy at public_url
+            print(announcement(config, notes, [], config.public_url or url, about_key), flush=True)
             signals.wait()
 
 
