@@ -114,13 +114,13 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         _report(f"waiting for {line}")
     http = config.http_options
     host = "127.0.0.1" if http.host == "localhost" else http.host
-    with Progress("starting Ray Serve"):
-        port = _port(config)
-        serve.start(
-            proxy_location=config.proxy_location or "HeadOnly",
-            http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
-        )
+    port = _port(config)
     try:
+        with Progress("starting Ray Serve"):
+            serve.start(
+                proxy_location=config.proxy_location or "HeadOnly",
+                http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
+            )
         places = reserve(str(config.data_dir), demands, _report)
         targets = [
             serve.RunTarget(application_for(config, one, has_gpus, places), one.name, route, _SERVE_LOGGING)
