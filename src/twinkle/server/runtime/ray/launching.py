@@ -38,6 +38,7 @@ _TRIES = 20
 _PATIENCE_SECONDS = 10.0  # without a change of status; then the reasons for waiting are printed
 _SCHEDULING_SECONDS = 5.0  # in which Ray starts processes for which there are resources
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+_SERVE_NAMESPACE, _REPLICA_ACTOR = "serve", "SERVE_REPLICA::"  # how Serve names the actors of replicas
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
@@ -96,15 +97,10 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 
 @contextlib.contextmanager
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
-    """Deploy the applications and give the server's URL. At the end, also after an error, :func:`remove` is called."""
-    http = config.http_options
-    host = "127.0.0.1" if http.host == "localhost" else http.host
-    with Progress("starting Ray Serve"):
-        port = _port(config)
-        serve.start(
-            proxy_location=config.proxy_location or "HeadOnly",
-            http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
-        )
+    """Deploy the applications and give the URL at which Serve listens.
+
+    At the end, also after an error, :func:`remove` is called.
+    """
     total = ray.cluster_resources()
     has_gpus = total.get("GPU", 0.0) > 0
     demands = demands_of(config.applications, has_gpus)
@@ -116,7 +112,15 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         )
     for line in lacking:
         _report(f"waiting for {line}")
+    http = config.http_options
+    host = "127.0.0.1" if http.host == "localhost" else http.host
+    port = _port(config)
     try:
+        with Progress("starting Ray Serve"):
+            serve.start(
+                proxy_location=config.proxy_location or "HeadOnly",
+                http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
+            )
         places = reserve(str(config.data_dir), demands, _report)
         targets = [
             serve.RunTarget(application_for(config, one, has_gpus, places), one.name, route, _SERVE_LOGGING)
@@ -129,7 +133,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         if config.proxy_location != "Disabled":
             with Progress(f"waiting for the first answer at {url}"):
                 _check_answers(url)
-        yield config.public_url or url
+        yield url
     finally:
         remove(config, cluster)
 
@@ -145,10 +149,35 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
     gateways = [one.name for one, _ in _served_at(config) if isinstance(one.args, ServerArgs)]
     for name in sorted(names, key=gateways.count):
         if name not in gateways or not cluster.is_ours:
-            serve.delete(name)
+            _delete(name, running[name])
     release(str(config.data_dir))
     if not cluster.is_ours and not serve.status().applications:
         serve.shutdown()
+
+
+def _delete(name: str, application: serve.schema.ApplicationStatusOverview) -> None:
+    """Delete an application and wait until Serve has done it. ``application``: what Serve reports about it before.
+
+    A replica that has only started has no work to finish, and is killed: if it waits for resources, Serve would wait
+    for it as long as for a replica with work (graceful_shutdown_timeout_s). ``serve.delete`` waits one minute at most,
+    and a model may need longer, so it is not asked to wait.
+    """
+    starting = [one for one, found in application.deployments.items() if set(found.replica_states) == {"STARTING"}]
+    prefixes = tuple(f"{_REPLICA_ACTOR}{name}#{deployment}#" for deployment in starting)
+    serve.delete(name, _blocking=False)
+    with Progress(f"waiting for the end of application {name}"):
+        while (left := serve.status().applications.get(name)) is not None:
+            if left.status == ApplicationStatus.DELETING:  # from now on Serve starts no other replica instead
+                _kill_actors(prefixes)
+            time.sleep(_POLL_SECONDS)
+
+
+def _kill_actors(prefixes: tuple[str, ...]) -> None:
+    """Kill the actors of Serve whose names begin with one of the prefixes."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == _SERVE_NAMESPACE and actor["name"].startswith(prefixes):
+            with contextlib.suppress(ValueError):  # it has just ended
+                ray.kill(ray.get_actor(actor["name"], _SERVE_NAMESPACE))
 
 
 @dataclass(frozen=True)
@@ -230,10 +259,8 @@ def _waiting(
     logged = last_log_lines(config.data_dir, own, since)
     if application is None:
         return Waiting(name, {}, None, logged)
-    states = {
-        deployment: {state.value: number for state, number in found.replica_states.items()}
-        for deployment, found in application.deployments.items()
-    }
+    # Serve gives the states as plain strings, although it declares them as members of an enumeration of strings.
+    states = {one: dict[str, int](found.replica_states.items()) for one, found in application.deployments.items()}
     return Waiting(name, states, _reason(application), logged)
 
 

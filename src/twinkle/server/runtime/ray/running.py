@@ -41,7 +41,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
     from twinkle.server.runtime.ray import launching
 
     signals = StopSignals()
-    with suppress(StoppedError), signals.raising(), ExitStack() as held:
+    with suppress(KeyboardInterrupt), signals.raising(), ExitStack() as held:
         record = held.enter_context(recorded(config.data_dir))
         about_key = asyncio.run(prepare_key_of(config))
         cluster = held.enter_context(launching.connected(config))
@@ -56,19 +56,16 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
             print(OPEN_CLUSTER, file=sys.stderr, flush=True)
         with launching.deployed(config, cluster) as url:
             signals.raise_no_more()
-            record(url, cluster.address)
-            print(announcement(config, notes, [], url, about_key), flush=True)
+            record(url, cluster.address)  # commands ask the server itself, not the proxy at public_url
+            print(announcement(config, notes, [], config.public_url or url, about_key), flush=True)
             signals.wait()
-
-
-class StoppedError(BaseException):
-    """SIGTERM or SIGINT came while the server was being deployed. Like KeyboardInterrupt it is no Exception."""
 
 
 class StopSignals:
     """SIGINT and SIGTERM of a launch: before the server serves they raise, later they end :meth:`wait`.
 
-    Only the first one counts: what is taken down then must not be interrupted.
+    Only the first one counts: what is taken down then must not be interrupted. What they raise is KeyboardInterrupt,
+    because Ray's calls let nothing else through: any other exception of a handler becomes a SystemError there.
     """
 
     def __init__(self) -> None:
@@ -77,11 +74,16 @@ class StopSignals:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Within the context, until :meth:`raise_no_more`, the first signal raises StoppedError in the main thread."""
+        """Within the context, until :meth:`raise_no_more`, the first signal raises KeyboardInterrupt here."""
         self._raises = True
         self.install()
         try:
             yield
+        except SystemExit as error:  # of Ray's own handler, which is in force while Ray starts
+            if error.code != signal.SIGTERM:
+                raise
+            print("SIGTERM: ended while Ray was starting", file=sys.stderr, flush=True)
+            raise KeyboardInterrupt from None
         finally:
             self._raises = False
 
@@ -104,7 +106,7 @@ class StopSignals:
         doing = "taking down what is deployed" if self._raises else "finishing what runs"
         print(f"{signal.Signals(number).name}: {doing}", file=sys.stderr, flush=True)
         if self._raises:
-            raise StoppedError
+            raise KeyboardInterrupt
 
 
 def applications(config: ServerConfig, address: str | None = None) -> "dict[str, AppStatus]":
