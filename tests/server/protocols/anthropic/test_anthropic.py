@@ -170,6 +170,18 @@ def test_tools_are_offered_unless_they_are_switched_off() -> None:
         assert asked.offered_tools == [{"type": "function", "function": function}] * expected
 
 
+def test_many_messages_of_one_role_are_joined_quickly() -> None:
+    """As many as a body can hold: joining them one by one would take many seconds."""
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+    body = {"model": "m", "max_tokens": 1, "messages": [*[call] * 40_000, CHAT[0]]}
+    wanted = parse(MessagesRequest, json.dumps(body).encode())
+    started = time.process_time()
+    calls, last = wanted.chat()
+    assert time.process_time() - started < 3
+    assert len(calls["tool_calls"]) == 40_000
+    assert last == CHAT[0]
+
+
 # --- tool calls in answers --------------------------------------------------------------------------------------------
 
 
