@@ -228,6 +228,16 @@ def test_tool_calls_become_blocks(text: str, kinds: list[str]) -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_with_a_number_that_is_not_json_stays_text(number: str) -> None:
+    text = CALL.replace('"X"', number)
+    choice = Choice(Letters(), (), tools=True)  # type: ignore[arg-type]
+    delta = choice.push(SampledSequence(numbers(text), np.zeros(len(text)), "stop"))
+    whole = MessageFormat("m", 3).whole([delta], Usage(3, len(text), 0))
+    assert whole["content"] == [{"type": "text", "text": text}]
+    assert whole["stop_reason"] == "end_turn"
+
+
 def test_an_empty_answer_has_a_block_of_empty_text() -> None:
     choice, form = Choice(Letters(), (), tools=False), MessageFormat("m", 3)  # type: ignore[arg-type]
     delta = choice.push(Progress("", 0, numbers(""), np.zeros(0), None, "stop"))
