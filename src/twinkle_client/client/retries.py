@@ -7,7 +7,8 @@ by default not at all. Every request of the client may be sent twice: sequence n
 let the server recognise the requests that must not run twice.
 
 A server that has never answered is probably not there, or its address is wrong: it is given up after
-``connect_deadline`` seconds.
+``connect_deadline`` seconds, also if it accepts connections. Any answer counts, also that of a proxy whose server is
+starting: such a server is waited for.
 """
 
 import math

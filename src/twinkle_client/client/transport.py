@@ -61,7 +61,9 @@ class Transport:
         """timeout: seconds without a byte of the answer; http_transport: replaces the network in tests."""
         self.base_url = with_api(base_url)
         self.retries = retries
-        self._was_reached = False  # whether a request has got an answer, or a connection on which none came in time
+        self._was_reached = False  # whether a request has got an answer
+        # Until then: a server that accepts connections and never answers is given up as soon as one that is not there.
+        self._first_timeout = httpx.Timeout(min(_CONNECT_SECONDS, timeout))
         bearer = f"Bearer {api_key}"
         self._http = httpx.Client(
             headers={"Authorization": bearer, "Twinkle-Authorization": bearer, "User-Agent": "twinkle-client"},
@@ -105,7 +107,6 @@ class Transport:
             try:
                 response = once(call)
             except _RETRIED_ERRORS as error:
-                self._was_reached = self._was_reached or isinstance(error, httpx.ReadTimeout)
                 failure: TwinkleClientError = _connection_lost(error, self._url(call), backoff.failures)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise InvalidRequestError(f"base_url: {error}", url=self._url(call)) from None
@@ -120,10 +121,12 @@ class Transport:
                 if failure.code == LIMIT_REACHED:
                     backoff, seconds = at_limit, retries.wait_for_limits
             wait = backoff.next_wait(server_asked)
-            if not self._was_reached:
+            if not self._was_reached and retries.deadline > 0:
                 seconds = min(seconds, retries.connect_deadline)
-                if seconds > 0 and (wait is None or lines.waited + wait > seconds):
+                left = seconds - lines.waited
+                if wait is None or left <= 0:
                     raise _never_reached(failure, self.base_url, lines.waited)
+                wait = min(wait, left)  # so that the last attempt begins at the deadline, not long before it
             if wait is None:
                 raise failure
             lines.report(failure, seconds)
@@ -137,7 +140,12 @@ class Transport:
         if call.body is not None:
             headers["Content-Type"] = "application/json"
         return self._http.request(
-            call.method, self._url(call), content=call.body, params=call.query or None, headers=headers
+            call.method,
+            self._url(call),
+            content=call.body,
+            params=call.query or None,
+            headers=headers,
+            timeout=httpx.USE_CLIENT_DEFAULT if self._was_reached else self._first_timeout,
         )
 
     def _url(self, call: HttpCall) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -220,6 +221,27 @@ def test_a_missing_server_is_an_error_within_30_seconds_by_default(monkeypatch):
     # no attempt begins after the deadline, and an attempt to connect has a time limit of its own
     assert used.retries.connect_deadline + used._http.timeout.connect <= 30
     assert used.retries.deadline == 300, "once a server has answered"
+
+
+def test_a_server_that_accepts_connections_and_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(transport, "_CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLostError, match=f"no server answers at {url}/api/v1: tried"):
+            TwinkleClient(url, connect_deadline=0.5, retry_deadline=10)
+
+
+def test_a_server_that_comes_up_just_before_the_deadline_is_found(stub, monkeypatch):
+    """The last wait is shortened, so that the last attempt begins at the deadline."""
+    monkeypatch.setattr("random.uniform", lambda _least, most: most)
+    stub.fail("/twinkle/create_session", Drop(), Drop())  # then waits of 0.25 and 0.5 s
+    TwinkleClient(stub.url, connect_deadline=0.6, session_heartbeat_interval=1000).close()
+
+
+def test_a_connect_deadline_of_zero_means_one_attempt(stub):
+    stub.close()
+    with pytest.raises(ConnectionLostError, match="no server answers"):
+        TwinkleClient(stub.url, connect_deadline=0)
 
 
 def test_a_wrong_connect_deadline_is_named(monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
@@ -218,6 +219,32 @@ def test_the_database_refuses_a_second_tenant_of_a_name(tmp_path):
         query(tmp_path, "INSERT INTO tenants (tenant_id, name, named_at) VALUES ('other', 'alice', 1.0)")
 
 
+def older_form(directory: Path, backend: str) -> None:
+    """Make the database one of version 9, which had no names of tenants."""
+    query(directory, "DROP TABLE tenants")
+    query(directory, "UPDATE schema_version SET version = 9")
+    if backend == "sqlite":
+        query(directory, "PRAGMA user_version = 0")  # which records the form of the tables
+
+
+def test_a_number_behind_a_name_is_not_the_name_of_another_tenant(tmp_path, backend):
+    """A configuration may have limits for alice-2, which are meant for the tenant that always had this name."""
+    tenants = {f"tenant-{digit * 24}": name for digit, name in zip("abc", ["alice", "alice", "alice-2"], strict=True)}
+
+    async def make(store: Store):
+        for number, (tenant_id, name) in enumerate(tenants.items()):
+            await store.keys.create(tenant_id, name, float(number))
+
+    with_store(tmp_path, make)
+    older_form(tmp_path, backend)
+
+    async def check(store: Store):
+        assert list((await store.tenants.names()).values()) == ["alice", "alice-2", "alice-3"]
+        assert await store.tenants.name_of(f"tenant-{'c' * 24}") == "alice-2"
+
+    with_store(tmp_path, check)
+
+
 def test_an_older_database_with_two_tenants_of_a_name_loses_nothing(tmp_path, backend, caplog):
     """Version 9 made a tenant for each key of the same name. The oldest keeps the name."""
     made: list[tuple[KeyRecord, str]] = []
@@ -230,10 +257,7 @@ def test_an_older_database_with_two_tenants_of_a_name_loses_nothing(tmp_path, ba
             made.append(await store.keys.create(tenant_id, name, float(number)))
 
     with_store(tmp_path, make)
-    query(tmp_path, "DROP TABLE tenants")
-    query(tmp_path, "UPDATE schema_version SET version = 9")
-    if backend == "sqlite":
-        query(tmp_path, "PRAGMA user_version = 0")  # which records the form of the tables
+    older_form(tmp_path, backend)
 
     async def check(store: Store):
         names = {first: "alice", second: "alice-2", third: "alice-3", "chosen-by-hand": "chosen-by-hand"}

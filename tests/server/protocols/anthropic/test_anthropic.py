@@ -170,6 +170,18 @@ def test_tools_are_offered_unless_they_are_switched_off() -> None:
         assert asked.offered_tools == [{"type": "function", "function": function}] * expected
 
 
+def test_many_messages_of_one_role_are_joined_quickly() -> None:
+    """As many as a body can hold: joining them one by one would take many seconds."""
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+    body = {"model": "m", "max_tokens": 1, "messages": [*[call] * 40_000, CHAT[0]]}
+    wanted = parse(MessagesRequest, json.dumps(body).encode())
+    started = time.process_time()
+    calls, last = wanted.chat()
+    assert time.process_time() - started < 3
+    assert len(calls["tool_calls"]) == 40_000
+    assert last == CHAT[0]
+
+
 # --- tool calls in answers --------------------------------------------------------------------------------------------
 
 
@@ -214,6 +226,16 @@ def test_tool_calls_become_blocks(text: str, kinds: list[str]) -> None:
     assert all(json.loads(each) == {"city": "X"} for each in partial)
     assert len(partial) == kinds.count("tool_use")
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_with_a_number_that_is_not_json_stays_text(number: str) -> None:
+    text = CALL.replace('"X"', number)
+    choice = Choice(Letters(), (), tools=True)  # type: ignore[arg-type]
+    delta = choice.push(SampledSequence(numbers(text), np.zeros(len(text)), "stop"))
+    whole = MessageFormat("m", 3).whole([delta], Usage(3, len(text), 0))
+    assert whole["content"] == [{"type": "text", "text": text}]
+    assert whole["stop_reason"] == "end_turn"
 
 
 def test_an_empty_answer_has_a_block_of_empty_text() -> None:

@@ -6,6 +6,7 @@ this server does not support, unless its value has no effect. A few fields are a
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -137,10 +138,13 @@ class CountTokensRequest(Fields):
     speed: Annotated[Any, AfterValidator(neutral("standard"))] = None
 
     @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and (self.tool_choice is None or self.tool_choice.type != "none")
+
+    @property
     def offered_tools(self) -> list[dict[str, object]]:
         """Return the tools as a chat template reads them."""
-        is_off = self.tools is None or (self.tool_choice is not None and self.tool_choice.type == "none")
-        return [] if is_off else [tool.for_template() for tool in self.tools or ()]
+        return [tool.for_template() for tool in self.tools or ()] if self.offers_tools else []
 
     def chat(self) -> list[Turn]:
         """Return the conversation as a chat template reads it. Consecutive messages of one role become one."""
@@ -151,12 +155,10 @@ class CountTokensRequest(Fields):
             )
         turns = [{"role": "system", "content": self.system}] if self.system else []
         for number, message in enumerate(self.messages):
-            for turn in message.turns(f"messages[{number}]"):
-                if turns and turn["role"] == turns[-1]["role"] != "tool":
-                    turns[-1] = _joined(turns[-1], turn)
-                else:
-                    turns.append(turn)
-        return turns
+            turns += message.turns(f"messages[{number}]")
+        # Results of tools have the role of a tool, and each stays a message of its own.
+        grouped = groupby(enumerate(turns), lambda item: (item[1]["role"], item[0] if item[1]["role"] == "tool" else 0))
+        return [_joined([turn for _, turn in group]) for _, group in grouped]
 
     # --- the rest of ``Wanted``. A request that only counts tokens generates nothing ----------------------------------
 
@@ -207,8 +209,8 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
-def _joined(first: Turn, second: Turn) -> Turn:
-    """Return two messages of one role as one, with an empty line between their texts."""
-    texts = [turn["content"] for turn in (first, second) if turn["content"]]
-    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    return {**first, "content": "\n\n".join(texts), **({"tool_calls": calls} if calls else {})}
+def _joined(turns: Sequence[Turn]) -> Turn:
+    """Return messages of one role as one, with an empty line between their texts."""
+    texts = [turn["content"] for turn in turns if turn["content"]]
+    calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+    return {**turns[0], "content": "\n\n".join(texts), **({"tool_calls": calls} if calls else {})}

@@ -91,8 +91,7 @@ async def messages(call: Call[MessagesRequest]) -> Response:
     target, prompt = await _prompt(call)
     check_length([prompt], target)
     form = MessageFormat(wanted.model, len(prompt))
-    tools = bool(wanted.offered_tools)
-    generation = Generation(wanted, [prompt], form, target, call.gateway.tenants.pools.text, tools)
+    generation = Generation(wanted, [prompt], form, target, call.gateway.tenants.pools.text, wanted.offers_tools)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
     return await begun_or_commented(
@@ -107,8 +106,12 @@ async def count_tokens(call: Call[CountTokensRequest]) -> Response:
 
 
 async def _prompt(call: Call[RequestT]) -> tuple[Target, list[int]]:
-    """Return the weights to sample from, and the tokens of the chat. Chats are tokenized in a thread."""
-    chat = call.body.chat()
+    """Return the weights to sample from, and the tokens of the chat."""
     target = await target_of(call)
-    encode = partial(target.codec.encode_chat, chat, call.body.offered_tools)
+    # In a thread, also the conversion of the chat: one with as many messages as a body can hold takes a second.
+    encode = partial(_encoded, target, call.body)
     return target, await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
+
+
+def _encoded(target: Target, wanted: CountTokensRequest) -> list[int]:
+    return target.codec.encode_chat(wanted.chat(), wanted.offered_tools)

@@ -148,13 +148,13 @@ class ToolCallFilter:
 
 
 def _call(text: str, index: int) -> ToolCall | None:
+    """Return the call in the text; None if it is none. Python reads NaN and 1e999 as JSON, but clients do not."""
     try:
-        content = json.loads(text)
+        match json.loads(text):
+            case {"name": str() as name, **others} if isinstance(arguments := others.get("arguments", {}), dict):
+                return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), index)
     except (ValueError, RecursionError):
-        return None
-    match content:
-        case {"name": str() as name, **others} if isinstance(arguments := others.get("arguments", {}), dict):
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False), index)
+        pass
     return None
 
 

@@ -10,7 +10,7 @@ version 9, which introduced the checksums, do neither.)
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sqlalchemy import (
     BigInteger,
@@ -224,8 +224,9 @@ def _add_names_of_tenants(connection: Connection) -> None:
         if name:
             chosen.setdefault(row["tenant_id"], name)
     owners: dict[str, str] = {}
+    wanted = set(chosen.values()) | {row["name"] for row in found}
     for tenant_id, name in chosen.items():
-        owners[_free_name(name, owners, tenant_id)] = tenant_id
+        owners[_free_name(name, owners, wanted, tenant_id)] = tenant_id
     tenants = Table(
         "tenants", MetaData(), Column("tenant_id", String), Column("name", Text), Column("named_at", Double)
     )
@@ -244,12 +245,16 @@ def _usable_name(key_name: str) -> str:
     return "" if _GENERATED_TENANT.fullmatch(name) else name
 
 
-def _free_name(name: str, owners: Mapping[str, str], tenant_id: str) -> str:
-    """Return ``name`` for a tenant or, if another tenant has it already, the name with a number; log a warning then."""
+def _free_name(name: str, owners: Mapping[str, str], wanted: Collection[str], tenant_id: str) -> str:
+    """Return ``name`` for a tenant or, if another tenant has it already, the name with a number; log a warning then.
+
+    The name with a number is none of those ``wanted`` by any tenant: the configuration may have limits for that name,
+    which are meant for its owner.
+    """
     if name not in owners:
         return name
     number = 2
-    while f"{name}-{number}" in owners:
+    while f"{name}-{number}" in owners or f"{name}-{number}" in wanted:
         number += 1
     logger.warning(
         "two tenants were named %r: %s keeps the name, and %s is named %r from now on; their keys and data are "
