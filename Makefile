@@ -60,7 +60,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install all dependencies: about 0.5 GB to download without a GPU, 3 GB with one
 
-demo: $(STAMP) ## start a server and train a small model on it, in about two minutes
+demo: $(STAMP) ## start a server and train a small model on it; says first how many minutes it takes
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
 test: $(STAMP) ## run all tests, in TEST_WORKERS processes (default 2); a test file stays in one process

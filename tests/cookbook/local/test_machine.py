@@ -28,10 +28,16 @@ def test_every_model_is_loaded_with_the_chosen_number_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gflops", "said"), [(20.0, "about 9 minutes"), (100.0, "about 2 minutes"), (1000.0, "about 30 seconds")]
+    ("gflops", "said"), [(20.0, "about 14 minutes"), (100.0, "about 3 minutes"), (1000.0, "about 40 seconds")]
 )
 def test_the_demo_says_how_long_it_takes(gflops: float, said: str) -> None:
     assert runpy.run_path(str(DEMO))["expected_time"](gflops) == said
+
+
+def test_the_demo_corrects_the_time_after_the_first_steps() -> None:
+    remaining_time = runpy.run_path(str(DEMO))["remaining_time"]
+    assert remaining_time(24.0, 2, 36) == "  The first 2 steps took 24.0 s, so the others take about 7 minutes."
+    assert remaining_time(0.1, 2, 36) == "  The first 2 steps took 0.1 s, so the others take about 10 seconds."
 
 
 def test_the_demo_measures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

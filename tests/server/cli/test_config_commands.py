@@ -90,6 +90,13 @@ def test_the_namespace(file: Path, capsys, monkeypatch) -> None:
     assert printed("--namespace", "theirs") == "theirs"
 
 
+@pytest.mark.parametrize("command", [["launch"], ["usage"], ["keys", "create"], ["check-config"]])
+def test_the_help_of_a_command_says_what_it_does(command: list[str], capsys) -> None:
+    assert cli.main([*command, "--help"]) == 0
+    described = capsys.readouterr().out.split("\n\n")[1]
+    assert described.rstrip().endswith("."), described
+
+
 def test_exit_codes(capsys, monkeypatch) -> None:
     assert cli.main(["--help"]) == 0
     assert cli.main(["lunch"]) == 2

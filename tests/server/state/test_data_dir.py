@@ -5,8 +5,12 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers.running import Server, Tenant, mock_config
+from twinkle.errors import TwinkleServerError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.files.guards import make_data_dir
 
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
@@ -125,3 +129,14 @@ def readable(root: Path) -> list[str]:
         if mode & 0o077 and not path.is_symlink():
             found.append(str(path.relative_to(root)))
     return found
+
+
+def test_a_directory_that_cannot_be_used_is_named_with_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TwinkleServerError, match=r"data directory .*/file/data: Not a directory; .*--data-dir"):
+        make_data_dir(tmp_path / "file" / "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may write anywhere
+    with pytest.raises(TwinkleServerError, match=r"data directory .*: user \d+ may not write there; .*--data-dir"):
+        make_data_dir(tmp_path / "new")

@@ -9,7 +9,7 @@ import twinkle
 from twinkle.environment import read_server_variables
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.cli import config_commands, data_commands, key_commands, operator_commands, status_command
-from twinkle.server.cli.config_commands import add_command, config_of
+from twinkle.server.cli.config_commands import add_command, add_described, config_of
 from twinkle.server.cli.launch import NOTHING_TO_SERVE, run_server, start_in_background
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
 from twinkle.server.runtime import process
@@ -68,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"twinkle-server {twinkle.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    launch = commands.add_parser(
-        "launch", allow_abbrev=False, help="start a server; by default it serves the demo model on 127.0.0.1:8000"
+    launch = add_described(
+        commands, "launch", "start a server; by default it serves the demo model on 127.0.0.1:8000", allow_abbrev=False
     )
     launch.set_defaults(run=_launch)
     config_commands.config_options(launch)

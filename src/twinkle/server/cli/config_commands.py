@@ -30,9 +30,16 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # --- which configuration a command uses -------------------------------------------------------------------------------
 
 
+def add_described(commands: Commands, name: str, about: str, *, allow_abbrev: bool = True) -> argparse.ArgumentParser:
+    """Add a command. ``about`` is its line in the list of commands, and the first sentence of its own --help."""
+    return commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=allow_abbrev
+    )
+
+
 def add_command(commands: Commands, name: str, run: Command, about: str) -> argparse.ArgumentParser:
     """Add a command about a server that was started with the same -c and --data-dir; ``about`` is its help."""
-    parser = commands.add_parser(name, help=about)
+    parser = add_described(commands, name, about)
     parser.set_defaults(run=run)
     parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration of the server")
     parser.add_argument("--data-dir", type=Path, default=None, help="data directory, instead of the configured one")
@@ -113,11 +120,11 @@ def _config_file(args: argparse.Namespace) -> Path | None:
 
 
 def add_parsers(commands: Commands) -> None:
-    check = commands.add_parser("check-config", help="check a configuration file and show how older keys are converted")
+    check = add_described(commands, "check-config", "check a configuration file and show how older keys are converted")
     check.set_defaults(run=_check)
     check.add_argument("file", type=Path, nargs="?", default=None, help="configuration file")
     check.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration file")
-    show = commands.add_parser("print-config", help="print the configuration in effect, by default as commented YAML")
+    show = add_described(commands, "print-config", "print the configuration in effect, by default as commented YAML")
     show.set_defaults(run=_print)
     config_options(show)
     show.add_argument("--format", choices=("yaml", "json"), default=None, help="default yaml, which a server can load")

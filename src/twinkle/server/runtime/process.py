@@ -14,7 +14,7 @@ from typing import Protocol
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
-from twinkle.server.state.files.guards import DirectoryLock, try_lock
+from twinkle.server.state.files.guards import DirectoryLock, make_data_dir, try_lock
 from twinkle.utils.progress import Progress
 
 LISTENING = "listening on"  # begins the line of the announcement that holds the URL
@@ -50,7 +50,7 @@ def recorded(data_dir: Path) -> Iterator["Record"]:
     DataDirInUseError if another process serves it. The context gives a function that records the URL and, on Ray, the
     cluster's address.
     """
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_data_dir(data_dir)
     path = data_dir / _FILE
     lock = DirectoryLock(data_dir, name=_FILE, wait_seconds=_LOOK_SECONDS)
 

@@ -27,7 +27,13 @@ from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal, Journa
 from twinkle.server.state.database.migrations import migrate, needs_migration
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
-from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve, is_disk_full, keep_reserve
+from twinkle.server.state.files.guards import (
+    DirectoryLock,
+    give_up_reserve,
+    is_disk_full,
+    keep_reserve,
+    make_data_dir,
+)
 from twinkle.server.state.integrity.copies import read_secret
 from twinkle.server.state.integrity.examination import DatabaseCopies, check_before_opening, examine
 from twinkle.server.state.records.audit import Audit
@@ -66,7 +72,7 @@ class Store:
     ) -> None:
         """Open the directory. This blocks, so callers on an event loop use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_data_dir(data_dir)
         self.data_dir = data_dir
         self._copies: DatabaseCopies | None = None
         file = Path(database_url.database or "") if database_url.get_backend_name() == "sqlite" else None

@@ -51,7 +51,7 @@ from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessor
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
 from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
-from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock, make_data_dir
 from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
@@ -296,7 +296,7 @@ def load_replica(config: ServerConfig, served: ServedModelConfig, place: Place |
 
 def _only_one(data_dir: Path, name: str) -> DirectoryLock:
     """Take the lock of this replica's name. Blocks until its predecessor has ended; DataDirInUseError after 360 s."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_data_dir(data_dir)
     return DirectoryLock(data_dir, name=f"lock.{name}", wait_seconds=_EARLIER_SECONDS)
 
 

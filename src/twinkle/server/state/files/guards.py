@@ -1,4 +1,4 @@
-"""The lock of a data directory, and its reserve: disk space that is freed when the disk is full.
+"""The creation and the lock of a data directory, and its reserve: disk space that is freed when the disk is full.
 
 A server cannot even start on a full disk, because SQLite writes before it reads. Often it is the journal that fills the
 disk, and only a running server prunes the journal. So a file of some megabytes, the reserve, exists only to be deleted
@@ -14,9 +14,27 @@ import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from twinkle.errors import TwinkleServerError
 from twinkle.server.state.errors import DataDirInUseError
 
 _PAUSE = 0.05  # seconds between two tries
+
+
+def make_data_dir(data_dir: Path) -> None:
+    """Create the directory unless it exists. TwinkleServerError if that fails or this user may not write there."""
+    reason = ""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+    else:
+        if not os.access(data_dir, os.W_OK | os.X_OK):
+            reason = f"user {os.getuid()} may not write there"
+    if reason:
+        raise TwinkleServerError(
+            f"cannot use the data directory {data_dir}: {reason}; choose another with --data-dir or data_dir in the "
+            "configuration"
+        )
 
 
 class DirectoryLock(AbstractContextManager["DirectoryLock"]):
