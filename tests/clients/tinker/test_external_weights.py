@@ -6,7 +6,7 @@ import re
 import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.support.servers.running import Server
 from tests.support.servers.serving import (
     MODEL,
     SdkServer,
+    close_clients,
     key_of,
     logprobs_of,
     sequences,
@@ -60,12 +61,9 @@ class Served:
     server: Server
     private: Path
     hub: Path
-    services: list[tinker.ServiceClient] = field(default_factory=list)
 
     def service(self, name: str) -> tinker.ServiceClient:
-        """Return a client. It is closed before the server stops, because its heartbeats would warn in other tests."""
-        self.services.append(tinker.ServiceClient(base_url=self.server.url, api_key=key_of(name)))
-        return self.services[-1]
+        return tinker.ServiceClient(base_url=self.server.url, api_key=key_of(name))
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     sampler = {"model_id": str(private / "untied"), "sampler_type": "torch"}
     applications.append({"name": "sampler", "import_path": "sampler", "args": sampler})
     server = Server(directory, {"applications": applications}).start()
-    served = Served(server, private, hub)
-    yield served
-    for service in served.services:
-        service.close("success").result()
+    yield Served(server, private, hub)
+    close_clients(server.url)
     assert server.stop() == 0
 
 

@@ -1,5 +1,6 @@
 """A server with a tiny real model, clients of the tinker SDK for it, and data to train on."""
 
+import gc
 import os
 import re
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import tinker
 import torch
 from tinker import types
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tests.support.servers.running import Server
 from twinkle.model import Datum
@@ -57,6 +59,16 @@ class SdkServer(Server):
         """Return the request ids of every device batch so far, in order."""
         lines = [line.partition(" batch: ")[2] for line in self.log().splitlines() if " batch: " in line]
         return [line.split() for line in lines]
+
+
+def close_clients(url: str) -> None:
+    """Close all clients of the SDK in this process that use a server which is about to stop.
+
+    Otherwise their heartbeats and telemetry go on, and warn during the tests that follow.
+    """
+    for holder in [each for each in gc.get_objects() if type(each) is InternalClientHolder]:
+        if holder._base_url.startswith(url):
+            holder.run_coroutine_threadsafe(holder.aclose()).result(60)
 
 
 def key_of(tenant: str) -> str:
