@@ -46,15 +46,24 @@ RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
 _START_SECONDS = 240.0 if RUNTIME == "ray" else 120.0  # on Ray five kinds of processes start one after the other
 
 
+_PORTS_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
     """Return a free port below the range from which the system takes client ports.
 
-    A client port in that range could otherwise take the server's port while the server is down.
+    A client port in that range could otherwise take the server's port while the server is down. For the same reason no
+    port is returned twice, and each of the processes that run the tests has its own ports.
     """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.randrange(20_000, 30_000)
+        port = random.randrange(20_000 + worker, 30_000, workers)
+        if port in _PORTS_GIVEN:
+            continue
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
+            _PORTS_GIVEN.add(port)
             return port
 
 
