@@ -14,6 +14,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.state import backup as backup_module
 from twinkle.server.state.backup import back_up, restore
+from twinkle.server.state.backup_records import PostgresRecords
 from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir, write_whole
 from twinkle.server.state.store import Store
@@ -157,3 +158,10 @@ def test_nobody_else_reads_a_backup(tmp_path: Path, data_dir: Path) -> None:
         os.umask(mask)
     readable = [path for path in backup.rglob("*") if stat.S_IMODE(path.stat().st_mode) & 0o077]
     assert readable == []
+
+
+def test_a_passphrase_is_not_shown_in_the_list_of_processes() -> None:
+    url = "postgresql+psycopg://twinkle@127.0.0.1/twinkle?sslkey=client.key&sslpassword=hidden"
+    with pytest.raises(TwinkleServerError, match="sslpassword") as refused, PostgresRecords.opened(url):
+        pass
+    assert "hidden" not in str(refused.value)

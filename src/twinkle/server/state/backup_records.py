@@ -151,6 +151,10 @@ class PostgresRecords:
     @contextmanager
     def opened(cls, url: str) -> Iterator["PostgresRecords"]:
         """Give the records of a database, and close all connections to it at the end."""
+        if "sslpassword" in make_url(url).query:  # other than the password, pg_dump takes it as an argument only
+            raise TwinkleServerError(
+                "persistence.url: pg_dump would show sslpassword in the list of processes; use a client key without one"
+            )
         driver = driver_of(make_url(url), Role.TOOL)
         records = cls(driver, url)
         try:
