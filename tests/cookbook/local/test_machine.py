@@ -28,7 +28,7 @@ def test_every_model_is_loaded_with_the_chosen_number_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gflops", "said"), [(20.0, "about 14 minutes"), (100.0, "about 3 minutes"), (1000.0, "about 40 seconds")]
+    ("gflops", "said"), [(20.0, "about 11 minutes"), (100.0, "about 2 minutes"), (1000.0, "about 30 seconds")]
 )
 def test_the_demo_says_how_long_it_takes(gflops: float, said: str) -> None:
     assert runpy.run_path(str(DEMO))["expected_time"](gflops) == said
