@@ -20,7 +20,7 @@ SOURCES = ENVIRONMENT / "source" / "tutorials"
 OLDER_SDK = ENVIRONMENT / "tinker-0.35"
 
 _RUNNER = Path(__file__).with_name("run_tutorials.py")
-_RUN_SECONDS = 900  # a guard; alone on two cores no tutorial should need a third of it
+_RUN_SECONDS = 1500  # a guard; alone on two cores no tutorial should need a quarter of it
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
