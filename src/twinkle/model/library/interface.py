@@ -239,12 +239,11 @@ class TwinkleModel(ABC):
         group = self._group(adapter_name)
         if is_training is None and isinstance(metric_cls, Metric):
             raise InvalidInputError("is_training", None, "True or False: one metric instance cannot serve both")
-        if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
-            options = {"device_mesh": self.device_mesh, "process_group": self._data_ranks.group, **options}
-        if is_training is not False:
-            group.train_status.metrics.append(build_metric(metric_cls, options))
-        if is_training is not True:
-            group.eval_status.metrics.append(build_metric(metric_cls, options))
+        places = (self.device_mesh, self._data_ranks.group)
+        for status in (group.train_status, group.eval_status):
+            if is_training is None or is_training == (status is group.train_status):
+                metric = build_metric(metric_cls, options, *places, alone=self._ranks.size == 1)
+                status.metrics.append(metric)
         group.chosen.add("add_metric")
 
     @at_once
