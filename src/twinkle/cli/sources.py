@@ -40,7 +40,7 @@ class DotEnvSource(ConfigSource):
 
 
 class EnvVarSource(ConfigSource):
-    """Variables ``TWINKLE_<KEY>``, also for keys that no field has. Names without the prefix (HOST, PORT …) are not read.
+    """Variables ``TWINKLE_<KEY>``, also for keys that no field has. Names without the prefix (HOST …) are not read.
 
     Variables that may hold a secret are left out unless they name a field, because scripts log their options.
     """

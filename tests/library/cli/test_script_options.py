@@ -66,7 +66,8 @@ def test_any_twinkle_variable_may_be_set(monkeypatch):
 
 
 def test_switches_take_1_and_0():
-    args = CLI.from_args(["--lazy-collect", "1", "--gradient-checkpointing", "0", "--use-lora", "ON", "--no-load-weights"])
+    words = ["--lazy-collect", "1", "--gradient-checkpointing", "0", "--use-lora", "ON", "--no-load-weights"]
+    args = CLI.from_args(words)
     assert (args.infra.lazy_collect, args.model.gradient_checkpointing) == (True, False)
     assert (args.lora.use_lora, args.model.load_weights) == (True, False)
     assert CLI.from_args(["--lazy-collect=0"]).infra.lazy_collect is False

@@ -79,7 +79,11 @@ class TwinkleModel(ABC):
         task: str = "causal_lm",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss."""
+        """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss.
+
+        ``micro_batch_size``, in this method, ``forward_only`` and ``forward_backward``: how many sequences are computed
+        at a time. It changes the memory that is needed, and no result.
+        """
 
     @on_rows
     @abstractmethod

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import UnsupportedError
 from twinkle.model.library.optimizer_group import TrainStatus
-from twinkle.model.library.sequences import NO_SEQUENCES, SequenceBatch
+from twinkle.model.library.sequences import NO_SEQUENCES, SequenceBatch, check_micro_batch_size
 from twinkle.model.parallel import Ranks
 from twinkle.model.transformers.causal_forward import Asked, CausalForward
 
@@ -52,16 +52,11 @@ def split(batch: SequenceBatch, micro_batch_size: int | None, ranks: Ranks) -> l
     """
     if micro_batch_size is None:
         return [Part(batch, 0)]
-    check_size(micro_batch_size)
+    check_micro_batch_size(micro_batch_size)
     starts = range(0, len(batch.rows), micro_batch_size)
     parts = [Part(replace(batch, rows=batch.rows[at : at + micro_batch_size]), at) for at in starts]
     count = max(-ranks.smallest(-len(parts)), 1)
     return parts + [Part(NO_SEQUENCES, len(batch.rows))] * (count - len(parts))
-
-
-def check_size(micro_batch_size: object) -> None:
-    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-        raise InvalidInputError("micro_batch_size", micro_batch_size, "an integer ≥ 1: sequences of a part")
 
 
 def join(outputs: Sequence[Outputs], longest: int) -> dict[str, Tensor]:

@@ -115,6 +115,7 @@ class TransformersModel(TwinkleModel):
             plain.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_config: PreTrainedConfig = plain.config
         self._plain = plain
+        self._vocabulary = int(plain.get_input_embeddings().num_embeddings)
         self._forward_pass = CausalForward(plain, parallel.sequence)
         if attention is not None and self._forward_pass.packed:
             get_logger().info_once(
@@ -483,7 +484,7 @@ class TransformersModel(TwinkleModel):
 
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         batch = super()._batch(group, inputs)
-        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
+        check_vocabulary(batch, self._vocabulary)
         if self._parallel.sequence.size > 1:
             check_lengths(batch.lengths, self._plain)
         return replace(batch, device=self.device)
