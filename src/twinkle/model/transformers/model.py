@@ -374,11 +374,6 @@ class TransformersModel(TwinkleModel):
     def resume_from_checkpoint(
         self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Restore the state of a checkpoint.
-
-        For a full model this does not include weights, which are loaded when it is constructed
-        (``model_id=<checkpoint_dir>``).
-        """
         group, directory = self._group(adapter_name), Path(checkpoint_dir)
         self._shard()
         parameters = trained_parameters(self.model, group.adapter_name)

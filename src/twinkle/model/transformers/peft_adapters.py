@@ -43,7 +43,7 @@ class PeftAdapters:
             raise AdapterExistsError(name)
         base = list(self._model.parameters()) if self.wrapper is None else []
         is_directory = isinstance(config_or_dir, str | Path)
-        source = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        source: Any = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
         self._check_biases(read_json(source / CONFIG) if is_directory else source.to_dict())
         try:
             if is_directory:
