@@ -89,7 +89,8 @@ class ValueCaster:
         """Return ``value`` as a value of the type ``hint``; raise if it does not fit.
 
         A text is first read with :meth:`auto_cast`. If the field also takes a text, only these are read: "none", "null"
-        and "~" if it takes None, and a text with a comma if it takes a list.
+        and "~" if it takes None, and a text with a comma if it takes a list. A field that takes true or false also
+        takes 1 and 0.
         """
         kinds = _kinds(hint)
         if isinstance(value, str) and str not in kinds:
@@ -101,6 +102,8 @@ class ValueCaster:
         for kind in kinds:
             if type(value) is kind:
                 return value
+        if bool in kinds and type(value) is int and value in (0, 1):
+            return value == 1
         if float in kinds and type(value) is int:
             return float(value)
         if list in kinds and str not in kinds and not isinstance(value, dict | bool | NoneType):

@@ -20,11 +20,11 @@ class ConfigResolver:
         self.args = args
         self.registry = ConfigRegistry(args.groups)
 
-    def apply(self, mapping: Mapping[str, Any], cast_strings: bool = False) -> None:
+    def apply(self, mapping: Mapping[str, Any], cast_strings: bool = False, warn: bool = True) -> None:
         """Set the fields that ``mapping`` names; raise if a field does not take its value.
 
         ``cast_strings``: texts that go to ``extra``, where no type is declared, are read with
-        :meth:`ValueCaster.auto_cast`.
+        :meth:`ValueCaster.auto_cast`. ``warn``: log a warning for an unknown key that resembles a known one.
         """
         for key, value in mapping.items():
             found = self.registry.resolve(key)
@@ -35,7 +35,8 @@ class ConfigResolver:
                 hint = get_type_hints(type(group))[found[1]]
                 setattr(group, found[1], ValueCaster.coerce_to_field(key, value, hint))
             else:
-                self._warn_of_near_miss(key)
+                if warn:
+                    self._warn_of_near_miss(key)
                 cast = ValueCaster.auto_cast(value) if cast_strings and isinstance(value, str) else value
                 self.args.extra[normalized(key)] = cast
 
@@ -72,7 +73,8 @@ class CLI:
         known = resolver.registry
         dot_env = {key: value for key, value in DotEnvSource(env_file).load().items() if known.resolve(key) is not None}
         resolver.apply(dot_env)
-        resolver.apply(EnvVarSource(known).load())
+        # Most variables that no field has are those of other parts of the library: no warnings.
+        resolver.apply(EnvVarSource(known).load(), cast_strings=True, warn=False)
         if yaml_file is not None:
             resolver.apply(YamlSource(yaml_file, known).load())
         resolver.apply(said, cast_strings=True)

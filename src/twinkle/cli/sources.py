@@ -40,14 +40,17 @@ class DotEnvSource(ConfigSource):
 
 
 class EnvVarSource(ConfigSource):
-    """Variables ``TWINKLE_<KEY>`` for keys of fields. Names without the prefix (HOST, PORT …) are not read."""
+    """Variables ``TWINKLE_<KEY>``, also for keys that no field has. Names without the prefix (HOST …) are not read.
+
+    Variables that may hold a secret are left out unless they name a field, because scripts log their options.
+    """
 
     def __init__(self, registry: ConfigRegistry) -> None:
         self._registry = registry
 
     def load(self) -> dict[str, Any]:
         named = {name.removeprefix(_PREFIX).lower(): value for name, value in twinkle_variables().items() if value}
-        return {key: value for key, value in named.items() if self._registry.resolve(key) is not None}
+        return {key: value for key, value in named.items() if self._registry.resolve(key) or not _may_be_secret(key)}
 
 
 class YamlSource(ConfigSource):
@@ -110,6 +113,10 @@ class CLISource(ConfigSource):
             else:
                 found[key] = True
         return found
+
+
+def _may_be_secret(key: str) -> bool:
+    return key == "notifier" or any(part in ("token", "secret", "key", "salt") for part in key.split("_"))
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from twinkle.dataloader.draw import EpochOrder, RowDraw
+from twinkle.dataloader.draw import EpochOrder, RowDraw, SamplerOrder, tell_epoch
 from twinkle.dataloader.mesh import WHOLE, DataMesh
 
-__all__ = ["BatchPlan", "DeviceMeshSampler", "cut"]
+__all__ = ["BatchPlan", "DeviceMeshSampler", "GivenBatches", "cut"]
 
 T = TypeVar("T")
 
@@ -60,7 +60,13 @@ class BatchPlan:
     """
 
     def __init__(
-        self, order: EpochOrder, rows: int, batch_size: int, mesh: DataMesh, min_batch_size: int, drop_last: bool
+        self,
+        order: EpochOrder | SamplerOrder,
+        rows: int,
+        batch_size: int,
+        mesh: DataMesh,
+        min_batch_size: int,
+        drop_last: bool,
     ) -> None:
         tail = rows % batch_size
         self._kept_tail = 0 if drop_last or tail < min_batch_size else tail
@@ -105,3 +111,67 @@ class BatchPlan:
             end = min(self.rows_per_epoch, start - start % self._batch_size + self._batch_size)
             yield end - start
             start = end
+
+
+class GivenBatches:
+    """The batches of a batch sampler of the user's, as a plan like :class:`BatchPlan`.
+
+    The sampler is read once for each epoch. A batch with fewer than ``min_batch_size`` rows ends the epoch. Positions
+    of a checkpoint are right only if every epoch has the same number of rows.
+    """
+
+    def __init__(self, sampler: Iterable[Sequence[int]], seed: int, mesh: DataMesh, min_batch_size: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._mesh = mesh
+        self._min_batch_size = min_batch_size
+        self._read: list[list[int]] | None = None  # the batches of an epoch that has not begun, and its number
+        self._read_epoch = 0
+        self._rows: int | None = None
+        self.position = 0
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._epoch())
+
+    @property
+    def rows_per_epoch(self) -> int:
+        if self._rows is None:
+            self._rows = sum(map(len, self._epoch()))
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(list(self.sizes()))
+
+    def __iter__(self) -> Iterator[list[RowDraw]]:
+        """Yield this process's draws, batch by batch, from :attr:`position` to the end of its epoch."""
+        batches, (epoch, start) = list(self._rest()), divmod(self.position, max(self.rows_per_epoch, 1))
+        self._read = None
+        for batch in batches:
+            draws = [RowDraw(at, int(row), (self._seed, epoch, at)) for at, row in enumerate(batch, start)]
+            start += len(batch)
+            yield draws[self._mesh.get_slice(len(draws))]
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the size of each batch left in the epoch, counting the rows of all processes."""
+        yield from map(len, self._rest())
+
+    def _rest(self) -> Iterator[list[int]]:
+        """Yield the batches from :attr:`position` on; the rest of one, if the position is inside it."""
+        skip = self.position % max(self.rows_per_epoch, 1)
+        for batch in self._epoch():
+            if skip < len(batch):
+                yield batch[skip:]
+            skip = max(0, skip - len(batch))
+
+    def _epoch(self) -> list[list[int]]:
+        """Return the batches of the epoch of :attr:`position`."""
+        epoch = self.position // self._rows if self._rows else 0
+        if self._read is None or self._read_epoch != epoch:
+            tell_epoch(self._sampler, epoch)
+            self._read, self._read_epoch = [], epoch
+            for batch in self._sampler:
+                if len(batch) < self._min_batch_size:
+                    break
+                self._read.append(list(batch))
+        return self._read

@@ -1,11 +1,11 @@
 """The data loader. A run that is resumed gets the same batches as a run without an interruption."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
-from twinkle.dataloader.batches import BatchPlan
-from twinkle.dataloader.draw import EpochOrder, Table
+from twinkle.dataloader.batches import BatchPlan, GivenBatches
+from twinkle.dataloader.draw import EpochOrder, SamplerOrder, Table
 from twinkle.dataloader.mesh import WHOLE, DataMesh, is_stream
 from twinkle.errors import InvalidInputError, StreamError
 from twinkle.hub.construction import construct
@@ -30,7 +30,13 @@ class DataLoader:
     ``batch_size`` counts the rows of all processes; with a ``device_mesh``, each process gets its slice of every batch.
     A batch with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. A ``for`` loop
     over the loader is one epoch, or after :meth:`skip_consumed_samples` the rest of one; with ``shuffle=True``, each
-    epoch has its own order, which depends on ``seed`` and the number of the epoch.
+    epoch has its own order, which depends on ``seed`` and the number of the epoch. ``generator`` is another way to give
+    a seed: its initial one is used.
+
+    ``sampler`` gives the numbers of an epoch's rows in order, ``batch_sampler`` the rows of each batch (then
+    ``batch_size`` has no effect). Before an epoch their ``set_epoch`` is called, if they have one. In all processes
+    they must yield the same numbers, and when a run is resumed the same as before. ``worker_init_fn`` is called in each
+    worker process after its random generators are seeded.
 
     The state is the number of rows consumed over all epochs. A loop that was left early and is started again continues
     with the next epoch; the rest of the previous epoch counts as consumed, except that of a stream.
@@ -56,7 +62,13 @@ class DataLoader:
         persistent_workers: bool = False,
         pin_memory: bool = False,
         timeout: float = 0,
-        multiprocessing_context: str | None = None,
+        multiprocessing_context: Any = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        generator: "torch.Generator | None" = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        pin_memory_device: str = "",
+        in_order: bool = True,
     ) -> None:
         self._mesh = WHOLE if device_mesh is None else device_mesh
         processes = self._mesh.data_world_size
@@ -70,13 +82,15 @@ class DataLoader:
             )
         if self._stream and shuffle:
             raise InvalidInputError("shuffle", True, "False: a stream is read in its order")
+        self._sampler, self._batch_sampler = sampler, batch_sampler
+        self._check_samplers(shuffle, drop_last)
         self.batch_size = batch_size
         self.min_batch_size = processes if min_batch_size is None else min_batch_size
         if not 1 <= self.min_batch_size <= batch_size:
             raise InvalidInputError("min_batch_size", min_batch_size, f"1 to {batch_size}, the batch_size")
         self.max_retries = max_retries
         self._shuffle = shuffle
-        self._seed = current_seed() if seed is None else seed
+        self._seed = _chosen_seed(seed, generator)
         self._drop_last = drop_last
         self._collate: Collate = _rows_as_they_are if collate_fn is None else collate_fn
         self._options: dict[str, Any] = {
@@ -86,11 +100,15 @@ class DataLoader:
             "pin_memory": pin_memory,
             "timeout": timeout,
             "multiprocessing_context": multiprocessing_context,
+            "worker_init_fn": worker_init_fn,
+            "in_order": in_order,
         }
+        if pin_memory_device:  # torch warns whenever this is given
+            self._options["pin_memory_device"] = pin_memory_device
         self._position = 0
         self._resumed = False
         self._batches: Iterator[Any] | None = None
-        self._plan: BatchPlan | None = None
+        self._plan: BatchPlan | GivenBatches | None = None
         self._loader: torch.utils.data.DataLoader[Any] | None = None
 
     @_at_once
@@ -199,12 +217,28 @@ class DataLoader:
                 return
             # Nothing was served, so the earlier run had consumed this whole epoch: continue in the next one.
 
-    def _epochs(self) -> BatchPlan:
+    def _epochs(self) -> BatchPlan | GivenBatches:
+        if self._plan is None and self._batch_sampler is not None:
+            self._plan = GivenBatches(self._batch_sampler, self._seed, self._mesh, self.min_batch_size)
         if self._plan is None:
-            rows = len(self.dataset)
-            order = EpochOrder(rows, self._shuffle, self._seed)
-            self._plan = BatchPlan(order, rows, self.batch_size, self._mesh, self.min_batch_size, self._drop_last)
+            order: EpochOrder | SamplerOrder = EpochOrder(len(self.dataset), self._shuffle, self._seed)
+            if self._sampler is not None:
+                order = SamplerOrder(self._sampler, self._seed)
+            self._plan = BatchPlan(order, len(order), self.batch_size, self._mesh, self.min_batch_size, self._drop_last)
         return self._plan
+
+    def _check_samplers(self, shuffle: bool, drop_last: bool) -> None:
+        given = {"sampler": self._sampler, "batch_sampler": self._batch_sampler}
+        named = [name for name, value in given.items() if value is not None]
+        others = [name for name, value in (("shuffle", shuffle), ("drop_last", drop_last)) if value]
+        if self._batch_sampler is None:
+            others = [name for name in others if name == "shuffle"]
+        if self._stream and named:
+            raise InvalidInputError(named[0], given[named[0]], "None: a stream is read in its order")
+        if len(named) > 1 or (named and others):
+            raise InvalidInputError(named[-1], given[named[-1]], f"nothing beside {(named[:-1] or others)[0]}")
+        if self._sampler is not None and not isinstance(self._sampler, Sized):
+            raise InvalidInputError("sampler", self._sampler, "row numbers, and a length: how many an epoch has")
 
     def _torch_loader(self, position: int) -> "torch.utils.data.DataLoader[Any]":
         """Return torch's loader, which runs the worker processes. All epochs share one, so that workers can persist."""
@@ -228,6 +262,14 @@ class DataLoader:
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(hash((self._seed, position, self._mesh.data_rank)) % 2**63)
         return self._loader
+
+
+def _chosen_seed(seed: int | None, generator: "torch.Generator | None") -> int:
+    if generator is None:
+        return current_seed() if seed is None else seed
+    if seed is not None:
+        raise InvalidInputError("seed", seed, "None beside a generator, whose initial seed is used")
+    return generator.initial_seed()
 
 
 def _rows_as_they_are(rows: list[Any]) -> list[Any]:

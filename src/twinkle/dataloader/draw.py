@@ -6,13 +6,14 @@ therefore draws the same rows as a run without an interruption, without knowing 
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
 from twinkle.errors import DataError, InvalidInputError
 
-__all__ = ["EpochOrder", "RetrySampler", "RowDraw", "Table", "fetch"]
+__all__ = ["EpochOrder", "RetrySampler", "RowDraw", "SamplerOrder", "Table", "fetch", "tell_epoch"]
 
 
 class Table(Protocol):
@@ -40,6 +41,9 @@ class EpochOrder:
         self._shuffle = shuffle
         self._seed = seed
 
+    def __len__(self) -> int:
+        return self._length
+
     def draws(self, epoch: int, start: int = 0) -> Iterator[RowDraw]:
         """Yield the draws of an epoch from position ``start`` on."""
         order: Sequence[int] | np.ndarray = range(self._length)
@@ -47,6 +51,39 @@ class EpochOrder:
             order = np.random.default_rng((self._seed, epoch)).permutation(self._length)
         for position in range(start, self._length):
             yield RowDraw(position, int(order[position]), (self._seed, epoch, position))
+
+
+class SamplerOrder:
+    """The order of a sampler of the user's. Its length is the number of rows of an epoch.
+
+    ``set_epoch``, which samplers of torch for several processes have, is called before each epoch.
+    """
+
+    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __len__(self) -> int:
+        assert isinstance(self._sampler, Sized)
+        return len(self._sampler)
+
+    def draws(self, epoch: int, start: int = 0) -> Iterator[RowDraw]:
+        """Yield the draws of an epoch from position ``start`` on; raise if the sampler ends before its length."""
+        tell_epoch(self._sampler, epoch)
+        given = 0
+        for position, index in enumerate(islice(self._sampler, len(self))):
+            given += 1
+            if position >= start:
+                yield RowDraw(position, int(index), (self._seed, epoch, position))
+        if given < len(self):
+            raise DataError(f"sampler: it gave {given} row numbers, and its length is {len(self)}")
+
+
+def tell_epoch(sampler: object, epoch: int) -> None:
+    """Call the sampler's ``set_epoch``, if it has one."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
 
 
 def fetch(table: Table, draw: RowDraw, max_retries: int) -> Any:

@@ -3,7 +3,7 @@
 import sys
 from typing import Protocol
 
-from twinkle.dataset import IterableDataset, IterablePackingDataset
+from twinkle.dataset import Dataset
 
 __all__ = ["WHOLE", "DataMesh", "is_stream"]
 
@@ -40,8 +40,8 @@ def is_stream(dataset: object) -> bool:
 
     Everything else is a table, whose rows are read by number.
     """
-    if isinstance(dataset, IterableDataset | IterablePackingDataset):
-        return True
+    if isinstance(dataset, Dataset):
+        return dataset.streaming
     # Such an object exists only if its library is already imported, so do not import it just to check.
     libraries = [sys.modules.get(name) for name in ("datasets", "torch.utils.data")]
     return any(isinstance(dataset, library.IterableDataset) for library in libraries if library is not None)

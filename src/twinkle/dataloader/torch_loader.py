@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from twinkle.dataloader.batches import BatchPlan, cut
+from twinkle.dataloader.batches import BatchPlan, GivenBatches, cut
 from twinkle.dataloader.draw import RowDraw, Table, fetch
 from twinkle.dataloader.mesh import DataMesh
 
@@ -16,7 +16,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def table_loader(
-    table: Table, collate: Collate, plan: BatchPlan, max_retries: int, options: dict[str, Any]
+    table: Table, collate: Collate, plan: BatchPlan | GivenBatches, max_retries: int, options: dict[str, Any]
 ) -> "DataLoader[Any]":
     """Return a loader for the batches of a table, as planned by ``plan``."""
     return DataLoader(

@@ -17,9 +17,10 @@ from twinkle.dataset.options import (
 )
 from twinkle.dataset.saving import RowFile, file_format, write_rows
 from twinkle.dataset.sources import Sources
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, StreamError
 from twinkle.hub.construction import construct, construct_instance
 from twinkle.infra import process_lock, remote_class, remote_function
+from twinkle.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from twinkle.preprocessor import DataFilter, Preprocessor
@@ -39,11 +40,16 @@ on_worker = remote_function(dispatch="all", lazy_collect=False)
 
 @remote_class(execute="first")
 class Dataset:
-    """A table of rows. The methods that load, change or save it work in place and return nothing."""
+    """A table of rows. The methods that load, change or save it work in place and return nothing.
 
-    streaming: ClassVar[bool] = False
+    With ``streaming=True`` for its first dataset it is a stream, like :class:`IterableDataset`. ``streaming`` says
+    which of the two it is.
+    """
+
+    can_stream: ClassVar[tuple[bool, ...]] = (False, True)  # the values that ``streaming`` may have; the first: default
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **load_options: Unpack[LoadOptions]) -> None:
+        self.streaming = self.can_stream[0]
         self.template: Template | None = None
         self._sources = Sources()
         self._row_file: RowFile | None = None
@@ -71,7 +77,8 @@ class Dataset:
         """Load another dataset. Until :meth:`mix_dataset` is called, only the first one is served."""
         if not isinstance(dataset_meta, DatasetMeta):
             raise InvalidInputError("dataset_meta", dataset_meta, "a DatasetMeta")
-        options = check_load_options(load_options)
+        options = check_load_options(load_options, dataset_meta.split)
+        self._choose_streaming(options.pop("streaming", None))
         self._sources.add(dataset_meta, load_rows(dataset_meta, self.streaming, options))
 
     @on_worker
@@ -98,7 +105,7 @@ class Dataset:
 
         It is applied to the mixture or, before mixing, to the dataset that ``dataset_meta`` describes; if only one is
         loaded, ``dataset_meta`` may be None. A class or a name in ``twinkle.preprocessor`` is called with
-        ``init_args``.
+        ``init_args``; with an instance or a function they have no effect.
 
         Columns that it does not return stay, unless they are in ``remove_columns``.
         """
@@ -178,6 +185,8 @@ class Dataset:
 
     @on_worker
     def __getitem__(self, idx: int) -> Row:
+        if self.streaming:
+            raise StreamError(f"{type(self).__name__}: a stream has no rows by number; iterate over it")
         return self._serve(self._sources.require_current()[idx])
 
     @on_worker
@@ -186,7 +195,20 @@ class Dataset:
 
     @on_worker
     def __len__(self) -> int:
+        if self.streaming:
+            raise StreamError(f"{type(self).__name__}: a stream has no length; iterate over it")
         return len(self._sources.require_current())
+
+    def _choose_streaming(self, streaming: bool | None) -> None:
+        """Apply ``streaming`` of ``add_dataset``; None does not change it. All datasets of one object have the same."""
+        if streaming is None:
+            return
+        if streaming not in self.can_stream:
+            allowed = f"{self.can_stream[0]} for a {type(self).__name__}"
+            raise InvalidInputError("streaming", streaming, allowed)
+        if self.datasets and streaming is not self.streaming:
+            raise InvalidInputError("streaming", streaming, f"{self.streaming}, as for the datasets added before")
+        self.streaming = streaming
 
     def _serve(self, row: Row) -> Row:
         if self._row_file is not None:
@@ -209,13 +231,24 @@ class Dataset:
     def _preprocessor(what: Any, init_args: Mapping[str, Any] | None) -> Callable[..., Any]:
         from twinkle.preprocessor import Preprocessor
 
-        return cast("Callable[..., Any]", construct(what, Preprocessor, "twinkle.preprocessor", init_args or {}))
+        init_args = _used_init_args(what, init_args)
+        return cast("Callable[..., Any]", construct(what, Preprocessor, "twinkle.preprocessor", init_args))
 
     @staticmethod
     def _filter(what: Any, init_args: Mapping[str, Any] | None) -> Callable[..., Any]:
         from twinkle.preprocessor import DataFilter
 
-        return cast("Callable[..., Any]", construct(what, DataFilter, "twinkle.preprocessor", init_args or {}))
+        init_args = _used_init_args(what, init_args)
+        return cast("Callable[..., Any]", construct(what, DataFilter, "twinkle.preprocessor", init_args))
+
+
+def _used_init_args(what: object, init_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the arguments with which ``what`` is constructed: none if it is an instance or a function already."""
+    if isinstance(what, str | type) or not init_args:
+        return init_args or {}
+    name = getattr(what, "__name__", type(what).__name__)
+    get_logger().info_once(f"init_args: no effect on {name}, which is an instance or a function, not a class")
+    return {}
 
 
 class _PlainColumns:

@@ -13,7 +13,7 @@ __all__ = ["IterableDataset"]
 class IterableDataset(Dataset):
     """A stream of rows. map, filter and encode are applied while it is read. Each iteration reads it from the start."""
 
-    streaming: ClassVar[bool] = True
+    can_stream: ClassVar[tuple[bool, ...]] = (True,)
 
     def __getitem__(self, idx: int) -> Row:
         raise StreamError("IterableDataset: a stream has no rows by number; iterate over it, or use Dataset")

@@ -27,7 +27,7 @@ class IterablePackingDataset(Dataset):
     the next rows. ``cyclic=True`` starts over at the end of the stream, endlessly.
     """
 
-    streaming: ClassVar[bool] = True
+    can_stream: ClassVar[tuple[bool, ...]] = (True,)
 
     def __init__(
         self,

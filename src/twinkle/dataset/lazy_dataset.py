@@ -30,7 +30,7 @@ class LazyDataset(Dataset):
     there, options about processing a table (processes, batches, files) have no effect.
     """
 
-    streaming: ClassVar[bool] = False
+    can_stream: ClassVar[tuple[bool, ...]] = (False,)
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **load_options: Unpack[LoadOptions]) -> None:
         self._maps: dict[str, list[RowMap]] = {}

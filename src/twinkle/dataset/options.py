@@ -7,23 +7,34 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.utils.logger import get_logger
 
 __all__ = ["FilterOptions", "LoadOptions", "MapOptions", "check_filter_options", "check_load_options"]
 __all__ += ["check_map_options"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options for loading rows. A hub takes all of them, files and data in memory some."""
+    """Options for loading rows. A hub takes all of them, files and data in memory some.
+
+    ``split`` may only repeat that of the DatasetMeta. ``trust_remote_code`` has no effect: the ``datasets`` library no
+    longer runs code of a dataset's repository.
+    """
 
     cache_dir: str
     data_dir: str
     data_files: Any
+    download_config: Any
     download_mode: str
     features: Any
     keep_in_memory: bool
     num_proc: int
     revision: str
+    split: str
+    storage_options: Mapping[str, Any]
+    streaming: bool
     token: str
+    trust_remote_code: bool
+    verification_mode: str
 
 
 class MapOptions(TypedDict, total=False):
@@ -60,8 +71,14 @@ class FilterOptions(TypedDict, total=False):
 _STREAMED = {"batch_size", "batched", "features", "fn_kwargs", "remove_columns"}
 
 
-def check_load_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return _known("load option", options, set(LoadOptions.__annotations__))
+def check_load_options(options: Mapping[str, Any], split: str) -> dict[str, Any]:
+    """Return the options without those that only repeat something or have no effect. ``split``: the DatasetMeta's."""
+    checked = _known("load option", options, set(LoadOptions.__annotations__))
+    if checked.pop("split", split) != split:
+        raise InvalidInputError("split", options["split"], f"{split!r}, that of the DatasetMeta: change it there")
+    if checked.pop("trust_remote_code", False):
+        get_logger().info_once("trust_remote_code: no effect on datasets, which are read without code of their own")
+    return checked
 
 
 def check_map_options(options: Mapping[str, Any], *, streaming: bool) -> dict[str, Any]:

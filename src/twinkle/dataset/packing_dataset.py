@@ -25,7 +25,7 @@ class PackingDataset(Dataset):
     A pack has at most ``max_length`` tokens of the template (2048 if that is None); a longer row is a pack of its own.
     """
 
-    streaming: ClassVar[bool] = False
+    can_stream: ClassVar[tuple[bool, ...]] = (False,)
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.hub.plugin import Plugin
 
-__all__ = ["check_options", "construct", "construct_instance"]
+__all__ = ["check_options", "construct", "construct_instance", "find_class"]
 
 T = TypeVar("T")
 
@@ -19,11 +19,10 @@ def construct(what: object, base: type[T], package: str, init_args: Mapping[str,
     A name is looked up in the public names of ``package``; an id ``hf://…`` or ``ms://…`` names a plugin. A class is
     called with ``init_args``; with an instance or a function, ``init_args`` must be empty.
     """
-    if isinstance(what, str):
-        what = Plugin.load_plugin(what, base) if Plugin.is_plugin_id(what) else _built_in(what, base, package)
-    if inspect.isclass(what) and issubclass(what, base):
-        check_options(what, init_args)
-        return what(**init_args)
+    found = find_class(what, base, package)
+    if found is not None:
+        check_options(found, init_args)
+        return found(**init_args)
     if inspect.isclass(what) or not (isinstance(what, base) or callable(what)):
         raise InvalidInputError(
             base.__name__, what, f"an instance, a subclass, a function, a name in {package}, or hf://… / ms://…"
@@ -33,6 +32,13 @@ def construct(what: object, base: type[T], package: str, init_args: Mapping[str,
             "init_args", dict(init_args), f"none with a ready {type(what).__name__}: give the class or its name"
         )
     return what
+
+
+def find_class(what: object, base: type[T], package: str) -> type[T] | None:
+    """Return the class that a class, a name in ``package`` or a plugin id stands for; None for anything else."""
+    if isinstance(what, str):
+        return Plugin.load_plugin(what, base) if Plugin.is_plugin_id(what) else _built_in(what, base, package)
+    return what if inspect.isclass(what) and issubclass(what, base) else None
 
 
 def construct_instance(what: object, base: type[T], package: str, init_args: Mapping[str, Any]) -> T:

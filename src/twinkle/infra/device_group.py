@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.platform import CPU, MPS, Platform
+from twinkle.utils.logger import get_logger
 
 __all__ = ["DeviceGroup", "GroupPlan", "WorkerPlan", "find_group", "plan_groups"]
 
@@ -16,7 +17,7 @@ class DeviceGroup:
     ``ranks`` is a list of device numbers, counted over all machines with ``nproc_per_node`` devices each, or just how
     many devices the group has: then its ranks follow the highest rank of the groups before it. For a CPU group it must
     be a number, the number of processes. Each worker process gets ``gpus_per_worker`` consecutive devices of the list.
-    ``visible_devices`` must be None.
+    ``visible_devices`` is accepted for older scripts and has no effect: ``ranks`` chooses the devices.
     """
 
     name: str
@@ -31,9 +32,9 @@ class DeviceGroup:
         if count < 1 or (isinstance(self.ranks, list) and min(self.ranks) < 0):
             raise InvalidInputError(f"ranks of group {self.name!r}", self.ranks, "a number ≥ 1 or a list of ranks ≥ 0")
         if self.visible_devices is not None:
-            raise UnsupportedError(
-                f"visible_devices of group {self.name!r}: devices are chosen by ranks (rank modulo nproc_per_node is "
-                "the device's number on its machine)"
+            get_logger().info_once(
+                f"visible_devices of group {self.name!r}: no effect; devices are chosen by ranks (rank modulo "
+                "nproc_per_node is the device's number on its machine)"
             )
         if self.gpus_per_worker < 1 or count % self.gpus_per_worker:
             allowed = f"a number that divides the group's {count} ranks"

@@ -31,7 +31,8 @@ class GKDLoss(Loss):
     """The distillation loss; see the module for the formula.
 
     The teacher is given as ``teacher_logits`` (B, T, V), of which only the ``topk`` largest are used if ``topk`` is
-    set, or as ``teacher_topk_logprobs`` and ``teacher_topk_indices`` (B, T, K).
+    set, or as ``teacher_topk_logprobs`` and ``teacher_topk_indices`` (B, T, K). ``topk`` of a call overrides that of
+    the constructor. ``teacher_mode`` is accepted for older scripts: what a call gives decides.
 
     Positions of the teacher beyond those of the batch are ignored. If the vocabularies differ in size, the smaller one
     gives probability 0 to the entries that it lacks. Tokens are computed in chunks of ``chunk_size``, and once more in
@@ -48,8 +49,19 @@ class GKDLoss(Loss):
     )
 
     def __init__(
-        self, beta: float = 0.5, temperature: float = 1.0, ignore_index: int = IGNORE_INDEX, chunk_size: int = 512
+        self,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        ignore_index: int = IGNORE_INDEX,
+        chunk_size: int = 512,
+        *,
+        teacher_mode: str = "full",
+        topk: int | None = None,
     ) -> None:
+        if teacher_mode != "full":
+            raise InvalidInputError("teacher_mode", teacher_mode, "'full'; a call with a top-k of the teacher uses it")
+        if topk is not None and topk < 1:
+            raise InvalidInputError("topk", topk, "1 or more, or None for the whole vocabulary")
         if not 0 <= beta <= 1:
             raise InvalidInputError("beta", beta, "from 0 to 1")
         if not (math.isfinite(temperature) and temperature > 0):
@@ -60,6 +72,7 @@ class GKDLoss(Loss):
         self.temperature = temperature
         self.ignore_index = ignore_index
         self.chunk_size = chunk_size
+        self.topk = topk
 
     def __call__(
         self,
@@ -74,6 +87,7 @@ class GKDLoss(Loss):
     ) -> LossOutput:
         logits_BTV = required(outputs, "logits")
         mask_BT = label_mask(inputs, self.ignore_index)
+        topk = self.topk if topk is None else topk
         given = (_tensor(teacher_logits), topk, _tensor(teacher_topk_logprobs), _tensor(teacher_topk_indices))
         teacher, indices = _teacher(*given)
         teacher_NV = _valid_rows("teacher", teacher, mask_BT, logits_BTV.device)

@@ -22,12 +22,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from twinkle.data_format import LossOutput
-from twinkle.errors import UnknownNameError
+from twinkle.errors import InvalidInputError, UnknownNameError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IGNORE_INDEX", "Inputs", "Loss", "LossOutput", "Outputs", "TakesCallArguments", "check_call_arguments"]
+__all__ += ["other_name"]
 
 IGNORE_INDEX = -100
 
@@ -47,6 +48,18 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, inputs: Inputs, outputs: Outputs, **_: Any) -> LossOutput: ...
+
+
+def other_name(given: str, value: float | None, field: str, own: float, default: float) -> float:
+    """Return the value of an option that may be given by its other name, ``given``, instead of its own, ``field``.
+
+    Raise if both are given and differ.
+    """
+    if value is None:
+        return own
+    if own not in (default, value):
+        raise InvalidInputError(given, value, f"nothing beside {field}={own}: both names mean the same option")
+    return value
 
 
 class TakesCallArguments(Protocol):

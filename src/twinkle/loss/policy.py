@@ -21,12 +21,14 @@ from torch import Tensor
 
 from twinkle.errors import InvalidInputError
 from twinkle.loss.alignment import TokenValues, align_to_mask
-from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs
+from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs, other_name
 from twinkle.loss.token_logps import label_mask, masked, masked_logps, required, zero_of
+from twinkle.utils.logger import get_logger
 
 __all__ = ["BNPOLoss", "CISPOLoss", "DRGRPOLoss", "GRPOLoss", "GSPOLoss", "SAPOLoss"]
 
 LOG_RATIO_LIMIT = 20.0
+EPSILON = 0.2  # the default of epsilon
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,25 @@ class GRPOLoss(Loss):
     """GRPO: −min(r·A, clip(r, 1 − ε, 1 + ε_high)·A); mean over each sequence's tokens, then over sequences.
 
     The subclasses below change the term, the log ratio in it, or how terms are averaged (CISPO: term and average).
+    ``clip_range`` is another name of ``epsilon``.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("advantages", "old_logps", "ref_logps")
 
     def __init__(
         self,
-        epsilon: float = 0.2,
+        epsilon: float = EPSILON,
         epsilon_high: float | None = None,
         beta: float = 0.0,
         entropy_coef: float = 0.0,
         ignore_index: int = IGNORE_INDEX,
+        *,
+        clip_range: float | None = None,
     ) -> None:
         for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
             if not math.isfinite(value):
                 raise InvalidInputError(name, value, "a finite number")
+        epsilon = other_name("clip_range", clip_range, "epsilon", epsilon, EPSILON)
         self.epsilon = _checked_epsilon("epsilon", epsilon)
         self.epsilon_high = epsilon if epsilon_high is None else _checked_epsilon("epsilon_high", epsilon_high)
         self.beta = beta
@@ -147,14 +153,16 @@ class DRGRPOLoss(GRPOLoss):
 
     def __init__(
         self,
-        epsilon: float = 0.2,
+        epsilon: float = EPSILON,
         beta: float = 0.0,
         max_completion_length: int = 1024,
         epsilon_high: float | None = None,
         entropy_coef: float = 0.0,
         ignore_index: int = IGNORE_INDEX,
+        *,
+        clip_range: float | None = None,
     ) -> None:
-        super().__init__(epsilon, epsilon_high, beta, entropy_coef, ignore_index)
+        super().__init__(epsilon, epsilon_high, beta, entropy_coef, ignore_index, clip_range=clip_range)
         if max_completion_length < 1:
             raise InvalidInputError("max_completion_length", max_completion_length, "1 or more")
         self.max_completion_length = max_completion_length
@@ -164,20 +172,29 @@ class DRGRPOLoss(GRPOLoss):
 
 
 class SAPOLoss(GRPOLoss):
-    """SAPO: −(4/τ)·σ(τ·(r − 1))·A, with τ = tau_pos where A > 0 and tau_neg elsewhere; a soft gate, not a clip."""
+    """SAPO: −(4/τ)·σ(τ·(r − 1))·A, with τ = tau_pos where A > 0 and tau_neg elsewhere; a soft gate, not a clip.
+
+    ``tau`` sets both.
+    """
 
     def __init__(
         self,
-        epsilon: float = 0.2,
+        epsilon: float = EPSILON,
         beta: float = 0.0,
         tau_pos: float = 1.0,
         tau_neg: float = 1.0,
         entropy_coef: float = 0.0,
         ignore_index: int = IGNORE_INDEX,
+        *,
+        clip_range: float | None = None,
+        tau: float | None = None,
     ) -> None:
         super().__init__(beta=beta, entropy_coef=entropy_coef, ignore_index=ignore_index)
-        if epsilon != 0.2:  # accepted only because all losses of this family have it
-            raise InvalidInputError("epsilon", epsilon, "0.2; SAPO does not clip, tau_pos and tau_neg set its softness")
+        epsilon = other_name("clip_range", clip_range, "epsilon", epsilon, EPSILON)
+        tau_pos = other_name("tau", tau, "tau_pos", tau_pos, 1.0)
+        tau_neg = other_name("tau", tau, "tau_neg", tau_neg, 1.0)
+        if epsilon != EPSILON:  # accepted only because all losses of this family have it
+            get_logger().info_once("epsilon of SAPOLoss: no effect; SAPO does not clip, tau_pos and tau_neg shape it")
         for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
             if not (math.isfinite(tau) and tau > 0):
                 raise InvalidInputError(name, tau, "a finite number above 0")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.loss.alignment import TokenValues, align_to_mask
-from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs
+from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs, other_name
 from twinkle.loss.token_logps import label_mask, masked_logps, zero_of
 
 __all__ = ["CPOLoss", "DPOLoss", "ORPOLoss", "SimPOLoss"]
@@ -184,11 +184,18 @@ class SimPOLoss(Loss):
 
 
 class CPOLoss(Loss):
-    """CPO: −log σ(β·(Σc − Σr)) + bc_coef · NLL."""
+    """CPO: −log σ(β·(Σc − Σr)) + bc_coef · NLL. ``cpo_alpha`` is another name of ``bc_coef``."""
 
-    def __init__(self, beta: float = 0.1, bc_coef: float = 1.0, ignore_index: int = IGNORE_INDEX) -> None:
+    def __init__(
+        self,
+        beta: float = 0.1,
+        bc_coef: float = 1.0,
+        ignore_index: int = IGNORE_INDEX,
+        *,
+        cpo_alpha: float | None = None,
+    ) -> None:
         self.beta = _positive("beta", beta)
-        self.bc_coef = bc_coef
+        self.bc_coef = other_name("cpo_alpha", cpo_alpha, "bc_coef", bc_coef, 1.0)
         self.ignore_index = ignore_index
 
     def __call__(self, inputs: Inputs, outputs: Outputs, **_: Any) -> LossOutput:

@@ -12,8 +12,8 @@ __all__ = ["CompletionRewardMetric"]
 class CompletionRewardMetric(Metric):
     """Mean and standard deviation of each reward, mean length of completions, mean times of a round.
 
-    ``calculate`` does not reset, so that a round can be reported while it grows. A length or time that was never
-    given is −1; a reward that was never given is left out.
+    ``calculate`` does not reset, so that a round can be reported while it grows. A value that was never given is left
+    out.
     """
 
     call_arguments: ClassVar[tuple[str, ...]] = ("completion_lengths", "generate_time", "rewards", "weight_sync_time")
@@ -45,16 +45,17 @@ class CompletionRewardMetric(Metric):
 
     def calculate(self) -> dict[str, float]:
         parts = self.gather_results([(self._rewards, self._lengths, self._generate, self._sync)])
-        result = {
-            "profiling/Time taken: move_model_to_sampler": self._mean([x for part in parts for x in part[3]]),
-            "profiling/Time taken: generate": self._mean([x for part in parts for x in part[2]]),
-        }
+        result = self._mean_of("profiling/Time taken: move_model_to_sampler", [x for part in parts for x in part[3]])
+        result |= self._mean_of("profiling/Time taken: generate", [x for part in parts for x in part[2]])
         for name in sorted({name for part in parts for name in part[0]}):
             values = [x for part in parts for x in part[0].get(name, [])]
-            result[f"train/{name}_reward"] = self._mean(values)
-            result[f"train/{name}_reward_std"] = self._std(values)
-        result["train/completion_length"] = self._mean([x for part in parts for x in part[1]])
-        return result
+            if values:
+                result |= {f"train/{name}_reward": self._mean(values), f"train/{name}_reward_std": self._std(values)}
+        return result | self._mean_of("train/completion_length", [x for part in parts for x in part[1]])
+
+    @classmethod
+    def _mean_of(cls, key: str, values: Sequence[float]) -> dict[str, float]:
+        return {key: cls._mean(values)} if values else {}
 
     @staticmethod
     def _mean(values: Sequence[float]) -> float:

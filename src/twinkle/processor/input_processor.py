@@ -15,6 +15,7 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.processor.collation import Batch, concatenated, is_packed, padded, sequence_starts, text_positions
 from twinkle.processor.fields import MODEL_FIELDS, MULTIMODAL_FIELDS, SEQUENCE_FIELDS
 from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, unpack_packed_sequences
+from twinkle.utils.logger import get_logger
 
 __all__ = ["InputProcessor"]
 
@@ -27,12 +28,13 @@ class InputProcessor:
 
     Rows are stacked, padded on ``padding_side``. With ``padding_free``, or if a row is already packed (its positions
     return to 0), they are concatenated into one row, and ``cu_seq_lens_q``/``_k`` tell where each sequence begins.
-    Tensors are made on the CPU; the model moves them to its device.
+    Tensors are made on the CPU; the model moves them to its device. ``device_mesh`` has no effect: a model that divides
+    sequences among processes does that itself.
     """
 
     def __init__(
         self,
-        device_mesh: None = None,
+        device_mesh: object = None,
         padding_free: bool = False,
         framework: str = "transformers",
         padding_side: str = "right",
@@ -42,7 +44,8 @@ class InputProcessor:
         if framework != "transformers":
             raise UnknownNameError("framework", framework, ["transformers"])
         if device_mesh is not None:
-            raise UnsupportedError("device_mesh: rows are not cut along the sequence yet, allowed: None")
+            get_logger().info_once("device_mesh of InputProcessor: no effect; models divide sequences themselves")
+        self.device_mesh = device_mesh
         if padding_side not in _SIDES:
             raise InvalidInputError("padding_side", padding_side, "'left' or 'right'")
         self.padding_free = padding_free
@@ -76,11 +79,12 @@ class InputProcessor:
     def collate_fn(
         self, inputs: Sequence[Batch], micro_batch_size: int | None = None, variable_seq_lengths: bool = False
     ) -> list[Batch]:
-        """Collate prepared rows into one batch, or into several batches of ``micro_batch_size`` rows.
+        """Collate rows into one batch, or into several batches of ``micro_batch_size`` rows.
 
-        All micro-batches have the same length, unless ``variable_seq_lengths`` is set or rows are packed.
+        Fields with one entry for each token may be [1, T], as :meth:`prepare_inputs` returns them, or [T]. All
+        micro-batches have the same length, unless ``variable_seq_lengths`` is set or rows are packed.
         """
-        inputs = list(inputs)
+        inputs = [{name: _tokens(name, value) for name, value in row.items()} for row in inputs]
         packed = self.padding_free or any(map(is_packed, inputs))
         if micro_batch_size is None:
             return [self._join(inputs, packed)]
@@ -139,6 +143,11 @@ def _tensor(name: str, value: Any) -> Any:
     if name in MULTIMODAL_FIELDS:
         tensor = _media(value)
         return tensor[..., None] if name == "input_features" and tensor.ndim == 2 else tensor
+    return _tokens(name, value)
+
+
+def _tokens(name: str, value: Any) -> Any:
+    """Return a field with one entry for each token as a tensor [1, T]; other fields as they are."""
     if name not in SEQUENCE_FIELDS:
         return value
     tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))

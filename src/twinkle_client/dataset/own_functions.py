@@ -4,6 +4,7 @@
 rows have. ``filter`` calls a function with one row.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from twinkle_client.data_format import columns_to_rows, rows_to_columns
 from twinkle_client.errors import invalid, unknown
 
 __all__ = ["callable_of", "filter_rows", "map_rows"]
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -36,7 +39,7 @@ def callable_of(field: str, what: Any, init_args: Mapping[str, Any] | None) -> C
         made: Callable[..., Any] = what(**(init_args or {}))
         return made
     if init_args:
-        raise invalid("init_args", dict(init_args), f"None unless {field} is a class or the name of one")
+        logger.info("init_args: no effect, because %s is an instance or a function, not a class", field)
     function: Callable[..., Any] = what
     return function
 

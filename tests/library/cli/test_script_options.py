@@ -46,6 +46,33 @@ def test_later_sources_win(monkeypatch, tmp_path):
     assert CLI.from_args([], config_file=tmp_path / "run.yaml").optimizer.learning_rate == 3e-4
 
 
+def test_any_twinkle_variable_may_be_set(monkeypatch):
+    for name, value in {
+        "TRUST_REMOTE_CODE": "0",
+        "FULL_DETERMINISM": "1",
+        "SEED": "7",
+        "MODE": "ray",
+        "FAIL_FAST": "0",
+        "MY_OWN": "a,2",
+        "SERVER_TOKEN": "secret",
+        "LLM_API_KEY": "secret",
+        "NOTIFIER": '{"secret": 1}',
+    }.items():
+        monkeypatch.setenv(f"TWINKLE_{name}", value)
+    args = CLI.from_args([])
+    assert (args.model.trust_remote_code, args.training.full_determinism) == (False, True)
+    assert (args.training.seed, args.infra.mode) == (7, "ray")
+    assert args.extra == {"fail_fast": 0, "my_own": ["a", 2]}  # without secrets, because scripts log their options
+
+
+def test_switches_take_1_and_0():
+    words = ["--lazy-collect", "1", "--gradient-checkpointing", "0", "--use-lora", "ON", "--no-load-weights"]
+    args = CLI.from_args(words)
+    assert (args.infra.lazy_collect, args.model.gradient_checkpointing) == (True, False)
+    assert (args.lora.use_lora, args.model.load_weights) == (True, False)
+    assert CLI.from_args(["--lazy-collect=0"]).infra.lazy_collect is False
+
+
 def test_the_grammar_of_a_command_line():
     words = "train.py --key-one 1 --key_two=a=b --flag --no-x --no_y --list a,b -v --last"
     assert CLISource(words.split()).load() == {

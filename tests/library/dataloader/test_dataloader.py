@@ -290,8 +290,99 @@ def test_arguments_are_checked():
         DataLoader(table(), batch_size=2, min_batch_size=3)
     with pytest.raises(InvalidInputError, match="shuffle"):
         DataLoader(stream(), batch_size=2, shuffle=True)
-    with pytest.raises(TypeError, match="sampler"):
-        DataLoader(table(), batch_size=2, sampler=[1])
+    with pytest.raises(TypeError, match="samplers"):
+        DataLoader(table(), batch_size=2, samplers=[1])
+
+
+class Turning:
+    """A sampler that begins each epoch with another row."""
+
+    def __init__(self, count):
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter([(n + self.epoch) % self.count for n in range(self.count)])
+
+
+class InTwos(Turning):
+    """A batch sampler: the rows of Turning, two in a batch."""
+
+    def __iter__(self):
+        rows = list(super().__iter__())
+        return iter([rows[start : start + 2] for start in range(0, self.count, 2)])
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 2, "sampler": Turning(5)}, {"batch_size": 8, "batch_sampler": InTwos(5)}]
+)
+def test_samplers_of_the_user(options):
+    loader = DataLoader(table(), **options)
+    assert xs(loader) == [[0, 1], [2, 3], [4]]
+    assert xs(loader) == [[1, 2], [3, 4], [0]]
+    assert len(loader) == 3
+    loader.skip_consumed_samples(5 + 3)
+    assert xs(loader) == [[4], [0]]
+    assert xs(DataLoader(table(), device_mesh=Mesh(2, 1), **options)) == [[1], [3]]
+    shuffled = DataLoader(table(), batch_size=4, sampler=torch.utils.data.RandomSampler(range(10)))
+    assert sorted(flat(xs(shuffled))) == list(range(10))
+
+
+def test_samplers_that_do_not_fit():
+    with pytest.raises(InvalidInputError, match=r"batch_sampler: .* nothing beside sampler"):
+        DataLoader(table(), batch_size=2, sampler=[1], batch_sampler=[[1]])
+    with pytest.raises(InvalidInputError, match=r"sampler: .* nothing beside shuffle"):
+        DataLoader(table(), batch_size=2, sampler=[1], shuffle=True)
+    with pytest.raises(InvalidInputError, match=r"sampler: .* a length"):
+        DataLoader(table(), batch_size=2, sampler=iter([1]))
+    with pytest.raises(InvalidInputError, match=r"sampler: .* a stream is read in its order"):
+        DataLoader(stream(), batch_size=2, sampler=[1])
+
+    class Short(Turning):
+        def __iter__(self):
+            return iter([0])
+
+    with pytest.raises(DataError, match="gave 1 row numbers, and its length is 3"):
+        list(DataLoader(table(), batch_size=2, sampler=Short(3)))
+
+
+def test_a_generator_gives_the_seed():
+    def order(**options):
+        return xs(DataLoader(table(), batch_size=10, shuffle=True, **options))
+
+    assert order(generator=torch.Generator().manual_seed(5)) == order(seed=5) != order(seed=6)
+    with pytest.raises(InvalidInputError, match="None beside a generator"):
+        order(generator=torch.Generator(), seed=5)
+
+
+class Noted:
+    """A row for each number that Python's generator draws in a worker, which ``note`` has prepared."""
+
+    noted = None
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, idx):
+        return {"x": (Noted.noted, random.random())}
+
+
+def note(worker):
+    Noted.noted = (worker, random.getstate()[1][0])
+
+
+def test_the_users_worker_init_fn_runs_after_seeding():
+    first, second = (
+        xs(DataLoader(Noted(), batch_size=1, num_workers=1, seed=3, worker_init_fn=note, in_order=True))
+        for _ in range(2)
+    )
+    assert first == second  # both saw the seeded generator
+    assert first[0][0][0][0] == 0
 
 
 def test_import_is_light():

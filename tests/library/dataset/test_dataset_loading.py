@@ -5,9 +5,10 @@ import json
 import datasets
 import pytest
 
-from twinkle.dataset import Dataset, DatasetMeta, IterableDataset
+from twinkle.dataloader import DataLoader
+from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset, PackingDataset
 from twinkle.dataset import loading as loading_module
-from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, StreamError, UnknownNameError, UnsupportedError
 
 ROWS = [{"x": n, "y": str(n)} for n in range(5)]
 COLUMNS = {"x": [0, 1, 2, 3, 4], "y": ["0", "1", "2", "3", "4"]}
@@ -93,6 +94,29 @@ def test_hub(monkeypatch):
     assert list(dataset.datasets) == ["ms:__org_name:sub:test"]
     with pytest.raises(UnknownNameError, match="unknown load option 'reviison'"):
         Dataset(DatasetMeta("ms://org/name"), reviison="v1")
+
+
+def test_streaming_and_other_options_of_load_dataset(tmp_path):
+    meta = DatasetMeta(data=ROWS)
+    stream = Dataset(meta, streaming=True, split="train", trust_remote_code=True)
+    stream.map(lambda columns: {"x": [x + 1 for x in columns["x"]]})
+    assert [row["x"] for row in stream] == [row["x"] + 1 for row in ROWS]
+    with pytest.raises(StreamError, match="no length"):
+        len(stream)
+    with pytest.raises(StreamError, match="no rows by number"):
+        stream[0]
+    batches = [[row["x"] for row in batch] for batch in DataLoader(stream, batch_size=4)]
+    assert [x for batch in batches for x in batch] == [row["x"] + 1 for row in ROWS]
+    stream.add_dataset(DatasetMeta(data=[{"x": 7}]))  # a stream too
+    with pytest.raises(InvalidInputError, match="streaming: got False, allowed: True, as for the datasets"):
+        stream.add_dataset(DatasetMeta(data=[{"x": 8}]), streaming=False)
+    with pytest.raises(InvalidInputError, match="split: got 'test', allowed: 'train', that of the DatasetMeta"):
+        Dataset(meta, split="test")
+    assert len(Dataset(meta, streaming=False)) == len(ROWS)
+    assert list(IterableDataset(meta, streaming=True)) == ROWS
+    for kind, value in ((IterableDataset, False), (LazyDataset, True), (PackingDataset, True)):
+        with pytest.raises(InvalidInputError, match=f"streaming: got {value}, allowed: {not value}"):
+            kind(meta, streaming=value)
 
 
 def test_slices():

@@ -43,10 +43,10 @@ def test_map_and_filter(kind):
     dataset.map(add_square)
     assert next(iter(dataset)) == {"x": 0, "square": 0}  # columns that the function does not return stay
     dataset.map(Shifted, init_args={"by": 10})
-    dataset.map(preprocess_func=Shifted(-9))
+    dataset.map(preprocess_func=Shifted(-9), init_args={"by": 100})  # no effect on an instance or a function
     assert xs(dataset) == [1, 2, 3, 4, 5, 6]
     dataset.filter(Even)
-    dataset.filter(filter_func=lambda row: row["x"] > 2)
+    dataset.filter(filter_func=lambda row: row["x"] > 2, init_args={"least": 5})
     assert xs(dataset) == [4, 6]
     dataset.map(lambda columns: {"z": columns["x"]}, remove_columns=["x", "square"])
     assert list(dataset) == [{"z": 4}, {"z": 6}]

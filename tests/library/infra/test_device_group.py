@@ -3,7 +3,7 @@
 import pytest
 
 from twinkle import DeviceGroup
-from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.infra.device_group import find_group, plan_groups
 
 
@@ -52,8 +52,9 @@ def test_groups_that_cannot_be(arguments, message):
 
 
 def test_devices_are_chosen_by_rank():
-    with pytest.raises(UnsupportedError, match="visible_devices of group 'g': devices are chosen by ranks"):
-        DeviceGroup("g", 1, "GPU", visible_devices="3")
+    groups = [DeviceGroup("g", 1, "GPU", visible_devices="3"), DeviceGroup("h", [2], "GPU", 1, [0, 1])]
+    plans = plan_groups(groups, nproc_per_node=4, ncpu_proc_per_node=1)
+    assert [worker.devices for plan in plans for worker in plan.workers] == [(0,), (2,)]
 
 
 @pytest.mark.parametrize(

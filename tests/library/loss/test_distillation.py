@@ -156,3 +156,13 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             GKDLoss()(inputs, outputs, **arguments)
+
+
+def test_topk_of_the_constructor_holds_for_calls_without_one() -> None:
+    inputs, student, teacher = example()
+    loss = GKDLoss(teacher_mode="full", topk=3)
+    for call, expected in (({}, 3), ({"topk": 2}, 2)):
+        result = loss(inputs, {"logits": student}, teacher_logits=teacher, **call)
+        assert result["loss"].item() == pytest.approx(by_loop(inputs, student, teacher, 0.5, 1.0, expected))
+    with pytest.raises(InvalidInputError, match="teacher_mode: got 'half', allowed: 'full'"):
+        GKDLoss(teacher_mode="half")

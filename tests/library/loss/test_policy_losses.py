@@ -256,7 +256,6 @@ def test_arguments_that_a_setting_needs() -> None:
         (GRPOLoss, {"epsilon_high": math.nan}, "epsilon_high"),
         (GRPOLoss, {"beta": math.inf}, "beta"),
         (SAPOLoss, {"tau_neg": 0.0}, "tau_neg"),
-        (SAPOLoss, {"epsilon": 0.3}, "epsilon"),
         (DRGRPOLoss, {"max_completion_length": 0}, "max_completion_length"),
     ],
 )
@@ -272,3 +271,22 @@ def test_low_precision_is_computed_in_float32() -> None:
     assert result.dtype == torch.float32
     same = GRPOLoss()(b.inputs, {"logps": logps.detach().float()}, old_logps=b.old, advantages=b.advantages)["loss"]
     assert result.item() == same.item()
+
+
+@pytest.mark.parametrize("loss", [BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss])
+def test_clip_range_is_epsilon(loss) -> None:
+    b = batch(0)
+    call = {"old_logps": b.old, "advantages": b.advantages}
+    narrow, wide = (loss(clip_range=value)(b.inputs, {"logps": b.logps}, **call)["loss"] for value in (0.01, 5.0))
+    assert narrow == loss(epsilon=0.01)(b.inputs, {"logps": b.logps}, **call)["loss"]
+    assert narrow != wide
+    assert loss(epsilon=0.3, clip_range=0.3).epsilon_high == 0.3
+    with pytest.raises(InvalidInputError, match=r"clip_range: got 0.1, allowed: nothing beside epsilon=0.3"):
+        loss(epsilon=0.3, clip_range=0.1)
+
+
+def test_tau_sets_both_gates_of_sapo() -> None:
+    loss = SAPOLoss(tau=0.5, clip_range=0.3)  # no effect: SAPO does not clip
+    assert (loss.tau_pos, loss.tau_neg) == (0.5, 0.5)
+    with pytest.raises(InvalidInputError, match=r"tau: got 0\.5, allowed: nothing beside tau_neg=2"):
+        SAPOLoss(tau=0.5, tau_neg=2.0)

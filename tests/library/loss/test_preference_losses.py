@@ -199,3 +199,11 @@ def test_settings_out_of_range() -> None:
     for make in (CPOLoss, DPOLoss, SimPOLoss):
         with pytest.raises(InvalidInputError, match="beta: got 0"):
             make(beta=0)
+
+
+def test_cpo_alpha_is_bc_coef() -> None:
+    b = batch(0)
+    values = [loss(b.inputs, {"logps": b.logps})["loss"] for loss in (CPOLoss(cpo_alpha=3.0), CPOLoss(bc_coef=3.0))]
+    assert values[0] == values[1] != CPOLoss()(b.inputs, {"logps": b.logps})["loss"]
+    with pytest.raises(InvalidInputError, match=r"cpo_alpha: got 3.0, allowed: nothing beside bc_coef=2.0"):
+        CPOLoss(bc_coef=2.0, cpo_alpha=3.0)

@@ -292,7 +292,9 @@ def test_completions() -> None:
     assert metric.calculate() == expected
     assert metric.calculate() == expected
     metric.reset()
-    assert set(metric.calculate().values()) == {-1.0}
+    assert metric.calculate() == {}  # no value stands for "none", so that no chart shows one
+    metric.accumulate(rewards={"format": []}, generate_time=1.0)
+    assert metric.calculate() == {"profiling/Time taken: generate": 1.0}
 
 
 # --- names, arguments, processes --------------------------------------------------------------------------------------

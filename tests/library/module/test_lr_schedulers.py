@@ -69,8 +69,14 @@ def test_continues_from_its_state(make, tmp_path) -> None:
 def test_steps_that_make_no_sense() -> None:
     with pytest.raises(InvalidInputError, match="num_warmup_steps: got -1"):
         CosineWarmupScheduler(optimizer(), -1, 10)
-    with pytest.raises(InvalidInputError, match="num_training_steps: got 3, allowed: num_warmup_steps, 4, or more"):
-        LinearWarmupScheduler(optimizer(), 4, 3)
+    with pytest.raises(InvalidInputError, match="num_training_steps: got -3"):
+        LinearWarmupScheduler(optimizer(), 4, -3)
+
+
+@pytest.mark.parametrize("make", [CosineWarmupScheduler, LinearWarmupScheduler])
+def test_a_warm_up_longer_than_the_training_never_reaches_the_peak(make) -> None:
+    values = [first for first, _ in rates(make(optimizer(), 8, 4), 4)]
+    assert values == pytest.approx([0.1 * step / 8 for step in range(4)])
 
 
 def test_names() -> None:

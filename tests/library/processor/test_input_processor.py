@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from twinkle import DeviceMesh
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.processor import InputProcessor
 
@@ -106,6 +107,21 @@ def test_micro_batches():
     assert [batch["input_ids"].shape for batch in free] == [(1, 3), (1, 7)]
     with pytest.raises(InvalidInputError, match="micro_batch_size: got 3, allowed: a divisor of 4"):
         processor.collate_fn(rows, micro_batch_size=3)
+
+
+def test_rows_without_a_batch_dimension():
+    rows = [{"input_ids": torch.arange(n), "labels": [1] * n, "position_ids": torch.arange(n)} for n in (3, 2)]
+    (batch,) = InputProcessor().collate_fn(rows)
+    assert batch["input_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch["labels"].tolist() == [[1, 1, 1], [1, 1, -100]]
+    (flat,) = InputProcessor(padding_free=True).collate_fn(rows)
+    assert flat["input_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert [len(part["input_ids"]) for part in InputProcessor().collate_fn(rows, micro_batch_size=1)] == [1, 1]
+
+
+def test_a_device_mesh_is_accepted():
+    mesh = DeviceMesh.from_sizes(dp_size=1)
+    assert InputProcessor(device_mesh=mesh).device_mesh is mesh
 
 
 def test_unpacking_undoes_packing():

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.models.plain_training import LORA, MODEL
 from twinkle.errors import CheckpointError, InvalidInputError, UnknownNameError, UserError
+from twinkle.metric import Metric
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
 from twinkle.model.library.interface import TwinkleModel
 
@@ -81,6 +82,45 @@ def test_a_metric_that_refuses_a_batch_does_so_once(model):
     with pytest.raises(InvalidInputError, match="an even number"):
         run(model, feature(), feature())
     run(model, feature(), feature())
+
+
+def test_metrics_of_the_user_get_mesh_and_group(model):
+    class Own(Metric):
+        def __init__(self, device_mesh, process_group, **options):
+            self.options = options
+            super().__init__(device_mesh, process_group)
+
+        def accumulate(self, inputs, outputs, **_):
+            pass
+
+        def calculate(self):
+            return {"own": (self.device_mesh, self.process_group, self.options)}
+
+        def reset(self):
+            pass
+
+    class Small(Own):  # takes neither, which is enough in one process
+        def __init__(self, factor=2, other=3):
+            super().__init__(None, None, factor=factor, other=other)
+
+    for metric, options, expected in (
+        (Own, {"factor": 5}, {"factor": 5}),
+        (Small, {"factor": 5}, {"factor": 5, "other": 3}),
+        (Small, {}, {"factor": 2, "other": 3}),
+    ):
+        model.add_metric(metric, is_training=False, adapter_name=NAME, **options)
+        assert model.calculate_metric(is_training=False, adapter_name=NAME)["own"] == (None, None, expected)
+    with pytest.raises(InvalidInputError, match="device_mesh: got 1, allowed: nothing"):
+        model.add_metric(Own, adapter_name=NAME, device_mesh=1)
+
+
+def test_evaluation_reports_a_loss_if_one_was_computed(model):
+    model.forward_only(inputs=[feature()], adapter_name=NAME)
+    assert "loss" not in model.calculate_metric(is_training=False, adapter_name=NAME)
+    model.forward_only(inputs=[feature()], adapter_name=NAME)
+    value = model.calculate_loss(adapter_name=NAME)
+    result = model.calculate_metric(is_training=False, adapter_name=NAME)
+    assert float(result["loss"]) == pytest.approx(value / 5, abs=1e-3)  # the sum over five labels
 
 
 LOSSES: dict[str, Callable[..., Any]] = {

@@ -468,11 +468,22 @@ def test_no_more_adapters_than_max_loras(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "native_fsdp"}, {"fsdp_config": {"a": 1}}, {"memory_efficient_init": True}]
+    ("options", "message"),
+    [
+        ({"fsdp_config": {"a": 1}}, "fsdp_config entry 'a'"),
+        ({"device_map": "auto"}, "option of MultiLoraTransformersModel 'device_map'; known: attn_implementation"),
+        ({"torch_dtype": torch.float16}, "torch_dtype: got torch.float16, allowed: float32 or bfloat16"),
+        ({"dtype": "bfloat16", "mixed_precision": "fp32"}, "dtype: got 'bfloat16', allowed: float32 or bfloat16, and"),
+    ],
 )
-def test_more_processes_are_refused(options):
-    with pytest.raises(UnsupportedError):
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises((InvalidInputError, UnknownNameError), match=message):
         MultiLoraTransformersModel(model_id=MODEL, **options)
+
+
+def test_the_dtype_of_from_pretrained_is_the_precision():
+    model = MultiLoraTransformersModel(model_id=MODEL, device="cpu", torch_dtype="float32", attn_implementation="eager")
+    assert model.trainer.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["MegatronModel", "MultiLoraMegatronModel"])

@@ -34,18 +34,41 @@ def test_a_mesh_without_names_does_not_say_who_shares_the_data() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"strategy": "native_fsdp"}, UnsupportedError, "fsdp_size > 1"),
-        ({"fsdp_config": {"reshard_after_forward": True}}, UnsupportedError, "fsdp_size > 1"),
+        ({"fsdp_config": {"cpu_offload": True}}, UnknownNameError, "known: manual_prefetch, reshard_after_forward"),
         ({"device_mesh": SHARDED, "fsdp_config": {"cpu_offload": True}}, UnknownNameError, "cpu_offload"),
         ({"device_mesh": SHARDED, "fsdp_config": {"reshard_after_forward": 2}}, InvalidInputError, "True or False"),
-        ({"ddp_config": {"bucket_cap_mb": 1}}, UnsupportedError, "ddp_config"),
-        ({"memory_efficient_init": True}, UnsupportedError, "memory_efficient_init"),
+        ({"ddp_config": {"bucket_cap": 1}}, UnknownNameError, "ddp_config entry 'bucket_cap'; known: .*bucket_cap_mb"),
+        ({"ddp_config": {"comm_hook": "fp16"}}, UnsupportedError, "without compression"),
         ({"strategy": "zero"}, UnknownNameError, "native_fsdp"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(model: Any, options: Any, error: Any, text: str) -> None:
+def test_unknown_options_are_refused(model: Any, options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         model(model_id=MODEL, device="cpu", **options)
+
+
+@pytest.mark.parametrize("model", [TransformersModel, MultiLoraTransformersModel])
+def test_options_for_several_processes_change_nothing_in_one(model: Any) -> None:
+    made = model(
+        model_id=MODEL,
+        device="cpu",
+        mixed_precision="fp32",
+        strategy="native_fsdp",
+        ddp_config={"find_unused_parameters": True, "comm_hook": "no"},
+        fsdp_config={"reshard_after_forward": False, "manual_prefetch": True},
+        grad_scaler_config={"init_scale": 2.0},
+        memory_efficient_init=True,
+        attn_implementation="flash_attention_2",  # which is not installed here
+        torch_dtype=torch.float32,
+        trust_remote_code=False,
+    )
+    plain = model(model_id=MODEL, device="cpu", mixed_precision="fp32")
+    losses = []
+    for each in (made, plain):
+        each.add_adapter_to_model("own", {"r": 2, "target_modules": ["q_proj"]}, seed=1)
+        row = {"input_ids": [5, 6, 7], "labels": [6, 7, -100]}
+        losses.append(each.forward_backward(inputs=[row], adapter_name="own")["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_a_mesh_of_one_process_is_none() -> None:

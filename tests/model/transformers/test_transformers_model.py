@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import twinkle
@@ -325,7 +327,11 @@ def test_resume_equals_continue(tmp_path, when, lora):
     train(model, 0, when)
     where = model.save("mid", str(tmp_path), save_optimizer=True, consumed_train_samples=2 * when)
     expected = train(model, when, 7)
-    other = with_lora("b-1") if lora else make(model_id=where)
+    other = with_lora("b-1") if lora else make()  # other weights, which the checkpoint's replace
+    if not lora:
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.mul_(1.5)
     progress = prepare(other).resume_from_checkpoint(where)
     assert progress == {"cur_step": when, "consumed_train_samples": 2 * when, "gradient_accumulation_steps": 2}
     assert train(other, when, 7) == pytest.approx(expected, rel=1e-6)
@@ -341,6 +347,32 @@ def test_resuming_needs_what_was_saved(tmp_path):
     with pytest.raises(UserError, match="set_lr_scheduler"):
         other.resume_from_checkpoint(where)
     assert other.resume_from_checkpoint(where, resume_only_model=True)["cur_step"] == 0
+
+
+def test_resuming_without_some_files(tmp_path):
+    model = prepare(with_lora())
+    train(model, 0, 2)
+    where = Path(model.save("x", str(tmp_path), save_optimizer=True, consumed_train_samples=4))
+    for file in ("optimizer.pt", "scheduler.pt", "rng_state.pt"):
+        (where / file).unlink()
+    other = prepare(with_lora("b-1"))
+    assert other.resume_from_checkpoint(where)["consumed_train_samples"] == 4
+    assert_close(other.get_state_dict(), model.get_state_dict(), 0.0)
+    assert other.optimizer_group["b-1"].cur_step == 2
+    assert not other.optimizer_group["b-1"].optimizer.state
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    where = Path(prepare(make()).save("x", str(tmp_path), save_optimizer=True))
+    other = prepare(make())
+    before = {name: parameter.clone() for name, parameter in other.model.named_parameters()}
+    save_file({"model.norm.weight": torch.zeros(3), "extra": torch.zeros(1)}, where / "model.safetensors")
+    with pytest.raises(CheckpointError, match="do not fit the model; different: extra"):
+        other.resume_from_checkpoint(where)
+    assert_close(dict(other.model.named_parameters()), before, 0.0)
+    (where / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        other.resume_from_checkpoint(where)
 
 
 def test_a_frozen_adapter_gets_no_optimizer():

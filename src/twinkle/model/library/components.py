@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.hub.construction import check_options, construct, construct_instance
+from twinkle.hub.construction import check_options, construct, construct_instance, find_class
 from twinkle.hub.plugin import Plugin
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
@@ -70,8 +70,42 @@ def _nothing(outputs: Outputs) -> Tensor:
     return torch.stack([value.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0 for value in floats]).sum()
 
 
-def build_metric(metric_cls: object, options: Mapping[str, Any]) -> Metric:
-    return construct_instance(metric_cls, Metric, "twinkle.metric", options)  # type: ignore[type-abstract]
+def build_metric(
+    metric_cls: object, options: Mapping[str, Any], device_mesh: object, process_group: object, *, alone: bool
+) -> Metric:
+    """Build a metric as ``metric_cls(device_mesh, process_group, **options)``; an instance is returned as it is.
+
+    A class that takes neither is constructed with ``options``, but only if the process is ``alone``: it could not
+    combine the values of several.
+    """
+    found = find_class(metric_cls, Metric, "twinkle.metric")  # type: ignore[type-abstract]
+    if found is None:
+        return construct_instance(metric_cls, Metric, "twinkle.metric", options)  # type: ignore[type-abstract]
+    for name in options.keys() & {"device_mesh", "process_group"}:
+        raise InvalidInputError(name, options[name], "nothing: the model passes its own")
+    if _takes_mesh_and_group(found, options):
+        check_options(found, options, given=2)
+        make: Callable[..., Metric] = found
+        return make(device_mesh, process_group, **options)
+    if not alone:
+        raise InvalidInputError("metric_cls", found.__name__, "a class whose first arguments are the mesh and group")
+    check_options(found, options)
+    return found(**options)
+
+
+def _takes_mesh_and_group(metric: type[Metric], options: Mapping[str, Any]) -> bool:
+    """Return whether the first two arguments of a metric's constructor are a device mesh and a process group.
+
+    They are if they have these names, or if they must be given and are not among the ``options``.
+    """
+    first = list(inspect.signature(metric).parameters.values())[:2]
+    if any(each.kind is each.VAR_POSITIONAL for each in first):
+        return True
+    if [each.name for each in first] == ["device_mesh", "process_group"]:
+        return all(each.kind is not each.KEYWORD_ONLY for each in first)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [each for each in first if each.kind in by_position and each.default is each.empty]
+    return len(required) == 2 and not any(each.name in options for each in required)
 
 
 def build_template(template_cls: object, options: Mapping[str, Any]) -> Any:

@@ -79,7 +79,11 @@ class TwinkleModel(ABC):
         task: str = "causal_lm",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss."""
+        """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss.
+
+        ``micro_batch_size``, in this method, ``forward_only`` and ``forward_backward``: how many sequences are computed
+        at a time. It changes the memory that is needed, and no result.
+        """
 
     @on_rows
     @abstractmethod
@@ -239,12 +243,11 @@ class TwinkleModel(ABC):
         group = self._group(adapter_name)
         if is_training is None and isinstance(metric_cls, Metric):
             raise InvalidInputError("is_training", None, "True or False: one metric instance cannot serve both")
-        if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
-            options = {"device_mesh": self.device_mesh, "process_group": self._data_ranks.group, **options}
-        if is_training is not False:
-            group.train_status.metrics.append(build_metric(metric_cls, options))
-        if is_training is not True:
-            group.eval_status.metrics.append(build_metric(metric_cls, options))
+        places = (self.device_mesh, self._data_ranks.group)
+        for status in (group.train_status, group.eval_status):
+            if is_training is None or is_training == (status is group.train_status):
+                metric = build_metric(metric_cls, options, *places, alone=self._ranks.size == 1)
+                status.metrics.append(metric)
         group.chosen.add("add_metric")
 
     @at_once

@@ -11,10 +11,25 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.precision import default_dtype
 from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.utils.logger import get_logger
 
 logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("accelerate", "native_fsdp")
+# The fields of accelerate's DistributedDataParallelKwargs, which describe a wrapper for gradients.
+_DDP_OPTIONS = (
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "check_reduction",
+    "comm_hook",
+    "comm_state_option",
+    "comm_wrapper",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
+_FSDP_OPTIONS = ("manual_prefetch", "reshard_after_forward")
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32", "no": "fp32"}
 
 
@@ -22,7 +37,7 @@ def check_parallel_options(
     *,
     device_mesh: DeviceMesh | None,
     strategy: str,
-    ddp_config: object,
+    ddp_config: Mapping[str, Any] | None,
     fsdp_config: Mapping[str, Any] | None,
     grad_scaler_config: object,
     memory_efficient_init: bool,
@@ -30,30 +45,41 @@ def check_parallel_options(
     """Check the options, and return whether gathered shards are freed between forward and backward pass.
 
     Freed shards are gathered again for the backward pass. What is sharded depends on the mesh alone: all strategies do
-    the same here.
+    the same here. Options that change how processes work together, but no result, are named in the log.
     """
     if strategy not in _STRATEGIES:
         raise UnknownNameError("strategy", strategy, _STRATEGIES)
     sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
+    note = get_logger().info_once
     given = ["strategy='native_fsdp'"] if strategy == "native_fsdp" else []
     given += ["fsdp_config"] if fsdp_config else []
     if given and not sharded:
-        raise UnsupportedError(f"{', '.join(given)}: nothing is sharded without a device_mesh with fsdp_size > 1")
+        note(f"{', '.join(given)}: no effect; nothing is sharded without a device_mesh with fsdp_size > 1")
     if ddp_config:
-        raise UnsupportedError("ddp_config: no wrapper synchronises gradients here; they are added up once a step")
+        _check_ddp(ddp_config)
+        note("ddp_config: no effect; no wrapper synchronises gradients here, they are added up once a step")
     if memory_efficient_init:
-        raise UnsupportedError("memory_efficient_init: every process reads the weights itself")
+        note("memory_efficient_init: no effect; every process reads the weights itself")
     if grad_scaler_config:
-        raise UnsupportedError(
-            "grad_scaler_config: gradients are scaled for fp16 only, which is not supported; use bf16"
-        )
+        note("grad_scaler_config: no effect; gradients are scaled for fp16 only, which is not used here")
     return _reshards(fsdp_config or {})
+
+
+def _check_ddp(ddp_config: Mapping[str, Any]) -> None:
+    for name in ddp_config:
+        if name not in _DDP_OPTIONS:
+            raise UnknownNameError("ddp_config entry", name, _DDP_OPTIONS)
+    hook = ddp_config.get("comm_hook")
+    if hook is not None and getattr(hook, "value", hook) != "no":  # accelerate's DDPCommunicationHookType.NO is "no"
+        raise UnsupportedError(f"ddp_config.comm_hook: got {hook!r}; gradients are added up without compression")
 
 
 def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
     for name in fsdp_config:
-        if name != "reshard_after_forward":
-            raise UnknownNameError("fsdp_config entry", name, ("reshard_after_forward",))
+        if name not in _FSDP_OPTIONS:
+            raise UnknownNameError("fsdp_config entry", name, _FSDP_OPTIONS)
+    if fsdp_config.get("manual_prefetch"):
+        get_logger().info_once("fsdp_config.manual_prefetch: no effect; it is for experts that processes share")
     value = fsdp_config.get("reshard_after_forward", True)
     if not isinstance(value, bool):
         raise InvalidInputError("fsdp_config.reshard_after_forward", value, "True or False")
@@ -70,6 +96,39 @@ def choose_precision(mixed_precision: str | None, device: torch.device) -> str:
         allowed = ", ".join(map(repr, ("auto", *_PRECISIONS)))
         raise InvalidInputError("mixed_precision", mixed_precision, f"{allowed} or None, which means 'auto'")
     return _PRECISIONS[mixed_precision]
+
+
+# Options of ``from_pretrained`` that change nothing in a model whose decoder layers are our own, and the reason.
+_WITHOUT_EFFECT = {
+    "attn_implementation": "a multi-LoRA model has its own attention for packed sequences",
+    "low_cpu_mem_usage": "weights are read one file at a time",
+    "trust_remote_code": "a multi-LoRA model runs no code of the model's repository",
+    "use_cache": "training keeps no cache",
+    "use_safetensors": "weights are read from the files that the model has",
+}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def read_load_options(options: Mapping[str, Any], mixed_precision: str | None) -> str | None:
+    """Return the precision of a multi-LoRA model, given options of ``from_pretrained`` and ``mixed_precision``.
+
+    ``dtype`` and ``torch_dtype`` choose it. Other known options are named in the log; unknown ones are refused.
+    """
+    for name, value in options.items():
+        if name in ("dtype", "torch_dtype"):
+            dtype = str(value).removeprefix("torch.")
+            chosen = {**_DTYPES, "auto": mixed_precision, "None": mixed_precision}.get(dtype, "")
+            if chosen == "" or (
+                mixed_precision not in (None, "auto") and _PRECISIONS.get(str(mixed_precision)) != chosen
+            ):
+                allowed = "float32 or bfloat16, and the same as mixed_precision where that is given"
+                raise InvalidInputError(name, value, allowed)
+            mixed_precision = chosen
+        elif name in _WITHOUT_EFFECT:
+            get_logger().info_once(f"{name}: no effect; {_WITHOUT_EFFECT[name]}")
+        else:
+            raise UnknownNameError("option of MultiLoraTransformersModel", name, (*_WITHOUT_EFFECT, "torch_dtype"))
+    return mixed_precision
 
 
 _EXAMPLES = 3

@@ -21,12 +21,17 @@ _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", "norm")
 def trained_parameters(model: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
     """Return the parameters of one PEFT adapter, by names without the adapter's name.
 
-    With ``adapter_name=""`` return all parameters of the model that are not frozen.
+    They include biases of the base model, if the adapter's config says that these are trained. With
+    ``adapter_name=""`` return all parameters of the model that are not frozen.
     """
     named = dict(model.named_parameters())
     if not adapter_name:
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     own = {name: parameter for name, parameter in named.items() if _belongs(name, adapter_name)}
+    configs: Any = getattr(model, "peft_config", {})  # of PEFT's wrapper
+    if configs and getattr(configs[adapter_name], "bias", "none") != "none":
+        # Such an adapter is the only one, so that nothing else of the base model has a gradient.
+        own |= {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return {".".join(part for part in name.split(".") if part != adapter_name): own[name] for name in own}
 
 
@@ -116,8 +121,8 @@ def _optimizer_class(optimizer_cls: object) -> type[Optimizer]:
 def _belongs(name: str, adapter_name: str) -> bool:
     """Return whether a parameter belongs to an adapter.
 
-    PEFT names such parameters …lora_A.<adapter>… or …modules_to_save.<adapter>…
+    PEFT names such parameters …lora_A.<adapter>…, …modules_to_save.<adapter>… or …trainable_tokens_delta.<adapter>.
     """
     parts = name.split(".")
     owners = [part for part, after in pairwise(parts) if after == adapter_name]
-    return any(owner.startswith("lora_") or owner == "modules_to_save" for owner in owners)
+    return any(owner.startswith("lora_") or owner in ("modules_to_save", "trainable_tokens_delta") for owner in owners)

@@ -146,6 +146,11 @@ def check_vocabulary(batch: SequenceBatch, vocab_size: int) -> None:
                 raise InvalidInputError(f"inputs.{name}", wrong[0].item(), allowed)
 
 
+def check_micro_batch_size(micro_batch_size: object) -> None:
+    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        raise InvalidInputError("micro_batch_size", micro_batch_size, "an integer ≥ 1: sequences computed at a time")
+
+
 def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
     """Split the batch of a processor, padded (B, L) or packed (1, ΣT), into sequences without padding."""
     for name, value in batch.items():

@@ -29,6 +29,7 @@ from twinkle.model.adapters.checkpoint import STATE, read_json
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.parallel import Ranks
 from twinkle.model.trainer.sharding import sharded_state, whole_state
+from twinkle.utils.logger import get_logger
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -80,19 +81,26 @@ def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any
 
 
 def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
-    """Return the progress of a checkpoint; raise if its optimizer and scheduler do not fit those of the group."""
+    """Return the progress of a checkpoint; raise if its optimizer and scheduler do not fit those of the group.
+
+    Files that the checkpoint does not have are named in a warning: what they would restore starts anew.
+    """
     state = read_progress(directory)
+    missing = []
     for file, place, verb in (
         (OPTIMIZER, group.optimizer, "set_optimizer"),
         (SCHEDULER, group.lr_scheduler, "set_lr_scheduler"),
     ):
         if (directory / file).exists() and place is None:
             raise UserError(f"resume_from_checkpoint: {directory} holds {file}; call {verb} first")
-        if not (directory / file).exists() and place is not None:
-            raise CheckpointError(f"{directory} holds no {file}, which {verb} now expects")
+        if not (directory / file).exists():
+            missing += [file] if place is not None else []
+            continue
         saved = state.get(f"{verb.removeprefix('set_')}_class")
         if saved is not None and saved != type(place).__name__:
             raise CheckpointError(f"{directory / file} is of a {saved}; {verb} made a {type(place).__name__}")
+    if missing:
+        get_logger().warning(f"{directory} holds no {' and no '.join(missing)}: what they would restore starts anew")
     return state
 
 
@@ -118,14 +126,14 @@ def state_values(
 def load_state(
     directory: Path, group: OptimizerGroup, ranks: Ranks, *, process_state: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Restore a group from a checkpoint. Return the progress, and the gradients of an open window.
+    """Restore a group from the files that a checkpoint has. Return the progress, and the gradients of an open window.
 
     ``process_state``: restore also the random generators of this process, if the checkpoint has their states.
     """
     state = read_progress(directory)
-    if group.optimizer is not None:
+    if group.optimizer is not None and (directory / OPTIMIZER).exists():
         _load_optimizer(group.optimizer, directory / OPTIMIZER)
-    if group.lr_scheduler is not None:
+    if group.lr_scheduler is not None and (directory / SCHEDULER).exists():
         group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
     window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
     if process_state and (directory / RNG).exists():  # a server saves none, since all its tenants share the generators

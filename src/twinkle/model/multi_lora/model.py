@@ -12,7 +12,7 @@ from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
 from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
-from twinkle.model.library.parallel_options import check_parallel_options, choose_precision
+from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
@@ -35,7 +35,7 @@ class MultiLoraTransformersModel(LoraVerbs):
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
     An adapter whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets
     ``max_r`` and ``target_modules``. ``memory_budget_bytes``, ``max_tokens_per_batch`` and ``compiled`` are options of
-    the :class:`Trainer`.
+    the :class:`Trainer`. Further keywords are those of ``from_pretrained`` that :func:`read_load_options` knows.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class MultiLoraTransformersModel(LoraVerbs):
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
+        **load_options: Any,
     ) -> None:
+        mixed_precision = read_load_options(load_options, mixed_precision)
         reshards = check_parallel_options(
             device_mesh=device_mesh,
             strategy=strategy,

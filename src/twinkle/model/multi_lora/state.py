@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from twinkle.model.adapters.checkpoint import OPTIMIZER as MOMENTS
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.training_state import (
     check_resumable,
@@ -86,7 +87,8 @@ class LoraState:
             group.drop_window()
             return summary(read_progress(directory, missing_ok=True))
         check_resumable(directory, group)
-        self._trainer.load(group.adapter_name, directory, optimizer=True)
+        # A checkpoint may lack the optimizer; check_resumable has said so in the log.
+        self._trainer.load(group.adapter_name, directory, optimizer=(directory / MOMENTS).exists())
         state, window = load_state(directory, group, self._ranks, process_state=self._process_state)
         if _WINDOW_GRADIENT in window:
             snapshot = self._trainer.snapshot(group.adapter_name)

@@ -28,6 +28,7 @@ from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_a
 from twinkle.model.library.parallel_options import describe
 from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.sequences import check_micro_batch_size
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.multi_lora.library_objective import refuse_unless_logps
 from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
@@ -36,6 +37,7 @@ from twinkle.model.multi_lora.state import LoraState, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
+from twinkle.utils.logger import get_logger
 
 
 class LoraTrainer(StateTrainer, Protocol):
@@ -119,10 +121,11 @@ class LoraVerbs(TwinkleModel):
         task: str = "causal_lm",
         disable_lora: bool = False,
         training: bool = False,
+        micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> PreparedPass:
         """Prepare a forward pass. ``training``: a backward pass may follow."""
-        _check_asked(return_logits, task)
+        _check_asked(return_logits, task, micro_batch_size)
         group = self._group(adapter_name)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
         item = self._requests.forward_item(group, status, batch, temperature, without_adapter=disable_lora)
@@ -143,9 +146,10 @@ class LoraVerbs(TwinkleModel):
         return_logits: bool = False,
         task: str = "causal_lm",
         gradient_accumulation_steps: int | None = None,
+        micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> PreparedPass:
-        _check_asked(return_logits, task)
+        _check_asked(return_logits, task, micro_batch_size)
         group = self._group(adapter_name)
         check_accumulation(gradient_accumulation_steps)
         status, batch = self._begin_forward(group, inputs, kwargs, training=True)
@@ -419,7 +423,12 @@ class LoraVerbs(TwinkleModel):
             self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
 
 
-def _check_asked(return_logits: bool, task: str) -> None:
+def _check_asked(return_logits: bool, task: str, micro_batch_size: int | None) -> None:
+    if micro_batch_size is not None:
+        check_micro_batch_size(micro_batch_size)
+        get_logger().info_once(
+            "micro_batch_size: no effect; a multi-LoRA model divides batches by itself, so that they fit into memory"
+        )
     if return_logits:
         raise UnsupportedError("return_logits: a multi-LoRA model does not hold all logits; use TransformersModel")
     if task != "causal_lm":

@@ -26,6 +26,9 @@ def load_for_training(
     Without a model id, or if the id's folder has a random seed instead of weights, the weights are random. ``options``
     are further arguments of ``from_pretrained``.
     """
+    options = dict(options)
+    if "torch_dtype" in options:  # the older name, which transformers ignores beside "dtype"
+        options["dtype"] = options.pop("torch_dtype")
     given = {"dtype": torch.float32, **options}
     if model_id is None:
         if config is None:
@@ -46,11 +49,10 @@ def load_for_training(
 
 
 def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
-    unused = sorted(set(options) - {"dtype", "attn_implementation"})
+    unused = sorted(set(options) - {"dtype", "trust_remote_code"})
     if unused:
-        raise UnsupportedError(
-            f"{', '.join(unused)}: there is nothing to load; only dtype and attn_implementation apply"
-        )
+        raise UnsupportedError(f"{', '.join(unused)}: there is nothing to load; only dtype applies")
+    options = {"dtype": options["dtype"]}
     if model_cls is AutoModelForCausalLM:
         return AutoModelForCausalLM.from_config(config, **options)
     return model_cls._from_config(config, **options)

@@ -51,13 +51,13 @@ from twinkle.model.trainer.sharding import shard_trained, whole
 from twinkle.model.transformers import gradients
 from twinkle.model.transformers.causal_forward import Asked, CausalForward
 from twinkle.model.transformers.loading import load_for_training
+from twinkle.model.transformers.micro_batches import Pass, Passes, split
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
 from twinkle.utils.logger import get_logger
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
-_ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
 
 
 @remote_class()
@@ -107,6 +107,7 @@ class TransformersModel(TwinkleModel):
             )
             hide_bf16_trace()
         place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
+        attention = load_options.pop("attn_implementation", None)
         plain = load_for_training(model_id, model_cls, config, place, load_options)
         if model_id is None:
             copy_from_first(parallel.ranks, plain.parameters())
@@ -114,7 +115,15 @@ class TransformersModel(TwinkleModel):
             plain.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_config: PreTrainedConfig = plain.config
         self._plain = plain
+        self._vocabulary = int(plain.get_input_embeddings().num_embeddings)
         self._forward_pass = CausalForward(plain, parallel.sequence)
+        if attention is not None and self._forward_pass.packed:
+            get_logger().info_once(
+                "attn_implementation: no effect; this family runs on packed sequences with attention of our own"
+            )
+        elif attention is not None:
+            plain.set_attn_implementation(attention)
+        self._passes = Passes(self._forward_pass, self.device, half=self._half)
         self._adapters = PeftAdapters(plain, half_base=self._half)
         base_name = self.model_id if model_id is None else loadable_name(model_id)
         self._state = PlainState(plain, self._adapters, parallel, base_name, self.tokenizer_id)
@@ -171,10 +180,12 @@ class TransformersModel(TwinkleModel):
         temperature: float = 1.0,
         return_logits: bool = False,
         task: str = "causal_lm",
+        micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         group = self._group(adapter_name, activate=True)
-        self._compute(group, inputs, temperature, return_logits, task, kwargs, training=True)
+        one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=True)
+        group.begin(one.status, one.batch, self._passes.outputs(one), kwargs, temperature)
         return _detached(group.train_status.computed("forward")[1])
 
     def forward_only(
@@ -186,11 +197,13 @@ class TransformersModel(TwinkleModel):
         return_logits: bool = False,
         task: str = "causal_lm",
         disable_lora: bool = False,
+        micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         group = self._group(adapter_name, activate=True)
         with torch.no_grad(), self._adapters.disabled() if disable_lora else nullcontext():
-            self._compute(group, inputs, temperature, return_logits, task, kwargs, training=False)
+            one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=False)
+            group.begin(one.status, one.batch, self._passes.outputs(one), kwargs, temperature)
         return _detached(group.eval_status.computed("forward_only")[1])
 
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
@@ -215,12 +228,7 @@ class TransformersModel(TwinkleModel):
         status = group.train_status
         if not group.training or not isinstance(status.loss_value, Tensor):
             raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
-        if not status.loss_value.requires_grad:
-            who = group.adapter_name or "the model"
-            raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
-        group.set_accumulation(gradient_accumulation_steps)
-        if group.normalized:  # all ranks have the same gradient; each adds its own part from now on
-            gradients.leave_to_first(self._with_gradient(group), self._parallel)
+        self._begin_backward(group, status.loss_value.requires_grad, gradient_accumulation_steps)
         status.loss_value.backward()
         group.after_backward()
         status.outputs = _detached(status.computed("backward")[1])
@@ -234,10 +242,20 @@ class TransformersModel(TwinkleModel):
         return_logits: bool = False,
         task: str = "causal_lm",
         gradient_accumulation_steps: int | None = None,
+        micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        """Run forward, calculate_loss and backward.
+
+        With ``micro_batch_size``, this many sequences are computed at a time, with the loss and the gradient of the
+        whole batch. It needs less memory, and one more forward pass (:mod:`twinkle.model.transformers.micro_batches`).
+        """
         group = self._group(adapter_name, activate=True)
-        self._compute(group, inputs, temperature, return_logits, task, kwargs, training=True)
+        one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=True)
+        if len(one.parts) > 1:
+            self._in_parts(group, one, kwargs, temperature, gradient_accumulation_steps)
+            return dict(group.train_status.computed("forward_backward")[1])
+        group.begin(one.status, one.batch, self._passes.outputs(one), kwargs, temperature)
         self.calculate_loss(adapter_name=group.adapter_name)
         self.backward(adapter_name=group.adapter_name, gradient_accumulation_steps=gradient_accumulation_steps)
         return dict(group.train_status.computed("forward_backward")[1])
@@ -356,11 +374,6 @@ class TransformersModel(TwinkleModel):
     def resume_from_checkpoint(
         self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        """Restore the state of a checkpoint.
-
-        For a full model this does not include weights, which are loaded when it is constructed
-        (``model_id=<checkpoint_dir>``).
-        """
         group, directory = self._group(adapter_name), Path(checkpoint_dir)
         self._shard()
         parameters = trained_parameters(self.model, group.adapter_name)
@@ -404,7 +417,7 @@ class TransformersModel(TwinkleModel):
     def _check_loss(self, loss: Loss) -> None:
         """Accept any loss."""
 
-    def _compute(
+    def _begin(
         self,
         group: OptimizerGroup,
         inputs: object,
@@ -412,10 +425,11 @@ class TransformersModel(TwinkleModel):
         return_logits: bool,
         task: str,
         kwargs: dict[str, Any],
+        micro_batch_size: int | None,
         *,
         training: bool,
-    ) -> None:
-        """Run a forward pass, and store its outputs, with their autograd graph, in the group's status."""
+    ) -> Pass:
+        """Check the arguments of a forward pass, and prepare it."""
         _check_task(task)
         if not isinstance(temperature, int | float) or temperature <= 0:
             raise InvalidInputError("temperature", temperature, "a number > 0")
@@ -432,15 +446,40 @@ class TransformersModel(TwinkleModel):
             embeddings=task == "embedding",
         )
         self.model.train(training)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
-            outputs = dict(self._forward_pass(_ONE_TOKEN if batch.empty else batch, asked))
-        if batch.empty:  # a rank without data takes part: others may need its shards, and its gradient is 0
-            outputs = {name: value[:0] for name, value in outputs.items() if value.dim() > 0}
-        group.begin(status, batch, outputs, kwargs, temperature)
+        return Pass(status, batch, asked, split(batch, micro_batch_size, self._ranks))
+
+    def _begin_backward(self, group: OptimizerGroup, trained: bool, gradient_accumulation_steps: int | None) -> None:
+        if not trained:
+            who = group.adapter_name or "the model"
+            raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
+        group.set_accumulation(gradient_accumulation_steps)
+        if group.normalized:  # all ranks have the same gradient; each adds its own part from now on
+            gradients.leave_to_first(self._with_gradient(group), self._parallel)
+
+    def _in_parts(
+        self,
+        group: OptimizerGroup,
+        one: Pass,
+        kwargs: dict[str, Any],
+        temperature: float,
+        gradient_accumulation_steps: int | None,
+    ) -> None:
+        """Run forward, loss and backward as :mod:`twinkle.model.transformers.micro_batches` describes."""
+        outputs, states = self._passes.leaves(one)
+        status = one.status
+        group.begin(status, one.batch, dict(outputs), kwargs, temperature)
+        self.calculate_loss(adapter_name=group.adapter_name)
+        loss = status.loss_value
+        assert isinstance(loss, Tensor)
+        trained = any(parameter.requires_grad for parameter in self._parameters(group))
+        self._begin_backward(group, loss.requires_grad and trained, gradient_accumulation_steps)
+        self._passes.backward(one, states, loss, outputs)
+        group.after_backward()
+        status.outputs = _detached(status.computed("forward_backward")[1])
 
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         batch = super()._batch(group, inputs)
-        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
+        check_vocabulary(batch, self._vocabulary)
         if self._parallel.sequence.size > 1:
             check_lengths(batch.lengths, self._plain)
         return replace(batch, device=self.device)

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError
+from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.extras import missing
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
 from twinkle.model.adapters.peft_config import NOTE, head_note
 from twinkle.model.decoder.lora.stacks import initial_a
 from twinkle.model.library.training_state import find_checkpoint
+from twinkle.utils.logger import get_logger
 
 # The config fields that determine the factor on an adapter's product B A; r also shows in the weights' shapes.
 _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")
@@ -42,7 +43,8 @@ class PeftAdapters:
             raise AdapterExistsError(name)
         base = list(self._model.parameters()) if self.wrapper is None else []
         is_directory = isinstance(config_or_dir, str | Path)
-        source = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        source: Any = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        self._check_biases(read_json(source / CONFIG) if is_directory else source.to_dict())
         try:
             if is_directory:
                 self._load_new(name, str(source), is_trainable)
@@ -50,9 +52,22 @@ class PeftAdapters:
                 self._add_new(name, source)
         except ValueError as error:  # what PEFT raises, for example for unknown target modules
             raise InvalidInputError("config_or_dir", config_or_dir, f"what PEFT accepts ({error})") from error
-        self._freeze(base)
+        if not is_trainable:
+            for parameter in base:  # also biases that the config would train
+                parameter.requires_grad_(False)
+        self._halve(base)
         self._trainable[name] = is_trainable
         self._set(name)
+
+    def _check_biases(self, added: Mapping[str, Any]) -> None:
+        """Raise if one of several adapters trains biases of the base model, which the others would compute with."""
+        others = [] if self.wrapper is None else [self.config(name) for name in self.wrapper.peft_config]
+        for config in [added, *others] if others else []:
+            if config.get("bias", "none") != "none":
+                raise UnsupportedError(
+                    f"bias: got {config['bias']!r}, which trains biases of the base model; with several adapters, "
+                    "which share it, only 'none' is allowed"
+                )
 
     def _add_new(self, name: str, config: Any) -> None:
         if self.wrapper is None:
@@ -93,6 +108,12 @@ class PeftAdapters:
         if self.wrapper is None:
             yield
         else:
+            for config in self.wrapper.peft_config.values():
+                if _changes_base(config.to_dict()):
+                    get_logger().warning_once(
+                        f"disable_lora: without an adapter of init_lora_weights={config.init_lora_weights!r} the model "
+                        "is not the original one, because the initial adapter was subtracted from its weights"
+                    )
             with self.wrapper.disable_adapter():
                 yield
 
@@ -136,9 +157,10 @@ class PeftAdapters:
         _peft().set_peft_model_state_dict(self.wrapper, tensors, adapter_name=name)
 
     def _check_same_function(self, name: str, directory: Path) -> None:
-        """Raise if a checkpoint has another scale than the adapter: its weights would then mean something else."""
+        """Raise if a checkpoint's weights mean something else here: with another scale, or on other base weights."""
         saved, own = read_json(directory / CONFIG), self.config(name)
-        for field in _SCALE:
+        fields = (*_SCALE, "init_lora_weights") if _changes_base(saved) or _changes_base(own) else _SCALE
+        for field in fields:
             if field in saved and saved[field] != own[field]:
                 raise CheckpointError(
                     f"{directory} does not fit adapter {name!r}; {field}: got {saved[field]!r}, allowed: {own[field]!r}"
@@ -151,15 +173,22 @@ class PeftAdapters:
     def _set(self, name: str) -> None:
         self.wrapper.set_adapter(name, inference_mode=not self._trainable[name])
 
-    def _freeze(self, base: Sequence[nn.Parameter]) -> None:
-        """Freeze the base model and, with ``half_base``, convert it to bf16.
+    def _halve(self, base: Sequence[nn.Parameter]) -> None:
+        """With ``half_base``, convert the base model, which PEFT has frozen, to bf16.
 
         Under bf16 autocast every product rounds its weights to bf16 anyway, so frozen weights can be stored like that.
         """
         for parameter in base:
-            parameter.requires_grad_(False)
+            if parameter.requires_grad:  # a bias that the adapter trains; PEFT has frozen all others
+                continue
             if self._half_base:
                 parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _changes_base(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT changed weights of the base model when it initialised an adapter."""
+    how = config.get("init_lora_weights")
+    return isinstance(how, str) and how.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 
 def _lora_config(config: Any) -> Any:

@@ -5,12 +5,16 @@ Checkpoints hold whole tensors, written by rank 0, so training can be resumed wi
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from twinkle.errors import CheckpointError
 from twinkle.model.adapters.checkpoint import STATE, write_whole
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.training_state import (
@@ -82,7 +86,7 @@ class PlainState:
     def resume(
         self, group: OptimizerGroup, parameters: Parameters, directory: Path, *, resume_only_model: bool
     ) -> dict[str, int]:
-        """Restore a group from a checkpoint. Weights of a full model were loaded when it was constructed."""
+        """Restore a group from a checkpoint: its weights and, unless ``resume_only_model``, the rest of its state."""
         return together(self._parallel.ranks, lambda: self._resume(group, parameters, directory, resume_only_model))
 
     def _resume(
@@ -91,8 +95,10 @@ class PlainState:
         state = read_progress(directory, missing_ok=True) if resume_only_model else check_resumable(directory, group)
         if group.adapter_name:
             self._adapters.load(group.adapter_name, directory)
-            if group.optimizer is not None:
-                group.optimizer.state.clear()  # the moments belong to the old weights
+        else:
+            load_full_weights(self._model, directory)
+        if group.optimizer is not None:
+            group.optimizer.state.clear()  # the moments belong to the old weights
         for parameter in parameters.values():
             parameter.grad = None
         group.drop_window()
@@ -123,3 +129,38 @@ class PlainState:
         if divided:
             gradients.leave_to_first(list(parameters.values()), self._parallel)
         return window
+
+
+@torch.no_grad()
+def load_full_weights(model: PreTrainedModel, directory: Path) -> None:
+    """Copy all weights of a checkpoint into a model, whole or sharded.
+
+    If they do not fit, raise CheckpointError before any is copied.
+    """
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} holds no weights (model*.safetensors); construct the model from them")
+    own: dict[str, Tensor] = model.state_dict()
+    with ExitStack() as opened:
+        try:
+            readers = [opened.enter_context(safe_open(file, "pt")) for file in files]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"could not read the weights in {directory}: {error}") from error
+        found = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118  # not a dict
+        places = {_place(own[name]) for name in found if name in own}  # tied weights are saved once
+        wrong = [name for name in found if name not in own]
+        wrong += [name for name, tensor in own.items() if name not in found and _place(tensor) not in places]
+        shapes = {name: tuple(reader.get_slice(name).get_shape()) for name, reader in found.items()}
+        wrong += [name for name, shape in shapes.items() if name in own and shape != tuple(own[name].shape)]
+        if wrong:
+            raise CheckpointError(
+                f"the weights in {directory} do not fit the model; different: {', '.join(wrong[:3])}. Construct the "
+                "model from them: model_id=<directory>"
+            )
+        for name, reader in found.items():
+            own[name].copy_(like(reader.get_tensor(name), own[name]))
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor, or this rank's shard of it, is in memory; tied weights have one place."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
