@@ -171,10 +171,11 @@ class TrainFailure:
 
 @dataclass(frozen=True)
 class AdapterSnapshot:
-    """All state needed to continue training exactly: weights, Adam state, step count, gradient of an open window.
+    """All state needed to continue training exactly: weights, optimizer state, step count, gradient of an open window.
 
     The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.decoder.lora.stacks`); ``gradient``
-    is None between windows.
+    is None between windows. ``optimizer`` names the optimizer whose state this is; ``exp_avg`` and ``exp_avg_sq`` hold
+    its rows (see :mod:`twinkle.model.adapters.optimizer`), and ``scalars`` its single numbers.
     """
 
     spec: LoraSpec
@@ -184,6 +185,8 @@ class AdapterSnapshot:
     exp_avg: FloatArray
     exp_avg_sq: FloatArray
     gradient: FloatArray | None
+    optimizer: str = "Adam"
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

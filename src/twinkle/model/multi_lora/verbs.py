@@ -30,7 +30,7 @@ from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.multi_lora.library_objective import refuse_unless_logps
-from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
+from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
@@ -46,6 +46,8 @@ class LoraTrainer(StateTrainer, Protocol):
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]: ...
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None: ...
 
@@ -306,10 +308,9 @@ class LoraVerbs(TwinkleModel):
         if optim_params is not None:
             apply_optim_params(optimizer, optim_params)
         self._normalize(group)
-        params, decoupled = adam_params(optimizer)
-        self._lora_trainer.optim_step(group.adapter_name, params, decoupled=decoupled)
+        take_step(self._lora_trainer, group.adapter_name, optimizer)
         optimizer.step()  # changes no weights; without it, schedulers warn that they ran before the optimizer
-        group.last_lr = (params.learning_rate,)
+        group.last_lr = tuple(group.lr)
         group.drop_window()
 
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:

@@ -6,7 +6,7 @@ A tenant's mistake raises a :class:`~twinkle.errors.UserError`; any other except
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from twinkle.model.types import (
     EMPTY,
@@ -81,6 +81,9 @@ class TrainingBackend(Protocol):
         return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Take a step of another optimizer than Adam: a class of torch.optim by name, with all its settings."""
 
     def zero_grad(self, adapter_id: str) -> None: ...
 

@@ -116,6 +116,8 @@ class _Adapter:
     exp_avg_sq: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
     gradient: FloatArray | None = None
     step: int = 0
+    optimizer: str = "Adam"
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 class MockTrainer(TrainingBackend):
@@ -193,6 +195,11 @@ class MockTrainer(TrainingBackend):
         adapter.gradient = None
         adapter.step += 1
         return {"unclipped_grad_l2:mean": norm}
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Make the same step as :meth:`optim_step`, with the learning rate and the weight decay of the settings."""
+        decay = float(settings.get("weight_decay", 0.0))
+        return self.optim_step(adapter_id, AdamParams(learning_rate=float(settings["lr"]), weight_decay=decay))
 
     def zero_grad(self, adapter_id: str) -> None:
         self._get(adapter_id).gradient = None

@@ -126,6 +126,7 @@ class TrainerGroup(TrainingBackend):
         return self._passes("forward_backward", items)
 
     optim_step = _on_all(TrainingBackend.optim_step)
+    optimizer_step = _on_all(TrainingBackend.optimizer_step)
     zero_grad = _on_all(TrainingBackend.zero_grad)
     snapshot = _on_all(TrainingBackend.snapshot)
     load = _on_all(TrainingBackend.load)
