@@ -411,8 +411,6 @@ def test_a_loss_that_is_not_finite_keeps_nothing(model):
     ("call", "error", "text"),
     [
         (lambda m: m.set_loss("crossentropy", adapter_name=A), UnknownNameError, "cross_entropy"),
-        (lambda m: m.set_loss("gkd", adapter_name=A), UnsupportedError, "TransformersModel"),
-        (lambda m: m.set_loss("infonce", adapter_name=A), UnsupportedError, "TransformersModel"),
         (lambda m: m.set_optimizer("LBFGS", adapter_name=A), UnknownNameError, "Adam, AdamW"),
         (lambda m: m.set_optimizer("SGD", adapter_name=A, momentum=-1.0), ValueError, "momentum"),
         (lambda m: m.set_optimizer("SGD", adapter_name=A, momentum=float("nan")), InvalidInputError, "momentum"),
@@ -428,9 +426,7 @@ def test_a_loss_that_is_not_finite_keeps_nothing(model):
         (lambda m: m.forward(inputs=features(4), adapter_name="z"), UnknownNameError, A),
         (lambda m: m.forward(inputs=[], adapter_name=A), InvalidInputError, "inputs"),
         (lambda m: m.forward(inputs=features(4), adapter_name=A, advantage=1), UnknownNameError, "advantage"),
-        (lambda m: m.forward(inputs=features(4), adapter_name=A, return_logits=True), UnsupportedError, "Transformers"),
         (lambda m: m.forward(inputs=features(4), adapter_name=A, temperature=0), InvalidInputError, "temperature"),
-        (lambda m: m.forward(inputs=features(4), adapter_name=A, task="embedding"), UnsupportedError, "Transformers"),
         (lambda m: m.add_adapter_to_model(A, peft.LoraConfig(**LORA)), AdapterExistsError, A),
         (lambda m: m.add_adapter_to_model("b", peft.LoraConfig(r=64)), InvalidInputError, "max_r"),
         (lambda m: m.add_adapter_to_model("b", "some/dir"), InvalidInputError, "LoraConfig"),

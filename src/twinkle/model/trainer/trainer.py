@@ -146,7 +146,8 @@ class Trainer:
             max_tokens=max_tokens_per_batch,
             device=self.device,
         )
-        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed, most_tokens=self.memory.most_tokens)
+        plan = self.memory
+        self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
         self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
         self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
@@ -243,6 +244,10 @@ class Trainer:
         resident = len(self._pool.resident_ids())
         rows = self._engine.token_rows, self._engine.padding_rows
         return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
+
+    def vocabulary_size(self) -> int:
+        """Return how many token ids the model has."""
+        return self.architecture.vocab_size
 
     def spec(self, adapter_id: str) -> LoraSpec:
         return self._pool.get(adapter_id).spec

@@ -34,6 +34,7 @@ from twinkle.errors import (
     NonFiniteError,
     TwinkleError,
     UnknownNameError,
+    UnsupportedError,
 )
 from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.csr import dense
@@ -157,6 +158,9 @@ class MockTrainer(TrainingBackend):
 
     def numbers(self) -> TrainerNumbers:
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
+
+    def vocabulary_size(self) -> int:
+        return self.vocab_size
 
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
@@ -284,6 +288,8 @@ class MockTrainer(TrainingBackend):
         if item.base_model and train:
             raise InvalidInputError("base_model", True, "False: the base model is not trained")
         adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
+        if item.output != "logps":
+            raise UnsupportedError(f"{item.output}: the mock backend has no model; it computes log-probabilities")
         _check_item(item, self.vocab_size, self.max_length)
         item = replace(item, data=[_written_out(datum) for datum in item.data])
         self._rows += sum(len(datum.tokens) for datum in item.data)
