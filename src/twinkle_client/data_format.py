@@ -144,7 +144,8 @@ class SamplingParams:
     ``max_tokens=None``: up to the end of the context; 0: score the prompt and generate nothing. ``temperature=0``:
     greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=1``: the log-probability of each
     sampled token; ``logprobs=k``: those of the k likeliest tokens. ``prompt_logprobs=k``: those of the prompt's tokens
-    and of the k likeliest at each place.
+    and of the k likeliest at each place. ``min_p``, the penalties and ``ignore_eos`` have vLLM's meaning; reported
+    log-probabilities are those before penalties.
     """
 
     max_tokens: int | None = None
@@ -157,6 +158,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_samples: int = 1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
 
 
 # What a sampler returns; the protocol's types have the fields of the library's.

@@ -11,7 +11,7 @@ from tests.support.models.reference import toy_llama
 from tests.support.models.sampling import SPECS, prompt, request, run, sample, toy_sampler, toy_trainer
 from twinkle.sampler import SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
-from twinkle.sampler.torch_sampler.drawing import Draw, collect, draw_tokens
+from twinkle.sampler.torch_sampler.drawing import Draw, Penalties, collect, draw_tokens
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,9 @@ def test_one_draw_by_hand() -> None:
         (Draw(1.0, -1, 5e-324, 0.99), 1),
         (Draw(0.0, 3, 0.5, 0.99), 1),
         (Draw(1e-300, -1, 1.0, 0.99), 1),
+        (Draw(1.0, -1, 1.0, 0.99, min_p=0.6), 3),  # 0.3 is at least 0.6 · 0.4, 0.2 is not
+        (Draw(1.0, -1, 1.0, 0.99, min_p=0.8), 1),
+        (Draw(1.0, -1, 0.5, 0.99, min_p=0.6), 1),  # of 4/7 and 3/7 the first alone holds top_p
     ]
     drawn = collect([draw_tokens(probabilities.log().repeat(len(cases), 1), [draw for draw, _ in cases], 5)])
     assert [each.token for each in drawn] == [token for _, token in cases]
@@ -113,6 +116,53 @@ def test_one_draw_by_hand() -> None:
     for (draw, token), logprob in zip(cases, logprobs, strict=True):
         expected = 0.0 if draw.temperature == 1e-300 else math.log(probabilities[0, token])
         assert logprob == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_penalties_as_vllm_has_them(temperature: float) -> None:
+    """The plain formula on logits: repetition for prompt and generated tokens, then frequency, then presence.
+
+    The reported log-probability is that of the logits without penalties.
+    """
+    logits = torch.tensor([[2.0, 1.5, -1.0, 0.5, 3.0, 0.0]])
+    penalties = Penalties(1.5, 0.4, 0.3, np.array([0, 2, 2]), [4, 4, 1])
+    penalised = torch.tensor([2 / 1.5, 1.5 / 1.5 - 0.3 - 0.4, -1.5, 0.5, 3 / 1.5 - 0.6 - 0.4, 0.0])
+    expected = (penalised / (temperature or 1.0)).softmax(-1)
+    raw = (logits[0] / (temperature or 1.0)).log_softmax(-1)
+    edges = expected.double().cumsum(0)
+    for token in range(6):
+        before = 0.0 if token == 0 else float(edges[token - 1])
+        draw = Draw(temperature, -1, 1.0, (before + float(edges[token])) / 2, top=2, penalties=penalties)
+        unpenalised = Draw(temperature, -1, 1.0, draw.uniform)
+        (drawn, other) = collect([draw_tokens(logits.repeat(2, 1), [draw, unpenalised], 6)])
+        assert drawn.token == (0 if temperature == 0 else token), "greedy takes 2 / 1.5, not 3"
+        assert drawn.logprob == pytest.approx(float(raw[drawn.token]), abs=1e-6)
+        assert drawn.top is not None
+        assert drawn.top.token_ids.tolist() == [[4, 0]], "likeliest before penalties"
+        alone = collect([draw_tokens(logits, [unpenalised], 6)])[0]
+        assert (other.token, other.logprob) == (alone.token, alone.logprob), "a neighbour is not penalised"
+
+
+def test_penalties_see_the_tokens_of_their_own_sample(sampler: TorchSampler) -> None:
+    """With a high presence penalty no token is generated twice; without it, greedy text of this model repeats.
+
+    The log-probabilities stay those of the model, and ``stop_at_eos=False`` lets end tokens pass.
+    """
+    how = {"max_tokens": 24, "temperature": 0.0, "stop_at_eos": False}
+    plain = sample(sampler, request("plain", None, prompt(6), **how))[0]
+    fresh = sample(sampler, request("fresh", None, prompt(6), presence_penalty=2.0, frequency_penalty=2.0, **how))[0]
+    assert len(set(plain.tokens.tolist())) < 24
+    assert len(set(fresh.tokens.tolist())) > len(set(plain.tokens.tolist()))
+    logits = toy_llama()(input_ids=torch.from_numpy(np.concatenate([prompt(6), fresh.tokens]))[None]).logits[0].detach()
+    scored, seen = logits.clone(), []
+    for place, token in enumerate(fresh.tokens.tolist()):
+        row = scored[5 + place]
+        for earlier in set(seen):
+            row[earlier] -= 2.0 + 2.0 * seen.count(earlier)
+        assert token == int(row.argmax())
+        seen.append(token)
+    expected = logits[5:-1].log_softmax(-1).gather(1, torch.from_numpy(fresh.tokens)[:, None])[:, 0]
+    assert np.allclose(fresh.logprobs, expected.numpy(), atol=1e-5)
 
 
 def test_ids_without_an_embedding_are_never_drawn() -> None:

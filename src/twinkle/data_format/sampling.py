@@ -28,6 +28,11 @@ class SamplingParams:
     only score the prompt. ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, several texts, or token ids.
     ``logprobs=k``: report the log-probability of each sampled token (k = 0 or 1) or of the k likeliest tokens.
     ``prompt_logprobs=k``: report those of the prompt's tokens and of the k likeliest at each place (k = 0: none).
+
+    ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty`` and ``ignore_eos`` are vLLM's, with
+    its formulas: tokens below ``min_p`` times the highest probability are not drawn; penalties lower the logits of
+    tokens that occurred; with ``ignore_eos`` the model's end token does not end a sample. Reported log-probabilities
+    are those of the model at the temperature, before penalties.
     """
 
     max_tokens: int | None = None
@@ -40,6 +45,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_samples: int = 1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
@@ -48,6 +57,14 @@ class SamplingParams:
             raise InvalidInputError("top_p", self.top_p, "a number in (0, 1]")
         if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
             raise InvalidInputError("repetition_penalty", self.repetition_penalty, "a number > 0")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise InvalidInputError("min_p", self.min_p, "a number in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_number(value) or not -2 <= value <= 2:
+                raise InvalidInputError(name, value, "a number in [−2, 2]")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidInputError("ignore_eos", self.ignore_eos, "True or False")
         if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 1):
             raise InvalidInputError("top_k", self.top_k, "−1 (off) or an integer ≥ 1")
         _require_int("num_samples", self.num_samples, 1)
@@ -102,7 +119,11 @@ class SamplingParams:
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
+            "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "ignore_eos": self.ignore_eos,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
         }
@@ -116,6 +137,9 @@ class SamplingParams:
             raise UnsupportedError("seed: model.generate takes none; call transformers.set_seed before it")
         if self.prompt_logprobs is not None:
             raise UnsupportedError("prompt_logprobs: model.generate does not score the prompt")
+        for name in ("presence_penalty", "frequency_penalty", "ignore_eos"):
+            if getattr(self, name):
+                raise UnsupportedError(f"{name}: model.generate has no such option")
         sampled = self.temperature > 0
         arguments: dict[str, Any] = {
             "do_sample": sampled,
@@ -126,6 +150,8 @@ class SamplingParams:
         if sampled:
             top_k = 0 if self.top_k == -1 else self.top_k
             arguments |= {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p}
+            if self.min_p:
+                arguments["min_p"] = self.min_p
         if self.logprobs is not None:
             arguments |= {"output_logits": True, "return_dict_in_generate": True}
         return arguments | self._transformers_stops(tokenizer)

@@ -9,6 +9,7 @@ With a top-k of the teacher, S and T are distributions over those K entries only
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -88,12 +89,11 @@ class GKDLoss(Loss):
         logits_BTV = required(outputs, "logits")
         mask_BT = label_mask(inputs, self.ignore_index)
         topk = self.topk if topk is None else topk
-        given = (_tensor(teacher_logits), topk, _tensor(teacher_topk_logprobs), _tensor(teacher_topk_indices))
-        teacher, indices = _teacher(*given)
-        teacher_NV = _valid_rows("teacher", teacher, mask_BT, logits_BTV.device)
-        indices_NK = (
-            None if indices is None else _valid_rows("teacher_topk_indices", indices, mask_BT, logits_BTV.device)
+        teacher, indices = read_teacher(teacher_logits, topk, teacher_topk_logprobs, teacher_topk_indices).for_batch(
+            *mask_BT.shape
         )
+        teacher_NV = teacher.to(logits_BTV.device)[mask_BT]
+        indices_NK = None if indices is None else indices.to(logits_BTV.device)[mask_BT]
         student_NV = logits_BTV[mask_BT]
         total = zero_of(logits_BTV)
         for start in range(0, len(student_NV), self.chunk_size):
@@ -133,40 +133,77 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (torch.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def _teacher(
-    logits: Tensor | None, topk: int | None, topk_logprobs: Tensor | None, topk_indices: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the teacher's logits and None; for a top-k, its K logits or log-probabilities, and their indices."""
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's logits (B, T, V), or K logits or log-probabilities of each position with the tokens they are of."""
+
+    values: Tensor
+    indices: Tensor | None
+    field: str  # the argument that ``values`` come from
+
+    def for_batch(self, batch: int, length: int) -> tuple[Tensor, Tensor | None]:
+        """Return values and indices of a batch's positions, without those that the batch does not have."""
+        shape = self.values.shape
+        if len(shape) != 3 or shape[0] != batch or shape[1] < length:
+            allowed = f"({batch}, {length} or more, entries), or {batch} rows of at least the sequences' lengths"
+            raise InvalidInputError(self.field, f"shape {tuple(shape)}", allowed)
+        return self.values[:, :length], None if self.indices is None else self.indices[:, :length]
+
+
+def read_teacher(
+    teacher_logits: Any, topk: int | None, teacher_topk_logprobs: Any, teacher_topk_indices: Any
+) -> Teacher:
+    """Read the arguments of a distillation loss: tensors, or nested lists as a client sends them."""
+    logits = _tensor("teacher_logits", teacher_logits)
+    topk_logprobs = _tensor("teacher_topk_logprobs", teacher_topk_logprobs)
+    topk_indices = _tensor("teacher_topk_indices", teacher_topk_indices)
     if topk_logprobs is not None or topk_indices is not None:
         if topk_logprobs is None or topk_indices is None or topk_logprobs.shape != topk_indices.shape:
-            raise InvalidInputError("teacher_topk_indices", _shape(topk_indices), "the shape of teacher_topk_logprobs")
-        return topk_logprobs.detach(), topk_indices
+            shown, allowed = _shape(topk_indices), f"that of teacher_topk_logprobs, {_shape(topk_logprobs)}"
+            raise InvalidInputError("teacher_topk_indices", shown, allowed)
+        if topk_indices.is_floating_point():
+            raise InvalidInputError("teacher_topk_indices", str(topk_indices.dtype), "token ids, integers")
+        return Teacher(topk_logprobs.detach(), topk_indices, "teacher_topk_logprobs")
     if logits is None:
         allowed = "a tensor, unless teacher_topk_logprobs and teacher_topk_indices are given"
         raise InvalidInputError("teacher_logits", None, allowed)
     if topk is None:
-        return logits.detach(), None
-    if not 1 <= topk <= logits.shape[-1]:
+        return Teacher(logits.detach(), None, "teacher_logits")
+    if not isinstance(topk, int) or not 1 <= topk <= logits.shape[-1]:
         raise InvalidInputError("topk", topk, f"from 1 to the teacher's vocabulary, {logits.shape[-1]}")
     best = logits.detach().topk(topk, dim=-1)
-    return best.values, best.indices
-
-
-def _valid_rows(field: str, values: Tensor, mask_BT: Tensor, device: torch.device) -> Tensor:
-    """Return the rows at which the mask is True, without positions that the batch does not have."""
-    if values.dim() != 3 or values.shape[0] != mask_BT.shape[0] or values.shape[1] < mask_BT.shape[1]:
-        batch, length = mask_BT.shape
-        raise InvalidInputError(field, f"shape {tuple(values.shape)}", f"({batch}, {length} or more, entries)")
-    return values[:, : mask_BT.shape[1]].to(device)[mask_BT]
+    return Teacher(best.values, best.indices, "teacher_logits")
 
 
 def _never_padded(logits: Tensor, width: int) -> Tensor:
     return F.pad(logits, (0, max(width - logits.shape[-1], 0)), value=NEVER)
 
 
-def _tensor(values: Any) -> Tensor | None:
-    """Convert to a tensor; None stays None. A teacher behind a service sends nested lists."""
-    return None if values is None else torch.as_tensor(values)
+def _tensor(field: str, values: Any) -> Tensor | None:
+    """Convert to a tensor; None stays None. A teacher behind a service sends nested lists.
+
+    Rows of different lengths, one for each sequence, are padded with 0, which no valid position reads.
+    """
+    if values is None or isinstance(values, Tensor):
+        return values
+    allowed = "a tensor, or for each sequence a list of rows of numbers, all of one width"
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        pass  # not a rectangle
+    try:
+        rows = [torch.as_tensor(row) for row in values]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(field, f"{type(values).__name__} of {_sizes(values)}", allowed) from error
+
+
+def _sizes(values: Any) -> str:
+    """Describe the lengths in nested lists, for an error."""
+    if not isinstance(values, list | tuple):
+        return "?"
+    lengths = sorted({len(row) for row in values if isinstance(row, list | tuple)})
+    return f"{len(values)} rows of {lengths[:4] or 'numbers'} entries"
 
 
 def _shape(values: Tensor | None) -> str:

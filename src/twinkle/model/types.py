@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from twinkle.model.csr import Csr
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+
+OutputKind = Literal["logps", "logits", "embeddings"]
+MAX_LOGITS = 2**26  # numbers of a request's logits: 256 MiB
 
 EMPTY: Mapping[str, object] = MappingProxyType({})
 
@@ -104,11 +108,14 @@ class TokenValues:
     """The model's output for one sequence: logprobs have the shape of the targets, the other arrays are (T,).
 
     entropies and predictions (the most likely token) may be empty if the request did not ask for statistics.
+    ``output`` is what the request asked for beside log-probabilities: logits (T, V), divided by the temperature, or the
+    hidden state of the last token, (1, H); without log-probabilities then. None if it asked for neither.
     """
 
     logprobs: FloatArray
     entropies: FloatArray
     predictions: IntArray
+    output: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class ObjectiveValue:
     """The result of an objective: its loss, and the derivative of the loss with respect to every value.
 
     ``logprobs`` and ``entropies`` hold these derivatives, one array per datum. Those of ``logprobs`` have the shapes of
-    the targets; ``entropies`` is empty where the loss does not depend on them.
+    the targets; ``entropies`` and ``outputs`` are empty where the loss does not depend on them.
     ``metrics`` are named ``name:reduction``.
     """
 
@@ -124,6 +131,7 @@ class ObjectiveValue:
     logprobs: Sequence[FloatArray]
     entropies: Sequence[FloatArray] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Sequence[FloatArray] = ()
 
 
 # A loss of a whole request, all its sequences together. It is called once, with one entry per datum in the order of the
@@ -137,6 +145,8 @@ class TrainItem:
 
     ``objective``, where given, is used instead of the named loss. ``temperature`` divides the logits. ``statistics``
     asks for entropies and predictions. ``base_model`` computes without the adapter; only ``forward`` accepts it.
+    ``output`` asks for all logits of the sequences, at most ``max_logits`` numbers, or for the hidden state of each
+    sequence's last token ("embeddings", without log-probabilities and without a named loss).
     """
 
     adapter_id: str
@@ -147,14 +157,16 @@ class TrainItem:
     temperature: float = 1.0
     statistics: bool = False
     base_model: bool = False
+    output: OutputKind = "logps"
+    max_logits: int = MAX_LOGITS
 
 
 @dataclass(frozen=True)
 class TrainResult:
     """The result of one item: log-probabilities of the targets and metrics, which are named ``name:reduction``.
 
-    ``logprobs`` has one array per datum, shaped like its targets. ``values`` has one entry per datum if the item asked
-    for statistics, and is empty otherwise.
+    ``logprobs`` has one array per datum, shaped like its targets; for embeddings they are empty. ``values`` has one
+    entry per datum if the item asked for statistics, logits or embeddings, and is empty otherwise.
     """
 
     logprobs: list[FloatArray]
@@ -171,10 +183,11 @@ class TrainFailure:
 
 @dataclass(frozen=True)
 class AdapterSnapshot:
-    """All state needed to continue training exactly: weights, Adam state, step count, gradient of an open window.
+    """All state needed to continue training exactly: weights, optimizer state, step count, gradient of an open window.
 
     The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.decoder.lora.stacks`); ``gradient``
-    is None between windows.
+    is None between windows. ``optimizer`` names the optimizer whose state this is; ``exp_avg`` and ``exp_avg_sq`` hold
+    its rows (see :mod:`twinkle.model.adapters.optimizer`), and ``scalars`` its single numbers.
     """
 
     spec: LoraSpec
@@ -184,6 +197,8 @@ class AdapterSnapshot:
     exp_avg: FloatArray
     exp_avg_sq: FloatArray
     gradient: FloatArray | None
+    optimizer: str = "Adam"
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,12 @@ class SamplingParams:
     random one. Generation ends after the first token of ``stop_tokens``, after the token that completes one of
     ``stop_strings``, and, with ``stop_at_eos``, after an end token of the model or its tokenizer; that token is part of
     the result.
+
+    ``min_p``: tokens with less than this fraction of the likeliest token's probability are never drawn. The penalties
+    lower the logits of tokens that have occurred, as vLLM does it: ``repetition_penalty`` divides positive logits and
+    multiplies negative ones, for tokens of the prompt and generated ones; ``frequency_penalty`` is subtracted for each
+    time that a token was generated, ``presence_penalty`` once. They change which token is drawn. The log-probabilities
+    of the result are those of the model, without penalties.
     """
 
     max_tokens: int | None = None
@@ -27,6 +33,15 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     stop_at_eos: bool = True
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Return whether a draw depends on the tokens before it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -80,9 +95,9 @@ class DrawnTokens:
 class SampledSequence:
     """One generated sample of N tokens.
 
-    ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary; at temperature 0, of the
-    untempered one. ``topk_logprobs``, if asked for, holds the likeliest tokens of that distribution at each of the N
-    positions.
+    ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary, without penalties; at
+    temperature 0, of the untempered one. ``topk_logprobs``, if asked for, holds the likeliest tokens of that
+    distribution at each of the N positions.
     """
 
     tokens: IntArray

@@ -14,6 +14,7 @@ from twinkle.sampler.types import SampleRequest, SamplingParams
 
 MAX_SAMPLES = 1024
 MAX_WIDTH = 1024  # target, drawn or likeliest tokens at one position
+_HARDEST = 1e3  # the highest repetition penalty: times any logit it is still a finite number
 MAX_CELLS = 2**24  # positions times width: the most cells that one option may add to a result
 
 
@@ -145,6 +146,15 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         raise InvalidInputError("top_p", params.top_p, "a number in (0, 1]")
     if not _is_int(params.top_k) or not -1 <= params.top_k < 2**31:
         raise InvalidInputError("top_k", params.top_k, "an integer in [1, 2**31), or -1 (off)")
+    if not _is_number(params.min_p) or not 0 <= params.min_p <= 1:
+        raise InvalidInputError("min_p", params.min_p, "a number in [0, 1]")
+    if not _is_number(params.repetition_penalty) or not 1 / _HARDEST <= params.repetition_penalty <= _HARDEST:
+        allowed = f"a number in [{1 / _HARDEST:g}, {_HARDEST:g}]"
+        raise InvalidInputError("repetition_penalty", params.repetition_penalty, allowed)
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = vars(params)[name]
+        if not _is_number(value) or not -2 <= value <= 2:
+            raise InvalidInputError(name, value, "a number in [−2, 2]")
     if params.seed is not None and (not _is_int(params.seed) or not -(2**63) <= params.seed < 2**64):
         raise InvalidInputError("seed", params.seed, "a 64-bit integer or None")
     for token in _listed("stop_tokens", params.stop_tokens):

@@ -25,6 +25,11 @@ WRONG = [
     ("max_tokens", -1),
     ("max_tokens", 2.0),
     ("repetition_penalty", 0),
+    ("min_p", 1.5),
+    ("min_p", "small"),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", float("nan")),
+    ("ignore_eos", 1),
     ("seed", "x"),
     ("stop", 3),
     ("stop", ["a", 1]),
@@ -88,7 +93,11 @@ def test_vllm_arguments(monkeypatch):
     inner.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", inner)
-    arguments = SamplingParams(max_tokens=0, stop="x", num_samples=2, logprobs=1).to_vllm(top_p=0.5)
+    arguments = SamplingParams(
+        max_tokens=0, stop="x", num_samples=2, logprobs=1, min_p=0.1, presence_penalty=0.5, ignore_eos=True
+    ).to_vllm(top_p=0.5)
+    assert (arguments["min_p"], arguments["presence_penalty"], arguments["frequency_penalty"]) == (0.1, 0.5, 0.0)
+    assert arguments["ignore_eos"] is True
     assert arguments["max_tokens"] == 1
     assert arguments["stop"] == ["x"]
     assert arguments["stop_token_ids"] is None

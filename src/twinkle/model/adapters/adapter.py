@@ -1,4 +1,4 @@
-"""One tenant's adapter: fp32 master weights, Adam state, step count, gradient, and its compute copy while resident.
+"""One tenant's adapter: fp32 master weights, optimizer state, step count, gradient; while resident, a compute copy.
 
 Resident means on the device; other adapters are paged out to host memory. The compute copy is what passes read: the
 weights in the compute dtype, with B multiplied by the scaling.
@@ -7,7 +7,8 @@ A frozen adapter is a version as a sampler holds it: only a compute copy, which 
 ``weights_P`` holds that copy; while it is resident, ``weights_P`` is empty.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,8 +18,9 @@ from twinkle.model.decoder.lora.stacks import RowLayout, Stack
 from twinkle.model.parallel import Ranks
 from twinkle.model.types import LoraSpec
 
-# Device memory per parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient
-# in fp32 (16 bytes), and the row of gradients that a batch holds for it during a pass (4 bytes).
+ADAM = "Adam"  # also the name of AdamW's state, which is the same
+# Device memory per parameter of a resident adapter, beside its compute copy: weights, two rows of optimizer state and
+# the gradient in fp32 (16 bytes), and the row of gradients that a batch holds for it during a pass (4 bytes).
 STATE_BYTES_PER_PARAMETER = 20
 # Host memory per parameter of an adapter that is paged out: weights, moments and gradient.
 PAGED_BYTES_PER_PARAMETER = 16
@@ -30,7 +32,9 @@ FROZEN_BYTES_PER_PARAMETER = 4
 class Adapter:
     """The state of one adapter. Tensors are flat rows (P,) in the order of ``stack.layout``.
 
-    A frozen adapter has no moments. ``slot``: its place in its stack, None while it is paged out to the host.
+    ``exp_avg_P`` and ``exp_avg_sq_P`` hold the state of the ``optimizer`` (for Adam, its moments), ``scalars`` those of
+    its numbers that are the same for all weights. A frozen adapter has no such state. ``slot``: its place in its stack,
+    None while it is paged out to the host.
     """
 
     adapter_id: str
@@ -40,6 +44,8 @@ class Adapter:
     exp_avg_P: Tensor
     exp_avg_sq_P: Tensor
     step: int = 0
+    optimizer: str = ADAM
+    scalars: Mapping[str, float] = field(default_factory=dict)
     gradient_P: Tensor | None = None
     slot: int | None = None
     last_used: int = 0
@@ -124,6 +130,13 @@ class Adapter:
         ranks.add_up(self.gradient_P)
         self.divided = False
 
+    def begin_state(self, optimizer: str) -> None:
+        """Let the state belong to this optimizer; if it belongs to another one, it starts from zero."""
+        if self.optimizer != optimizer:
+            self.optimizer, self.scalars, self.step = optimizer, {}, 0
+            self.exp_avg_P.zero_()
+            self.exp_avg_sq_P.zero_()
+
     def drop_gradient(self) -> None:
         self.gradient_P, self.divided = None, False
 
@@ -138,9 +151,18 @@ class Adapter:
         torch.mul(weights_P[split:], self.spec.scaling, out=row_P[split:])
 
     def host_copy(self, optimizer: bool) -> "Adapter":
-        """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, Adam's moments."""
-        moments = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
-        return Adapter(self.adapter_id, self.spec, self.stack, _on_host(self.weights_P), *moments, step=self.step)
+        """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, its state."""
+        rows = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
+        return Adapter(
+            self.adapter_id,
+            self.spec,
+            self.stack,
+            _on_host(self.weights_P),
+            *rows,
+            step=self.step,
+            optimizer=self.optimizer,
+            scalars=self.scalars,
+        )
 
     def enter(self, slot: int) -> None:
         """Move the adapter to the device, into this slot of its stack."""

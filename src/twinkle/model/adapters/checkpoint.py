@@ -2,8 +2,9 @@
 
     adapter_config.json         PEFT's LoraConfig
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32
-    optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
-    trainer_state.json          step count, spec and base model
+    optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>: the optimizer's first and second row
+                                of state, for Adam its moments; absent if saved without the optimizer
+    trainer_state.json          step count, optimizer, spec and base model
     USAGE.md                    only if the adapter trains the output head: which programs apply that part
 
 A directory appears complete or not at all: it is written under a temporary name beside its place (".NAME.*.tmp", which
@@ -13,11 +14,12 @@ atomically, where the operating system can do that.
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, InvalidInputError
-from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.adapters.adapter import ADAM, Adapter
+from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.adapters.peft_config import NOTE, UNIMPLEMENTED, head_note, peft_config, spec_from_peft, trains_head
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.types import EMPTY, LoraSpec
@@ -44,6 +47,18 @@ _BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
 # Constants of Linux's renameat2(2): AT_FDCWD, and the flag that swaps two paths.
 _CURRENT_DIRECTORY = -100
 _RENAME_EXCHANGE = 2
+
+
+@dataclass(frozen=True)
+class _OptimizerState:
+    """The part of an optimizer's state that stands in trainer_state.json."""
+
+    step: int = 0
+    optimizer: str = ADAM
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+_NEW_STATE = _OptimizerState()
 
 
 def save_adapter(
@@ -108,9 +123,9 @@ def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replace the weights and the Adam state of an adapter; after an error nothing has changed.
+    """Replace the weights and the optimizer state of an adapter; after an error nothing has changed.
 
-    Without ``optimizer`` the Adam state starts from zero. An accumulated gradient is dropped.
+    Without ``optimizer`` that state starts from zero. An accumulated gradient is dropped.
     """
     spec = read_spec(directory)
     if (spec.rank, spec.alpha) != (adapter.spec.rank, adapter.spec.alpha):
@@ -120,17 +135,17 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
         )
     layout, rank = adapter.layout, adapter.spec.rank
     weights_P = _row(_read_tensors(directory / WEIGHTS), layout, rank, "", directory / WEIGHTS)
-    step, moments = 0, [torch.zeros_like(weights_P) for _ in _MOMENTS]
+    state, moments = _NEW_STATE, [torch.zeros_like(weights_P) for _ in _MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
             raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
         moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
-        step = _read_step(directory / STATE)
+        state = _read_state(directory / STATE)
     adapter.weights_P.copy_(weights_P)
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
-    adapter.step = step
+    adapter.step, adapter.optimizer, adapter.scalars = state.step, state.optimizer, state.scalars
     adapter.drop_gradient()
 
 
@@ -152,7 +167,14 @@ def _write_files(
             adapter.exp_avg_sq_P, layout, rank, "exp_avg_sq."
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
-    state = {"format": _FORMAT, "step": adapter.step, "spec": asdict(adapter.spec), "base_model": base_model}
+    state = {
+        "format": _FORMAT,
+        "step": adapter.step,
+        "optimizer": adapter.optimizer,
+        "scalars": dict(adapter.scalars),
+        "spec": asdict(adapter.spec),
+        "base_model": base_model,
+    }
     _write_json(staging / STATE, {**more_state, **state})
 
 
@@ -247,14 +269,24 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def _read_step(path: Path) -> int:
+def _read_state(path: Path) -> _OptimizerState:
+    """Return the optimizer state that stands beside its rows. Older checkpoints name no optimizer: they are Adam's."""
     state = read_json(path)
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
-    step = state.get("step")
+    step, name, scalars = state.get("step"), state.get("optimizer", ADAM), state.get("scalars", {})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"{path}: step: got {step!r}, allowed: an integer ≥ 0")
-    return step
+    if not isinstance(name, str) or name not in (ADAM, *OPTIMIZERS):
+        raise CheckpointError(f"{path}: optimizer: got {name!r}, allowed: {', '.join((ADAM, *OPTIMIZERS))}")
+    expected = set() if name == ADAM or step == 0 else set(OPTIMIZERS[name].scalars)
+    if not isinstance(scalars, dict) or set(scalars) != expected or not all(map(_is_finite, scalars.values())):
+        raise CheckpointError(f"{path}: scalars: got {scalars!r}, allowed: numbers named {sorted(expected)}")
+    return _OptimizerState(step, name, scalars)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

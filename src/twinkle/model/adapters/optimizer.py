@@ -1,16 +1,63 @@
-"""Adam on one adapter's flat row: torch's own function, with all hyper-parameters passed at each step."""
+"""One step of an optimizer on one adapter's flat row: torch's own code, with all settings passed at each step.
+
+Adam and AdamW call torch's function. The others are objects of :mod:`torch.optim`, made for one step around the
+adapter's rows: an optimizer that treats each number by itself gets the whole row as one parameter, Muon gets each A and
+B as a matrix, without the padding of its rank. Other adapters play no part in either.
+
+An adapter has room for two rows of state. :data:`OPTIMIZERS` says what torch calls them for each optimizer, in the
+order ``exp_avg_P``, ``exp_avg_sq_P``.
+"""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from twinkle.errors import NonFiniteError
-from twinkle.model.adapters.adapter import Adapter
+from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
+from twinkle.model.adapters.adapter import ADAM, Adapter
 from twinkle.model.types import AdamParams
 
 _PIECE = 512  # numbers of a gradient whose norm is computed in fp32
+_COUNT = "step"  # torch's name for the number of steps
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """What torch calls the state of an optimizer: tensors with a number for each weight, and single numbers."""
+
+    rows: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    counted: bool = True  # whether the state has the number of steps
+    matrices: bool = False  # whether it is for matrices, each by itself
+
+
+# The optimizers of torch whose state fits an adapter's two rows. Adam and AdamW have their own function below.
+OPTIMIZERS: Mapping[str, StateNames] = {
+    "ASGD": StateNames(("ax",), ("eta", "mu")),
+    "Adadelta": StateNames(("square_avg", "acc_delta")),
+    "Adagrad": StateNames(("sum",)),
+    "Adamax": StateNames(("exp_avg", "exp_inf")),
+    "Muon": StateNames(("momentum_buffer",), counted=False, matrices=True),
+    "NAdam": StateNames(("exp_avg", "exp_avg_sq"), ("mu_product",)),
+    "RAdam": StateNames(("exp_avg", "exp_avg_sq")),
+    "RMSprop": StateNames(("square_avg", "momentum_buffer", "grad_avg")),  # of the last two at most one, see below
+    "SGD": StateNames(("momentum_buffer",), counted=False),
+}
+
+
+def state_names(name: str, settings: Mapping[str, Any]) -> StateNames:
+    """Return the names of an optimizer's state with these settings. UnsupportedError if it is too much state."""
+    names = OPTIMIZERS[name]
+    if name != "RMSprop":
+        return names
+    if settings.get("momentum") and settings.get("centered"):
+        raise UnsupportedError("RMSprop: momentum and centered together need too much state; allowed: one of them")
+    return StateNames(("square_avg", "grad_avg" if settings.get("centered") else "momentum_buffer"))
 
 
 def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
@@ -22,11 +69,8 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
     gradient_P = adapter.gradient_P
     if gradient_P is None:
         return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
-    norm = gradient_norm(gradient_P)
-    if not math.isfinite(norm):
-        raise NonFiniteError(
-            f"the accumulated gradient of adapter {adapter.adapter_id!r} has norm {norm}: no step taken"
-        )
+    norm = _finite_norm(adapter, gradient_P)
+    adapter.begin_state(ADAM)
     if params.grad_clip_norm > 0:
         # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
         gradient_P = gradient_P * min(1.0, params.grad_clip_norm / (norm + 1e-6))
@@ -51,6 +95,78 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
     adapter.drop_gradient()
     adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
+
+
+def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+    """Take one step of ``torch.optim``'s optimizer ``name``, one of :data:`OPTIMIZERS`, then drop the gradient.
+
+    ``settings``: all keywords of its constructor. State of another optimizer is dropped first. Without a gradient
+    nothing changes, and the metrics contain ``no_gradient:max``.
+    """
+    gradient_P = adapter.gradient_P
+    if gradient_P is None:
+        return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
+    names = state_names(name, settings)
+    norm = _finite_norm(adapter, gradient_P)
+    factory: Callable[..., Optimizer] = getattr(torch.optim, name)
+    weights, gradients = _tensors(adapter, adapter.weights_P, names), _tensors(adapter, gradient_P, names)
+    try:
+        optimizer = factory(weights, **settings)
+    except ValueError as error:  # a schedule has set a value that the constructor refuses, such as a negative rate
+        raise InvalidInputError(f"settings of {name}", dict(settings), str(error)) from error
+    adapter.begin_state(name)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    if adapter.step > 0:  # at its first step torch makes the state itself
+        _give_state(optimizer, adapter, weights, names)
+    optimizer.step()
+    _take_state(optimizer, adapter, weights, names)
+    adapter.step += 1
+    adapter.drop_gradient()
+    adapter.refresh_compute_copy()
+    return {"unclipped_grad_l2:mean": norm}
+
+
+def _tensors(adapter: Adapter, row_P: Tensor, names: StateNames) -> list[Tensor]:
+    """Return the tensors that an optimizer treats as parameters: views of the row, or the row itself."""
+    if not names.matrices:
+        return [row_P.detach()]
+    rank, pairs = adapter.spec.rank, (adapter.layout.views(row_P, target.name) for target in adapter.layout.targets)
+    return [matrix.detach() for a_RI, b_OR in pairs for matrix in (a_RI[:rank], b_OR[:, :rank])]
+
+
+def _state_rows(adapter: Adapter, names: StateNames) -> list[tuple[str, list[Tensor]]]:
+    """Return, for each name of state, its tensors in the order of the parameters."""
+    rows = (adapter.exp_avg_P, adapter.exp_avg_sq_P)
+    return [(each, _tensors(adapter, row_P, names)) for each, row_P in zip(names.rows, rows, strict=False)]
+
+
+def _give_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:
+    for place, weight in enumerate(weights):
+        state: dict[str, Tensor] = {name: tensors[place] for name, tensors in _state_rows(adapter, names)}
+        if names.counted:
+            state[_COUNT] = torch.tensor(float(adapter.step))
+        optimizer.state[weight] = state | {name: torch.tensor(adapter.scalars[name]) for name in names.scalars}
+
+
+def _take_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:
+    """Store the state in the adapter. Most optimizers have changed its rows in place."""
+    for place, weight in enumerate(weights):
+        for name, tensors in _state_rows(adapter, names):
+            value = optimizer.state[weight].get(name)
+            if value is not None and value.data_ptr() != tensors[place].data_ptr():
+                tensors[place].copy_(value)
+    state = optimizer.state[weights[0]]
+    adapter.scalars = {name: float(state[name]) for name in names.scalars}
+
+
+def _finite_norm(adapter: Adapter, gradient_P: Tensor) -> float:
+    norm = gradient_norm(gradient_P)
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"the accumulated gradient of adapter {adapter.adapter_id!r} has norm {norm}: no step taken"
+        )
+    return norm
 
 
 def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:

@@ -4,8 +4,8 @@ The head computes the rows in chunks: logits of a chunk, log-sum-exp, target log
 compute dL/dlp for the chunk, also the gradient with respect to hidden states and head LoRA. Memory is O(chunk ×
 vocabulary) for any batch size.
 
-Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets per row, M values per row (K, or K + 2
-with statistics), G groups, R rank.
+Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets per row, M values per row (K, with
+statistics 2 more, with logits V more), G groups, R rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,14 +38,15 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class HeadQuery:
-    """Options of the rows: whether to compute statistics, and the temperature."""
+    """Options of the rows: whether to compute statistics and to return all logits, and the temperature."""
 
     statistics: bool = False
     sharpness_T1: Tensor | None = None  # 1 / temperature of each row, a factor on its logits; None: all 1
+    logits: bool = False  # the last V values of each row
 
     @property
     def empty(self) -> bool:
-        return not self.statistics and self.sharpness_T1 is None
+        return not self.statistics and self.sharpness_T1 is None and not self.logits
 
     def for_rows(self, rows: slice) -> "HeadQuery":
         """Return the options of some of the rows."""
@@ -92,6 +93,7 @@ class ChunkedHead:
     ) -> tuple[Tensor, Tensor]:
         """Return the values of :meth:`logprobs`, and dL/dhidden. Add the gradient of head LoRA to ``lora``."""
         count = targets_TK.shape[1] + (STATISTICS if query.statistics else 0)
+        count += len(self.spec.weight_VH) if query.logits else 0
         values_TM = torch.empty(len(targets_TK), count, dtype=torch.float32, device=hidden_TH.device)
         gradient_TH = torch.empty_like(hidden_TH)
         for rows in self._chunks(len(hidden_TH)):
@@ -186,6 +188,7 @@ class _PlainSoftmax:
         self._slope_CV = None if spec.softcap is None else 1 - (logits_CV / spec.softcap) ** 2
         if query.sharpness_T1 is not None:
             logits_CV.mul_(query.sharpness_T1)
+        kept_CV = logits_CV.clone() if query.logits else None
         picked_CK = logits_CV.gather(1, targets_CK)
         highest_C1 = logits_CV.amax(1, keepdim=True)
         likeliest_C1 = logits_CV.argmax(1, keepdim=True) if query.statistics else None
@@ -194,6 +197,8 @@ class _PlainSoftmax:
         self.values_CM = picked_CK - highest_C1 - self._total_C1.log()
         if likeliest_C1 is not None:
             self.values_CM = torch.cat([self.values_CM, self._entropy(), likeliest_C1.float()], 1)
+        if kept_CV is not None:
+            self.values_CM = torch.cat([self.values_CM, kept_CV], 1)
 
     def gradient(self, coefficients_CM: Tensor, dtype: torch.dtype) -> Tensor:
         width = self._targets_CK.shape[1]
@@ -203,6 +208,8 @@ class _PlainSoftmax:
         dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # the same target may occur twice
         if entropy_CV is not None:
             dlogits_CV += entropy_CV
+        if self._query.logits:
+            dlogits_CV += coefficients_CM[:, -dlogits_CV.shape[1] :]
         if self._query.sharpness_T1 is not None:
             dlogits_CV *= self._query.sharpness_T1
         if self._slope_CV is not None:
@@ -221,7 +228,7 @@ class _PlainSoftmax:
         if not coefficients_C1.any():
             return None
         p_CV = self._exp_CV / self._total_C1
-        entropy_C1 = self.values_CM[:, -STATISTICS, None]
+        entropy_C1 = self.values_CM[:, self._targets_CK.shape[1], None]
         return torch.xlogy(p_CV, p_CV).addcmul_(p_CV, entropy_C1).mul_(-coefficients_C1)
 
 

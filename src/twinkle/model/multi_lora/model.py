@@ -17,6 +17,7 @@ from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
 from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.types import MAX_LOGITS
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class MultiLoraTransformersModel(LoraVerbs):
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
     An adapter whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets
     ``max_r`` and ``target_modules``. ``memory_budget_bytes``, ``max_tokens_per_batch`` and ``compiled`` are options of
-    the :class:`Trainer`. Further keywords are those of ``from_pretrained`` that :func:`read_load_options` knows.
+    the :class:`Trainer`. ``max_logits_per_request`` limits the numbers of the logits that ``return_logits`` and losses
+    on logits compute. Further keywords are those of ``from_pretrained`` that :func:`read_load_options` knows.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
+        max_logits_per_request: int = MAX_LOGITS,
         **load_options: Any,
     ) -> None:
         mixed_precision = read_load_options(load_options, mixed_precision)
@@ -99,6 +102,7 @@ class MultiLoraTransformersModel(LoraVerbs):
             process_state=True,
             device_mesh=device_mesh,
             ranks=self.trainer.ranks,
+            max_logits=_limit("max_logits_per_request", max_logits_per_request),
         )
 
     # --- adapters -----------------------------------------------------------------------------------------------------

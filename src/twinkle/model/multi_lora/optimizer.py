@@ -1,11 +1,13 @@
 """The optimizer of one adapter of the multi-LoRA model: a torch object for the settings, the Trainer for the updates.
 
-The Trainer holds weights and moments. The object that users have and schedulers change is a real torch optimizer over
-one dummy parameter; its settings are read at every step.
+The Trainer holds weights and state. The object that users have and schedulers change is a real torch optimizer over one
+dummy parameter; its settings are read at every step.
 """
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,12 +15,28 @@ from torch.optim import Optimizer
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.hub.construction import check_options
+from twinkle.model.adapters import optimizer as row_optimizers
 from twinkle.model.library.parameter_groups import check_settings
 from twinkle.model.types import AdamParams
 
-# Adam adds weight decay to the gradient, AdamW does not; the Trainer implements both.
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+# Adam adds weight decay to the gradient, AdamW does not; the Trainer implements both with the same state.
+_ADAMS = ("Adam", "AdamW")
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    name: getattr(torch.optim, name)
+    for name in sorted((*_ADAMS, *row_optimizers.OPTIMIZERS))
+    if hasattr(torch.optim, name)  # torch has Muon from version 2.9 on
+}
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+# How torch computes, not what: the Trainer decides that.
+_WITHOUT_EFFECT = ("foreach", "fused")
+
+
+class SteppingTrainer(Protocol):
+    """The methods of a :class:`~twinkle.model.Trainer` that take a step."""
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]: ...
 
 
 def build_lora_optimizer(
@@ -31,7 +49,7 @@ def build_lora_optimizer(
     chosen = next((known for known in OPTIMIZERS.values() if known is optimizer_cls), None)
     if chosen is None:
         raise InvalidInputError(
-            "optimizer_cls", optimizer_cls, f"{' or '.join(OPTIMIZERS)}, by name or class: adapters share one store"
+            "optimizer_cls", optimizer_cls, f"{', '.join(OPTIMIZERS)}, by name or class: adapters share one store"
         )
     on = [name for name in _REFUSED if options.get(name)]
     if on:
@@ -40,8 +58,34 @@ def build_lora_optimizer(
     check_settings("", {**options, "lr": lr, "weight_decay": weight_decay})
     if options.get("fused") and options.get("foreach"):
         raise InvalidInputError("fused", True, "False with foreach: they exclude each other")
+    settings = {"lr": lr, "weight_decay": weight_decay, **options}
+    if chosen.__name__ in row_optimizers.OPTIMIZERS:
+        _check_for_rows(chosen.__name__, settings)
     factory: Callable[..., Optimizer] = chosen
-    return factory([nn.Parameter(torch.zeros(1))], lr=lr, weight_decay=weight_decay, **options)
+    return factory([nn.Parameter(torch.zeros(1, 1))], **settings)  # a matrix, because Muon takes nothing else
+
+
+def take_step(trainer: SteppingTrainer, adapter_id: str, optimizer: Optimizer) -> None:
+    """Take one step with the present settings of ``optimizer``."""
+    name = type(optimizer).__name__
+    if name in _ADAMS:
+        params, decoupled = adam_params(optimizer)
+        trainer.optim_step(adapter_id, params, decoupled=decoupled)
+        return
+    settings = settings_of(optimizer)
+    _check_for_rows(name, settings)  # a schedule may have changed them
+    trainer.optimizer_step(adapter_id, name, settings)
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the present settings as keywords of the optimizer's constructor."""
+    known = inspect.signature(type(optimizer)).parameters
+    group = optimizer.param_groups[0]
+    return {
+        name: value
+        for name, value in group.items()
+        if name in known and name != "params" and name not in (*_REFUSED, *_WITHOUT_EFFECT)
+    }
 
 
 def adam_params(optimizer: Optimizer) -> tuple[AdamParams, bool]:
@@ -56,3 +100,17 @@ def adam_params(optimizer: Optimizer) -> tuple[AdamParams, bool]:
         weight_decay=float(group["weight_decay"]),
     )
     return params, isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
+
+
+def _check_for_rows(name: str, settings: Mapping[str, Any]) -> None:
+    """Check what torch does not: numbers that are not finite, and an ``eps`` of 0.
+
+    An adapter's row has zeros that are not weights (the padding of its rank). Without ``eps`` they would become NaN.
+    """
+    row_optimizers.state_names(name, settings)
+    for field, value in settings.items():
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int | float) and not math.isfinite(number):
+                raise InvalidInputError(field, value, "finite numbers")
+    if "eps" in settings and not settings["eps"] > 0:
+        raise InvalidInputError("eps", settings["eps"], "a number > 0")

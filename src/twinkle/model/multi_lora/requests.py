@@ -2,20 +2,31 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from twinkle.errors import InvalidInputError
+from twinkle.loss import GKDLoss
 from twinkle.metric import Accuracy
 from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus
 from twinkle.model.library.sequences import SequenceBatch
-from twinkle.model.multi_lora.library_objective import LibraryObjective, cross_entropy_weights, outputs_of
-from twinkle.model.types import Datum, FloatArray, TokenValues, TrainItem, TrainResult
+from twinkle.model.multi_lora.library_objective import (
+    LibraryObjective,
+    TopkObjective,
+    TopkTeacher,
+    cross_entropy_weights,
+    outputs_of,
+)
+from twinkle.model.types import Datum, FloatArray, OutputKind, TokenValues, TrainItem, TrainResult
 
 _NONE = np.zeros(0, np.float32)
 _NO_IDS = np.zeros(0, np.int64)
+
+
+class SizedTrainer(Protocol):
+    def vocabulary_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -32,8 +43,10 @@ class TrainRequest:
 class LoraRequests:
     """Makes requests of the Trainer from batches, and outputs of verbs from its results."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, trainer: SizedTrainer, max_length: int, max_logits: int) -> None:
+        self._trainer = trainer
         self._max_length = max_length
+        self._max_logits = max_logits
 
     def forward_item(
         self,
@@ -41,6 +54,7 @@ class LoraRequests:
         status: TrainStatus,
         batch: SequenceBatch,
         temperature: float,
+        output: OutputKind,
         *,
         without_adapter: bool,
     ) -> TrainItem:
@@ -50,21 +64,41 @@ class LoraRequests:
             temperature=temperature,
             statistics=_needs_statistics(group, status),
             base_model=without_adapter,
+            output=output,
+            max_logits=self._max_logits,
         )
 
     def train_request(
-        self, group: OptimizerGroup, batch: SequenceBatch, temperature: float, kwargs: Mapping[str, Any]
+        self,
+        group: OptimizerGroup,
+        batch: SequenceBatch,
+        temperature: float,
+        kwargs: Mapping[str, Any],
+        output: OutputKind,
+        *,
+        returned: bool = False,
     ) -> TrainRequest:
-        loss = group.loss_instance
+        """Return the request. ``returned``: the caller asked for the output, so it is computed in any case."""
+        loss, statistics = group.loss_instance, _needs_statistics(group, group.train_status)
+        teacher = None
         with group.guard("the loss failed"):
-            weights = cross_entropy_weights(loss, batch)
-        objective = LibraryObjective(loss, batch, kwargs, group.guard)
+            weights = None if output == "embeddings" else cross_entropy_weights(loss, batch)
+            # A token with several targets has no statistics: the Trainer computes all logits then.
+            if isinstance(loss, GKDLoss) and not (returned or statistics or batch.empty):
+                teacher = TopkTeacher.read(batch, kwargs, self._trainer.vocabulary_size())
+        objective: LibraryObjective | TopkObjective
+        if teacher is not None:
+            objective, output = TopkObjective(loss, batch, teacher, group.guard), "logps"
+        else:
+            objective = LibraryObjective(loss, batch, kwargs, group.guard, output)
         item = TrainItem(
             group.adapter_name,
-            self._data(batch, weights),
+            self._data(batch, weights, teacher),
             objective=objective if weights is None else None,
             temperature=temperature,
-            statistics=_needs_statistics(group, group.train_status),
+            statistics=statistics,
+            output=output,
+            max_logits=self._max_logits,
         )
 
         def num_tokens() -> float:
@@ -77,21 +111,34 @@ class LoraRequests:
         return TrainRequest(item, num_tokens)
 
     def outputs(
-        self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, result: TrainResult
+        self,
+        group: OptimizerGroup,
+        status: TrainStatus,
+        batch: SequenceBatch,
+        result: TrainResult,
+        output: OutputKind,
     ) -> dict[str, Any]:
         if batch.empty:
             return {"logps": torch.zeros(0, 0)}
-        values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
+        # Of several targets per token, the first is the label.
+        logprobs = [each if each.ndim == 1 else np.ascontiguousarray(each[:, 0]) for each in result.logprobs]
+        values = result.values or [TokenValues(each, _NONE, _NO_IDS) for each in logprobs]
         entropy = group.loss_instance.require_entropy
-        return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
+        return {**outputs_of(batch, values, output, entropy=entropy, predictions=_has_accuracy(status))}
 
-    def _data(self, batch: SequenceBatch, weights: list[FloatArray] | None = None) -> list[Datum]:
+    def _data(
+        self, batch: SequenceBatch, weights: list[FloatArray] | None = None, teacher: TopkTeacher | None = None
+    ) -> list[Datum]:
         longest = max(batch.lengths, default=0)
         if longest > self._max_length:
             allowed = f"at most max_length={self._max_length}"
             raise InvalidInputError("inputs", f"a sequence of {longest} tokens", allowed)
         each = [None] * len(batch.lengths) if weights is None else weights
-        return list(map(Datum, batch.tokens, batch.targets, each))
+        targets = batch.targets
+        if teacher is not None:
+            tokens = batch.unpadded(teacher.tokens_BLK)
+            targets = [np.column_stack([own, more]) for own, more in zip(targets, tokens, strict=True)]
+        return list(map(Datum, batch.tokens, targets, each))
 
 
 def _needs_statistics(group: OptimizerGroup, status: TrainStatus) -> bool:

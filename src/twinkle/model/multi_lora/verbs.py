@@ -30,13 +30,13 @@ from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.library.sequences import check_micro_batch_size
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
-from twinkle.model.multi_lora.library_objective import refuse_unless_logps
-from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
+from twinkle.model.multi_lora.library_objective import check_task, needs_logits, wanted_output
+from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
-from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
 from twinkle.utils.logger import get_logger
 
 
@@ -49,11 +49,15 @@ class LoraTrainer(StateTrainer, Protocol):
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]: ...
+
     def scale_gradient(self, adapter_id: str, factor: float) -> None: ...
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float: ...
 
     def zero_grad(self, adapter_id: str) -> None: ...
+
+    def vocabulary_size(self) -> int: ...
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
 
@@ -86,14 +90,15 @@ class LoraVerbs(TwinkleModel):
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
         guard: Guard = nullcontext,
+        max_logits: int = MAX_LOGITS,
     ) -> None:
         """process_state: whether checkpoints include the tokenizer and the states of random generators.
 
-        It is False where tenants share this process.
+        It is False where tenants share this process. max_logits: the most numbers of one request's logits.
         """
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
-        self._requests = LoraRequests(max_length)
+        self._requests = LoraRequests(trainer, max_length, max_logits)
         self._guard = guard
         tokenizer = self.tokenizer_id if process_state else None
         self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
@@ -125,15 +130,17 @@ class LoraVerbs(TwinkleModel):
         **kwargs: Any,
     ) -> PreparedPass:
         """Prepare a forward pass. ``training``: a backward pass may follow."""
-        _check_asked(return_logits, task, micro_batch_size)
+        _accept_micro_batch_size(micro_batch_size)
         group = self._group(adapter_name)
+        output = wanted_output(group.loss_instance, task, return_logits=return_logits)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
-        item = self._requests.forward_item(group, status, batch, temperature, without_adapter=disable_lora)
+        item = self._requests.forward_item(group, status, batch, temperature, output, without_adapter=disable_lora)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
-            outputs = self._requests.outputs(group, status, batch, result)
-            group.begin(status, batch, outputs, kwargs, temperature)
-            return outputs
+            outputs = self._requests.outputs(group, status, batch, result, output)
+            kept = _kept(group, outputs)
+            group.begin(status, batch, kept, kwargs, temperature)
+            return _returned(kept, outputs, return_logits=return_logits)
 
         return PreparedPass(item, False, absorb)
 
@@ -149,19 +156,22 @@ class LoraVerbs(TwinkleModel):
         micro_batch_size: int | None = None,
         **kwargs: Any,
     ) -> PreparedPass:
-        _check_asked(return_logits, task, micro_batch_size)
+        _accept_micro_batch_size(micro_batch_size)
         group = self._group(adapter_name)
+        output = wanted_output(group.loss_instance, task, return_logits=return_logits)
+        check_task(group.loss_instance, task)
         check_accumulation(gradient_accumulation_steps)
         status, batch = self._begin_forward(group, inputs, kwargs, training=True)
-        request = self._requests.train_request(group, batch, temperature, kwargs)
+        request = self._requests.train_request(group, batch, temperature, kwargs, output, returned=return_logits)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             group.set_accumulation(gradient_accumulation_steps)
-            outputs, loss = self._requests.outputs(group, status, batch, result), result.metrics["loss:sum"]
-            group.begin(status, batch, outputs, kwargs, temperature)
+            outputs = self._requests.outputs(group, status, batch, result, request.item.output)
+            loss, kept = result.metrics["loss:sum"], _kept(group, outputs)
+            group.begin(status, batch, kept, kwargs, temperature)
             status.has_loss(loss, loss, request.num_tokens())
             group.after_backward()
-            return outputs
+            return _returned(kept, outputs, return_logits=return_logits)
 
         return PreparedPass(request.item, True, absorb)
 
@@ -174,7 +184,9 @@ class LoraVerbs(TwinkleModel):
         if not group.training or status.loss_value is None:
             raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
         group.set_accumulation(gradient_accumulation_steps)
-        request = self._requests.train_request(group, batch, status.temperature, status.forward_kwargs)
+        task = "embedding" if "embeddings" in outputs else "causal_lm"
+        output = wanted_output(group.loss_instance, task, return_logits=False)
+        request = self._requests.train_request(group, batch, status.temperature, status.forward_kwargs, output)
 
         def absorb(_result: TrainResult) -> dict[str, Any]:
             group.after_backward()
@@ -310,10 +322,9 @@ class LoraVerbs(TwinkleModel):
         if optim_params is not None:
             apply_optim_params(optimizer, optim_params)
         self._normalize(group)
-        params, decoupled = adam_params(optimizer)
-        self._lora_trainer.optim_step(group.adapter_name, params, decoupled=decoupled)
+        take_step(self._lora_trainer, group.adapter_name, optimizer)
         optimizer.step()  # changes no weights; without it, schedulers warn that they ran before the optimizer
-        group.last_lr = (params.learning_rate,)
+        group.last_lr = tuple(group.lr)
         group.drop_window()
 
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
@@ -415,7 +426,7 @@ class LoraVerbs(TwinkleModel):
         return group
 
     def _check_loss(self, loss: Loss) -> None:
-        refuse_unless_logps(loss)
+        """Accept any loss: the Trainer computes the logits or embeddings that it reads."""
 
     def _normalize(self, group: OptimizerGroup) -> None:
         divisor = group.take_divisor(self._ranks)
@@ -423,13 +434,24 @@ class LoraVerbs(TwinkleModel):
             self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
 
 
-def _check_asked(return_logits: bool, task: str, micro_batch_size: int | None) -> None:
+def _accept_micro_batch_size(micro_batch_size: int | None) -> None:
     if micro_batch_size is not None:
         check_micro_batch_size(micro_batch_size)
         get_logger().info_once(
             "micro_batch_size: no effect; a multi-LoRA model divides batches by itself, so that they fit into memory"
         )
+
+
+def _kept(group: OptimizerGroup, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the outputs that a group keeps until its next pass: logits only if its loss reads them."""
+    keeps_logits = needs_logits(group.loss_instance)
+    return {name: value for name, value in outputs.items() if name != "logits" or keeps_logits}
+
+
+def _returned(kept: dict[str, Any], outputs: Mapping[str, Any], *, return_logits: bool) -> dict[str, Any]:
+    """Return the outputs for the caller: the kept ones with their loss, and logits if they were asked for."""
+    if return_logits == ("logits" in kept):
+        return kept
     if return_logits:
-        raise UnsupportedError("return_logits: a multi-LoRA model does not hold all logits; use TransformersModel")
-    if task != "causal_lm":
-        raise UnsupportedError(f"task: got {task!r}, a multi-LoRA model does 'causal_lm'; use TransformersModel")
+        return {**kept, "logits": outputs["logits"]}
+    return {name: value for name, value in kept.items() if name != "logits"}

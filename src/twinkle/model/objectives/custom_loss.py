@@ -6,11 +6,13 @@ beforehand, and the batches use the derivatives found then. Without training it 
 
 Slope means the derivative of the loss with respect to a value, dL/dvalue.
 
-Shapes: n rows of the request in a batch, K targets per row, M values per row, T tokens of a sequence.
+Shapes: n rows of the request in a batch, K targets per row, M values per row, T tokens of a sequence, E numbers of a
+row's output (logits or embedding).
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,7 +55,8 @@ class Evaluation:
 
     def run(self, values: Sequence[TokenValues]) -> None:
         """Call the objective with ``values``, one entry per datum in the order of the data, and store the result."""
-        if not all(np.isfinite(value.logprobs).all() for value in values):
+        outputs = (value.output for value in values if value.output is not None)
+        if not all(np.isfinite(array).all() for array in (*(value.logprobs for value in values), *outputs)):
             self.error = NonFiniteError("log-probabilities are NaN or infinite: no gradient was kept")
             return
         try:
@@ -79,18 +82,24 @@ class Evaluation:
                 rows[:, : slope_TK.shape[1]] = slope_TK
             if self.value.entropies:
                 result[:, width] = np.concatenate([self.value.entropies[number] for number in numbers])
+            if self.value.outputs:
+                slope_nE = np.concatenate([self.value.outputs[number] for number in numbers])
+                result[:, -slope_nE.shape[1] :] = slope_nE
         return torch.from_numpy(result)
 
 
 class CustomPart:
     """The sequences of a request with an objective that are in one block of a batch, in row order."""
 
-    def __init__(self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
-        """``shapes``: the shape of each sequence's targets, (T,) or (T, K)."""
+    def __init__(
+        self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]], columns: int = 0
+    ) -> None:
+        """``shapes``: the shape of each sequence's targets, (T,) or (T, K). ``columns``: numbers of a row's output."""
         self._evaluation = evaluation
         self._numbers = tuple(numbers)
         self._shapes = tuple(shapes)
         self._lengths = tuple(shape[0] for shape in shapes)
+        self._columns = columns
         self._slopes_nM: Tensor | None = None
 
     @property
@@ -100,7 +109,8 @@ class CustomPart:
     def record_values(self, values_nM: Tensor, width: int) -> None:
         if not self._evaluation.done:
             rows = np.split(values_nM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
-            values = map(token_values, rows, [width] * len(rows), self._shapes)
+            pairs = zip(rows, self._shapes, strict=True)
+            values = [token_values(rows_TM, width, shape, self._columns) for rows_TM, shape in pairs]
             self._evaluation.record_values(dict(zip(self._numbers, values, strict=True)))
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
@@ -111,11 +121,15 @@ class CustomPart:
         return self._slopes_nM[start:stop]
 
 
-def token_values(rows_TM: FloatArray, width: int, target_shape: tuple[int, ...]) -> TokenValues:
-    """Split the head's values of one sequence into log-probabilities and, where present, statistics.
+def token_values(rows_TM: FloatArray, width: int, target_shape: tuple[int, ...], columns: int = 0) -> TokenValues:
+    """Split the values of one sequence into log-probabilities and, where present, statistics and the output.
 
-    ``width``: how many columns are log-probabilities. The first of those belong to the sequence's targets.
+    ``width``: how many columns are log-probabilities. The first of those belong to the sequence's targets. The last
+    ``columns`` are the output.
     """
+    if columns:
+        rest = token_values(rows_TM[:, :-columns], width, target_shape)
+        return replace(rest, output=rows_TM[:, -columns:].copy())
     logprobs = rows_TM[:, 0] if len(target_shape) == 1 else rows_TM[:, : target_shape[1]]
     if rows_TM.shape[1] == width:
         return TokenValues(logprobs.copy(), _NONE, _NO_IDS)

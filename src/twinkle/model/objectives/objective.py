@@ -45,7 +45,7 @@ class LossSpan:
         if not loss.pointwise:
             inputs["sequence"] = _sequence_numbers(data)
         tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
-        return cls(loss, start, start + sum(len(datum.tokens) for datum in data), tensors)
+        return cls(loss, start, start + sum(sum(part.lengths) for part in members), tensors)
 
     @property
     def pointwise(self) -> bool:
@@ -115,6 +115,13 @@ class LossPart:
     custom: CustomLoss | None
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return how many rows of values each sequence has: one for each token, or a single one for its embedding."""
+        if self.item.output == "embeddings":
+            return (1,) * len(self.data)
+        return tuple(len(datum.tokens) for datum in self.data)
+
+    @property
     def kind(self) -> str:
         """Return a key: neighbouring parts with equal keys are evaluated together."""
         return self.item.loss.name if self.custom is None else f"custom {id(self.custom)}"
@@ -138,7 +145,7 @@ class BatchObjective:
             if custom is None:
                 spans.append(LossSpan.from_parts(members, start))
             else:
-                spans.append(CustomLossSpan(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
+                spans.append(CustomLossSpan(custom, start, start + sum(members[0].lengths)))
             start = spans[-1].stop
         return cls(tuple(spans), width)
 

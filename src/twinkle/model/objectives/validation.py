@@ -6,18 +6,20 @@ They keep a request from making other tenants' requests fail: shapes agree, toke
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
 from twinkle.model.csr import Csr, dense, listed
-from twinkle.model.types import Datum, FloatArray, IntArray, Objective, TrainItem
+from twinkle.model.types import Datum, FloatArray, IntArray, Objective, OutputKind, TrainItem
 
 if TYPE_CHECKING:
     from twinkle.loss import TokenLoss
 
+NO_COLUMNS: Mapping[OutputKind, int] = MappingProxyType({})
 _HOTTEST = 1e4  # the highest temperature; above it distributions are flat, and the value is probably a mistake
 
 
@@ -66,6 +68,10 @@ class CheckedItem:
     objective: Objective | None = None  # used instead of ``loss``
     temperature: float = 1.0
     statistics: bool = False
+    output: OutputKind = "logps"
+    columns: int = (
+        0  # numbers of the output for each of its rows: the vocabulary for logits, hidden size for embeddings
+    )
 
     @property
     def width(self) -> int:
@@ -73,7 +79,10 @@ class CheckedItem:
         return max(datum.width for datum in self.data)
 
 
-def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
+def check_item(
+    item: TrainItem, *, vocab_size: int, max_length: int, columns: Mapping[OutputKind, int] = NO_COLUMNS
+) -> CheckedItem:
+    """Check a request. ``columns``: how many numbers the outputs of the model have, see :class:`CheckedItem`."""
     from twinkle.loss import get_loss, resolve_config  # imports torch, which check_data does not need
 
     for field, expected in (("loss", str), ("loss_config", Mapping)):
@@ -83,8 +92,17 @@ def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedI
     config = resolve_config(loss, item.loss_config)
     data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
     _check_options(item, data)
+    _check_output(item, data, columns)
     return CheckedItem(
-        item.adapter_id, loss, config, data, item.objective, float(item.temperature), bool(item.statistics)
+        item.adapter_id,
+        loss,
+        config,
+        data,
+        item.objective,
+        float(item.temperature),
+        bool(item.statistics),
+        item.output,
+        columns.get(item.output, 0),
     )
 
 
@@ -110,6 +128,16 @@ def _check_options(item: TrainItem, data: Sequence[CheckedDatum]) -> None:
         raise InvalidInputError("loss_config", item.loss_config, "nothing: an objective has no loss_config")
     if item.statistics and any(len(datum.target_shape) != 1 for datum in data):
         raise InvalidInputError("targets", "several per token", "one per token with statistics")
+
+
+def _check_output(item: TrainItem, data: Sequence[CheckedDatum], columns: Mapping[OutputKind, int]) -> None:
+    if item.output not in get_args(OutputKind):
+        raise InvalidInputError("output", item.output, " or ".join(get_args(OutputKind)))
+    tokens = sum(len(datum.tokens) for datum in data)
+    numbers = tokens * columns.get("logits", 0)
+    if item.output == "logits" and numbers > item.max_logits:
+        shown = f"{numbers} numbers ({tokens} tokens × {columns['logits']} entries of the vocabulary)"
+        raise InvalidInputError("logits", shown, f"at most {item.max_logits} (max_logits_per_request)")
 
 
 def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int) -> CheckedDatum:

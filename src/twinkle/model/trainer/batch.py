@@ -25,6 +25,7 @@ from twinkle.model.decoder.transfer import HostCopy, to_device
 from twinkle.model.objectives.custom_loss import CustomPart, Evaluation
 from twinkle.model.objectives.objective import LossPart
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
+from twinkle.model.types import OutputKind
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,22 @@ class Part:
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(datum.tokens) for datum in self.data)
 
-    def by_width(self) -> Iterator[tuple[int, LossPart]]:
-        """Yield (K, LossPart) for each stretch of neighbouring sequences that have K targets per token."""
+    def by_width(self) -> Iterator[tuple[tuple[int, OutputKind], LossPart]]:
+        """Yield ((K, output), LossPart) for each stretch of neighbouring sequences with K targets per token."""
         for width, run in groupby(range(len(self.data)), key=lambda place: self.data[place].width):
             places = list(run)
             data = [self.data[place] for place in places]
             custom = None
             if self.evaluation is not None:
                 numbers = [self.numbers[place] for place in places]
-                custom = CustomPart(self.evaluation, numbers, [datum.target_shape for datum in data])
-            yield width, LossPart(self.item, data, custom)
+                shapes = [(1,) if self.item.output == "embeddings" else datum.target_shape for datum in data]
+                custom = CustomPart(self.evaluation, numbers, shapes, self.item.columns)
+            yield (width, self.item.output), LossPart(self.item, data, custom)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring rows that all have K targets. The head computes one block after another.
+    """Neighbouring rows that all have K targets and the same output. The head computes one block after another.
 
     Rows are not padded to the largest K of the batch: a row with one target costs the same beside rows with 1000.
     """
@@ -70,6 +72,7 @@ class Block:
     query: HeadQuery
     lora: tuple[BoundLora, ...]  # LoRA on the head; rows are counted from the block's first row
     parts: tuple[LossPart, ...]
+    last_rows: Tensor | None = None  # where embeddings are asked for: the row of each sequence's last token
 
     @property
     def width(self) -> int:
@@ -77,8 +80,8 @@ class Block:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the lengths of the block's sequences."""
-        return tuple(len(datum.tokens) for part in self.parts for datum in part.data)
+        """Return how many rows of values each of the block's sequences has."""
+        return tuple(length for part in self.parts for length in part.lengths)
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ def _blocks(
 ) -> Iterator[Block]:
     pieces = (piece for part in parts for piece in part.by_width())
     start, count = 0, sum(sum(part.lengths) for part in parts)
-    for width, run in groupby(pieces, key=lambda piece: piece[0]):
+    for (width, output), run in groupby(pieces, key=lambda piece: piece[0]):
         members = tuple(part for _, part in run)
         data = [datum for part in members for datum in part.data]
         rows = slice(start, start + sum(len(datum.tokens) for datum in data))
@@ -193,8 +196,13 @@ def _blocks(
         own = lora
         if rows != slice(0, count):
             own = [clipped for each in lora if (clipped := clip_lora(each, rows.start, rows.stop)) is not None]
-        targets = torch.from_numpy(_targets(data, width))
-        yield Block(rows, to_device(targets, device), query.for_rows(rows), tuple(own), members)
+        targets, asked = torch.from_numpy(_targets(data, width)), query.for_rows(rows)
+        if output == "logits":
+            asked = dataclasses.replace(asked, logits=True)
+        last_rows = None
+        if output == "embeddings":
+            last_rows = to_device(torch.tensor([len(datum.tokens) for datum in data]).cumsum(0) - 1, device)
+        yield Block(rows, to_device(targets, device), asked, tuple(own), members, last_rows)
 
 
 def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.engine import Computed
 from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
-from twinkle.model.types import FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import FloatArray, OutputKind, TokenValues, TrainFailure, TrainItem, TrainResult
 
 StepLimit = Callable[[], int | None]  # returns the most tokens of the next micro-batch; None: as many as fit
 
@@ -198,13 +198,27 @@ class TrainerCall:
             if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
                 self._results[index] = TrainResult([], {"loss:sum": 0.0})
                 return
-            checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest)
+            columns: dict[OutputKind, int] = {
+                "logits": architecture.head.out_features,
+                "embeddings": architecture.head.in_features,
+            }
+            checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest, columns=columns)
+            self._check_logits(checked)
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
             evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
-            keeps_values = checked.statistics or evaluation is not None
+            keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
             self._requests[index] = _Request(checked, adapter, evaluation, keeps_values)
+
+    def _check_logits(self, item: CheckedItem) -> None:
+        """Raise CapacityError if the logits of one sequence, which are held at once, do not fit the memory plan."""
+        longest = max(len(datum.tokens) for datum in item.data)
+        if item.output == "logits" and longest * item.columns > self.budget.logits:
+            raise CapacityError(
+                f"logits: a sequence of {longest} tokens has {longest * item.columns}; "
+                f"the memory plan has room for {self.budget.logits}"
+            )
 
     def _plan(self) -> list[MicroBatch]:
         """Order requests by stack, loss, width and slot, and cut them into micro-batches.
@@ -214,7 +228,7 @@ class TrainerCall:
 
         def order(index: int) -> tuple[int, str, str, int, int, int]:
             request = self._requests[index]
-            loss, width = request.item.loss.name, request.item.width
+            loss, width = f"{request.item.output} {request.item.loss.name}", request.item.width
             if request.adapter is None:
                 return 0, "", loss, width, -1, index
             layout, slot = request.adapter.layout, request.adapter.slot
@@ -223,14 +237,15 @@ class TrainerCall:
         architecture = self._engine.architecture
         sequences = []
         for index in sorted(self._requests, key=order):
-            data = self._requests[index].item.data
+            item, data = self._requests[index].item, self._requests[index].item.data
+            more = item.columns if item.output == "logits" else 0  # an embedding is one row, whatever the length
             # Neighbours of equal width form one block of the head; in padded batches, equal lengths waste least.
             numbers = sorted(
                 range(len(data)),
                 key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),
             )
             sequences += [
-                SequenceRef(index, number, len(data[number].tokens), data[number].width) for number in numbers
+                SequenceRef(index, number, len(data[number].tokens), data[number].width + more) for number in numbers
             ]
         return plan(
             sequences,
@@ -336,7 +351,9 @@ class TrainerCall:
                 datum = request.item.data[sequence.datum]
                 request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.width])
                 if request.keeps_values:
-                    request.values[sequence.datum] = token_values(rows_TM, datum.width, datum.target_shape)
+                    columns, pooled = request.item.columns, request.item.output == "embeddings"
+                    shape = (1,) if pooled else datum.target_shape
+                    request.values[sequence.datum] = token_values(rows_TM, datum.width, shape, columns)
             if request.complete:
                 self._evaluate(request)
         for gradient in computed.gradients:
@@ -353,6 +370,9 @@ class TrainerCall:
 
     def _evaluate(self, request: _Request) -> None:
         evaluation = request.evaluation
+        if evaluation is None and request.item.output == "embeddings":  # no named loss reads them
+            request.metrics = {"loss:sum": 0.0}
+            return
         if evaluation is None:
             request.metrics = evaluate(request.item, request.ordered_logprobs)
             return
@@ -376,9 +396,13 @@ class TrainerCall:
         else:
             if self._ranks.size == 1:
                 request.keep_gradient()
-            shaped = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, request.item.data, strict=True)]
-            values = tuple(request.ordered_values) if request.item.statistics else ()
-            self._results[index] = TrainResult(shaped, metrics, values)
+            item = request.item
+            if item.output == "embeddings":
+                logprobs = [np.zeros(0, np.float32) for _ in logprobs]
+            else:
+                logprobs = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, item.data, strict=True)]
+            values = tuple(request.ordered_values) if item.statistics or item.output != "logps" else ()
+            self._results[index] = TrainResult(logprobs, metrics, values)
 
     def _agree(self, items: Sequence[TrainItem]) -> None:
         """Exchange results between ranks: fail requests that failed on any rank; keep gradients of the others.

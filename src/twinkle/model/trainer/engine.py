@@ -81,9 +81,7 @@ class Engine:
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
-            values = self._with_head(
-                lambda head: [_logprobs(head, block, hidden_TH, give_way) for block in batch.blocks]
-            )
+            values = self._with_head(lambda head: [_values(head, block, hidden_TH, give_way) for block in batch.blocks])
         return Computed.from_batch(batch, values, None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
@@ -143,7 +141,7 @@ class Engine:
             coefficients = [objective.to(self.device).coefficients for objective in objectives]
         else:
             # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
-            first = [_logprobs(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
+            first = [_values(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
             for objective, values_nM in zip(objectives, first, strict=True):
                 objective.record_values(values_nM)
             coefficients = [
@@ -151,7 +149,9 @@ class Engine:
                 for objective, values_nM in zip(objectives, first, strict=True)
             ]
         walked = [
-            head.logprobs_and_gradient(
+            _embeddings_and_gradient(block, hidden_TH, asked)
+            if block.last_rows is not None
+            else head.logprobs_and_gradient(
                 hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
             )
             for block, asked in zip(batch.blocks, coefficients, strict=True)
@@ -160,8 +160,26 @@ class Engine:
         return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
-def _logprobs(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
+def _values(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
+    """Return the values of a block's rows, (n, M); of a block of embeddings, those of its sequences."""
+    if block.last_rows is not None:
+        return _embeddings(block, hidden_TH)
     return head.logprobs(hidden_TH[block.rows], block.targets_nK, block.lora, block.query, give_way)
+
+
+def _embeddings(block: Block, hidden_TH: Tensor) -> Tensor:
+    """Return K zeros instead of log-probabilities, and the hidden state of the last token, for each sequence."""
+    hidden_NH = hidden_TH[block.rows][block.last_rows].float()
+    return torch.cat([hidden_NH.new_zeros(len(hidden_NH), block.width), hidden_NH], 1)
+
+
+def _embeddings_and_gradient(block: Block, hidden_TH: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """Return the values of :func:`_embeddings`, and dL/dhidden of all rows of the block."""
+    values_NM = _embeddings(block, hidden_TH)
+    gradient_nH = torch.zeros_like(hidden_TH[block.rows])
+    slopes_NM = coefficients(0, len(values_NM), values_NM)
+    gradient_nH[block.last_rows] = slopes_NM[:, block.width :].to(gradient_nH.dtype)
+    return values_NM, gradient_nH
 
 
 def _known(coefficients_nM: Tensor) -> Coefficients:

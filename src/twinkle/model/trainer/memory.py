@@ -17,6 +17,7 @@ _RESERVE_SHARE = 0.08  # fragmentation, library workspaces
 _CPU_SHARE = 0.5  # of the host memory that is free: other processes need some too
 _DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
 _HEAD_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # fp32 logits held at once
+_LOGIT_BYTES = 24  # of a logit that a request keeps: its value twice, its slope, and copies of a chunk
 _SMALLEST_CHUNK = 16
 _CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products compute this many rows at a time, needed or not
 
@@ -39,6 +40,11 @@ class MemoryPlan:
     @property
     def most_tokens(self) -> int:
         return self.activations // self.bytes_per_token
+
+    @property
+    def logits(self) -> int:
+        """Return how many logits of one sequence may be held at once: they take at most half of the activations."""
+        return self.activations // (2 * _LOGIT_BYTES)
 
     @property
     def tokens_recomputed(self) -> int:

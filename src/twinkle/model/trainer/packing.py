@@ -53,6 +53,7 @@ class Budget:
 
     ``tokens``: with all activations kept. ``tokens_recomputed``: with activation checkpointing, which takes less memory
     per token. ``cells``: the most targets of all tokens together, where tokens have several; each takes some 40 bytes.
+    Logits that a request asked for count as targets here. ``logits``: the most of them that one sequence may have.
     ``most_tokens``: how many tokens fit in memory with all activations kept; ``tokens`` is less if a lower limit is
     configured. ``longest_sequence``: a sequence of this length is accepted although only part of the memory is free at
     the moment.
@@ -63,6 +64,7 @@ class Budget:
     cells: int = 2**20
     most_tokens: int = 0
     longest_sequence: int = 0
+    logits: int = 0
 
     def leaves_room(self, batch: MicroBatch, *, train: bool, padded: bool) -> bool:
         """Return whether this micro-batch uses at most half of the memory for activations."""
@@ -77,7 +79,12 @@ class Budget:
         """
         most = max(self.tokens, self.most_tokens) // 2
         return Budget(
-            max(1, min(self.tokens, most)), max(1, self.tokens_recomputed // 2), self.cells, most, self.longest
+            max(1, min(self.tokens, most)),
+            max(1, self.tokens_recomputed // 2),
+            self.cells,
+            most,
+            self.longest,
+            self.logits // 2,
         )
 
     @property

@@ -65,7 +65,7 @@ class RequestShards:
         joined = TrainResult(
             [next(logprobs[owner]) for owner in owners],
             parts[owners[0]].metrics,
-            tuple(next(values[owner]) for owner in owners) if item.statistics else (),
+            tuple(next(values[owner]) for owner in owners) if item.statistics or item.output != "logps" else (),
         )
         if len(set(owners)) == 1:
             return joined

@@ -16,20 +16,27 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from twinkle import hub
-from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
+from twinkle.errors import (
+    AdapterExistsError,
+    CapacityError,
+    InvalidInputError,
+    TwinkleError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from twinkle.hub.model_id import id_text
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
-from twinkle.model.adapters.optimizer import adam_step, gradient_norm
+from twinkle.model.adapters.optimizer import OPTIMIZERS, adam_step, gradient_norm, optimizer_step
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import read_architecture
@@ -139,7 +146,8 @@ class Trainer:
             max_tokens=max_tokens_per_batch,
             device=self.device,
         )
-        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed, most_tokens=self.memory.most_tokens)
+        plan = self.memory
+        self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
         self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
         self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
@@ -237,6 +245,10 @@ class Trainer:
         rows = self._engine.token_rows, self._engine.padding_rows
         return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
 
+    def vocabulary_size(self) -> int:
+        """Return how many token ids the model has."""
+        return self.architecture.vocab_size
+
     def spec(self, adapter_id: str) -> LoraSpec:
         return self._pool.get(adapter_id).spec
 
@@ -314,6 +326,18 @@ class Trainer:
         self._unite_gradient(adapter)
         return adam_step(adapter, params, decoupled=decoupled)
 
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Take one step of another optimizer of ``torch.optim`` with the accumulated gradient, then drop the gradient.
+
+        ``settings``: all keywords of its constructor. An adapter has the state of one optimizer at a time.
+        """
+        adapter = self._pool.get(adapter_id)
+        if name not in OPTIMIZERS:
+            raise UnknownNameError("optimizer", name, OPTIMIZERS)
+        self._pool.make_resident([adapter])
+        self._unite_gradient(adapter)
+        return optimizer_step(adapter, name, settings)
+
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
         """Multiply the accumulated gradient by ``factor``; without a gradient nothing changes."""
         adapter = self._pool.get(adapter_id)
@@ -353,6 +377,8 @@ class Trainer:
             exp_avg=_array(adapter.exp_avg_P),
             exp_avg_sq=_array(adapter.exp_avg_sq_P),
             gradient=gradient,
+            optimizer=adapter.optimizer,
+            scalars=dict(adapter.scalars),
         )
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
@@ -368,7 +394,7 @@ class Trainer:
         fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
         fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
         fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
-        fresh.step = snapshot.step
+        fresh.step, fresh.optimizer, fresh.scalars = snapshot.step, snapshot.optimizer, dict(snapshot.scalars)
         self._pool.put(fresh)
 
     def save(
@@ -380,7 +406,7 @@ class Trainer:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write a directory that PEFT can load; with ``optimizer`` also Adam's moments. The gradient is not written.
+        """Write a directory that PEFT can load; with ``optimizer`` also its state. The gradient is not written.
 
         state: further entries of trainer_state.json. companions: a function that writes further files into the
         directory it is given. The checkpoint appears with all its files or not at all.
@@ -425,7 +451,7 @@ class Trainer:
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape.
 
-        With ``optimizer`` the directory must hold Adam's moments; without, the Adam state starts from zero.
+        With ``optimizer`` the directory must hold the optimizer's state; without, that state starts from zero.
         """
         adapter = self._pool.get(adapter_id)
         read = functools.partial(checkpoint.load_adapter, adapter, Path(directory), optimizer=optimizer)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.model.types import FloatArray
 from twinkle.sampler import types as engine_types
 
@@ -18,7 +18,6 @@ __all__ = [
     "CompletionTemplate",
     "as_sampling_params",
     "engine_request",
-    "refuse_unsupported",
     "response_of",
     "sequence_of",
 ]
@@ -45,11 +44,6 @@ def as_sampling_params(given: object) -> SamplingParams:
     raise InvalidInputError("sampling_params", given, "a SamplingParams, its fields as a mapping, or None")
 
 
-def refuse_unsupported(params: SamplingParams) -> None:
-    if params.repetition_penalty != 1.0:
-        raise UnsupportedError("repetition_penalty: only 1.0, samplers draw from the model's own distribution")
-
-
 def engine_request(
     feature: Mapping[str, Any],
     params: SamplingParams,
@@ -71,6 +65,11 @@ def engine_request(
         seed=None if params.seed is None else params.seed + index,
         stop_tokens=tuple(params.stop_token_ids),
         stop_strings=tuple(params.stop_strings),
+        stop_at_eos=not params.ignore_eos,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
     )
     return engine_types.SampleRequest(
         request_id=request_id,

@@ -20,7 +20,7 @@ from twinkle.infra.dispatch import Arguments
 from twinkle.model.library.sequences import as_feature_list
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler import types as engine_types
-from twinkle.sampler.script.features import as_sampling_params, engine_request, refuse_unsupported, response_of
+from twinkle.sampler.script.features import as_sampling_params, engine_request, response_of
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -110,7 +110,6 @@ def sample_in_one_call(
     engine: engine_types.Sampler, template: "Template", inputs: Inputs, params: SamplingParams, version: str | None
 ) -> list[SampleResponse]:
     """Return one response for each trajectory or feature, in the same order."""
-    refuse_unsupported(params)
     features = _encoded(template, as_feature_list(inputs), generation_prompt=params.max_tokens != 0)
     requests = [
         engine_request(feature, params, index, version, f"local-{next(_request_numbers)}")

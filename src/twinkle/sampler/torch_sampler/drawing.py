@@ -6,11 +6,13 @@ Shapes: M rows, V vocabulary, D draws a row, k likeliest tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twinkle.model.decoder.transfer import to_device
-from twinkle.sampler.types import TopLogprobs
+from twinkle.model.types import IntArray
+from twinkle.sampler.types import SamplingParams, TopLogprobs
 
 # A draw takes about this many times the memory of its logits: float64 copies, running sums and sort order.
 MEMORY_OF_A_DRAW = 8
@@ -19,10 +21,42 @@ _COLDEST = 1e-30  # below this a float32 temperature would be zero; the distribu
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """The penalties of one draw (see :class:`~twinkle.sampler.types.SamplingParams`), and the tokens before it.
+
+    ``prompt``: the prompt's tokens. ``generated``: all tokens that were drawn so far, in any order.
+    """
+
+    repetition: float
+    presence: float
+    frequency: float
+    prompt: IntArray
+    generated: Sequence[int]
+
+    @classmethod
+    def for_draw(cls, params: SamplingParams, prompt: IntArray, generated: Sequence[int]) -> "Penalties | None":
+        if not params.penalises:
+            return None
+        return cls(params.repetition_penalty, params.presence_penalty, params.frequency_penalty, prompt, generated)
+
+    def apply(self, logits_V: Tensor) -> None:
+        """Change the logits in place, in vLLM's order: repetition, frequency, presence."""
+        tokens, counts = np.unique(np.asarray(self.generated, np.int64), return_counts=True)
+        if self.repetition != 1.0:
+            seen = to_device(torch.from_numpy(np.union1d(self.prompt, tokens)), logits_V.device)
+            values = logits_V[seen]
+            logits_V[seen] = torch.where(values > 0, values / self.repetition, values * self.repetition)
+        if len(tokens) and (self.presence or self.frequency):
+            lower = torch.from_numpy(counts * self.frequency + self.presence).float()
+            drawn = to_device(torch.from_numpy(tokens), logits_V.device)
+            logits_V[drawn] -= to_device(lower, logits_V.device)
+
+
+@dataclass(frozen=True)
 class Draw:
     """How one token is drawn. ``temperature=0`` takes the likeliest token; ``top_k < 1`` switches top-k off.
 
-    ``top``: how many of the likeliest tokens are reported beside the drawn one.
+    ``top``: how many of the likeliest tokens are reported beside the drawn one. ``min_p=0`` switches it off.
     """
 
     temperature: float
@@ -30,15 +64,17 @@ class Draw:
     top_p: float
     uniform: float
     top: int = 0
+    min_p: float = 0.0
+    penalties: Penalties | None = None
 
     @property
     def truncated(self) -> bool:
-        return self.temperature > 0 and (self.top_k >= 1 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k >= 1 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A token and its log-probability under the tempered distribution over the whole vocabulary.
+    """A token and its log-probability under the tempered distribution over the whole vocabulary, without penalties.
 
     A greedy draw (temperature 0) reports the log-probability under the untempered distribution. ``finite=False`` means
     that the logits hold NaN or infinity, and that the other fields are meaningless. ``top``: one row with the likeliest
@@ -69,16 +105,17 @@ class DrawnRows:
 class DrawPlan:
     """How the tokens of some rows are drawn, ready on the device for one pass or several."""
 
-    settings_M3: Tensor  # divisor of the logits, top_k, top_p; float64
+    settings_M4: Tensor  # divisor of the logits, top_k, top_p, min_p; float64
     plain: Tensor | slice | None  # rows that draw from the whole distribution
-    truncated: Tensor | slice | None  # rows that draw from part of it (top_k, top_p); all other rows are greedy
+    truncated: Tensor | slice | None  # rows that draw from part of it (top_k, top_p, min_p); all others are greedy
     tops: Sequence[int]
+    penalties: Sequence[tuple[int, Penalties]] = ()  # with the row that each belongs to
 
     @classmethod
     def for_draws(cls, draws: Sequence[Draw], device: torch.device) -> "DrawPlan":
         """Prepare one draw for each row, and copy its settings to the device."""
         # The log-probabilities of greedy rows are those of the untempered distribution.
-        settings = [(divisor(draw.temperature or 1.0), draw.top_k, draw.top_p) for draw in draws]
+        settings = [(divisor(draw.temperature or 1.0), draw.top_k, draw.top_p, draw.min_p) for draw in draws]
         plain = [row for row, draw in enumerate(draws) if draw.temperature > 0 and not draw.truncated]
         truncated = [row for row, draw in enumerate(draws) if draw.truncated]
         return cls(
@@ -86,6 +123,7 @@ class DrawPlan:
             _rows(plain, len(draws), device),
             _rows(truncated, len(draws), device),
             [draw.top for draw in draws],
+            [(row, draw.penalties) for row, draw in enumerate(draws) if draw.penalties is not None],
         )
 
     def draw(self, logits_MV: Tensor, uniform_M1: Tensor, choices: int) -> DrawnRows:
@@ -93,16 +131,21 @@ class DrawPlan:
 
         choices: token ids from this one on are never drawn, although they have a probability.
         """
-        # Shift the highest logit to 0 before the division, so that even very low temperatures cannot overflow.
-        shifted_MV = logits_MV - logits_MV.amax(1, keepdim=True)
-        logprobs_MV = shifted_MV.div_(self.settings_M3[:, :1].float()).log_softmax(1)
-        tokens_M = logprobs_MV[:, :choices].argmax(1)
+        logprobs_MV = _tempered(logits_MV, self.settings_M4[:, :1])
+        drawn_from_MV = logprobs_MV
+        if self.penalties:
+            drawn_from_MV = logprobs_MV.clone()
+            for row, penalties in self.penalties:
+                penalised_1V = logits_MV[row : row + 1].clone()
+                penalties.apply(penalised_1V[0])
+                drawn_from_MV[row] = _tempered(penalised_1V, self.settings_M4[row : row + 1, :1])[0]
+        tokens_M = drawn_from_MV[:, :choices].argmax(1)
         if self.plain is not None:
-            weights = logprobs_MV[self.plain, :choices].exp()
+            weights = drawn_from_MV[self.plain, :choices].exp()
             tokens_M[self.plain] = pick(weights, uniform_M1[self.plain]).squeeze(1)
         if self.truncated is not None:
-            weights = logprobs_MV[self.truncated, :choices].exp()
-            chosen = _from_nucleus(weights, uniform_M1[self.truncated], self.settings_M3[self.truncated])
+            weights = drawn_from_MV[self.truncated, :choices].exp()
+            chosen = _from_nucleus(weights, uniform_M1[self.truncated], self.settings_M4[self.truncated])
             tokens_M[self.truncated] = chosen.squeeze(1)
         logprobs_M = logprobs_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1)
         # A NaN anywhere in a row makes the whole row NaN after the softmax; so does a row without a finite logit.
@@ -160,14 +203,23 @@ def rows_at_once(chunk_rows: int, vocabulary: int, draws: int) -> int:
     return max(1, chunk_rows * vocabulary // (MEMORY_OF_A_DRAW * max(vocabulary, draws * _CHUNK)))
 
 
-def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M3: Tensor) -> Tensor:
+def _tempered(logits_MV: Tensor, divisor_M1: Tensor) -> Tensor:
+    """Return the log-probabilities of logits / divisor."""
+    # Shift the highest logit to 0 before the division, so that even very low temperatures cannot overflow.
+    shifted_MV = logits_MV - logits_MV.amax(1, keepdim=True)
+    return shifted_MV.div_(divisor_M1.float()).log_softmax(1)
+
+
+def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M4: Tensor) -> Tensor:
     """Draw one token for each row, (M, 1), from the nucleus.
 
-    The nucleus is the fewest of the ``top_k`` likeliest tokens that together hold ``top_p`` of their probability.
+    Tokens with less than ``min_p`` of the likeliest one's probability are left out first. The nucleus is the fewest of
+    the ``top_k`` likeliest tokens that together hold ``top_p`` of their probability.
     """
     size, device = weights_MV.shape[1], weights_MV.device
-    top_k_M1, top_p_M1 = settings_M3[:, 1:2], settings_M3[:, 2:3]
+    top_k_M1, top_p_M1, min_p_M1 = settings_M4[:, 1:2], settings_M4[:, 2:3], settings_M4[:, 3:4]
     sorted_MV, ids_MV = weights_MV.double().sort(dim=1, descending=True, stable=True)
+    sorted_MV.masked_fill_(sorted_MV < min_p_M1 * sorted_MV[:, :1], 0)
     sorted_MV.masked_fill_((torch.arange(size, device=device) >= top_k_M1) & (top_k_M1 >= 1), 0)
     sums_MV = sorted_MV.cumsum(1)
     beyond_MV = sums_MV - sorted_MV >= top_p_M1 * sums_MV[:, -1:]  # the tokens before this one already hold top_p

@@ -15,7 +15,7 @@ from twinkle.errors import NonFiniteError
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.noise import uniforms, words
-from twinkle.sampler.torch_sampler.drawing import Draw, Drawn
+from twinkle.sampler.torch_sampler.drawing import Draw, Drawn, Penalties
 from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, Piece
 from twinkle.sampler.torch_sampler.prefix_cache import BASE
 from twinkle.sampler.torch_sampler.prompt_scores import PromptScores
@@ -105,9 +105,10 @@ class Job:
 
     @cached_property
     def draw(self) -> Draw:
-        """Return the settings for drawing a token, without the random number."""
+        """Return the settings for drawing a token, without the random number and the penalties."""
         params = self.request.params
-        return Draw(params.temperature, params.top_k, params.top_p, 0.0, self.request.topk_sample_logprobs)
+        top = self.request.topk_sample_logprobs
+        return Draw(params.temperature, params.top_k, params.top_p, 0.0, top, params.min_p)
 
     @property
     def prompt_length(self) -> int:
@@ -243,7 +244,9 @@ class Job:
         """Return the draw of the sample's next token; at the end of the prompt, one draw for every sample."""
         samples = [sequence.index] if self.prompt_done else range(self.request.num_samples)
         noise = uniforms(words(self.request.seed), words(*samples), words(len(sequence.logprobs)))
-        return tuple(replace(self.draw, uniform=number) for number in noise.tolist())
+        before = sequence.tokens[self.prompt_length :]
+        penalties = Penalties.for_draw(self.request.params, self.request.prompt, before)
+        return tuple(replace(self.draw, uniform=number, penalties=penalties) for number in noise.tolist())
 
 
 def longest_match(strings: Iterable[str]) -> int:

@@ -179,10 +179,14 @@ class TorchSampler:
         graphs = self._graphs
         if graphs is None or not self._schedule.room_ahead(_AHEAD):
             return self._compute_all(self._schedule.decode_steps(eligible))
-        steps = self._schedule.decode_steps(lambda job: eligible(job) and graphs.takes(job.version), _AHEAD)
+
+        def ahead(job: Job) -> bool:  # penalties need the tokens before each draw on the host
+            return graphs.takes(job.version) and not job.request.params.penalises
+
+        steps = self._schedule.decode_steps(lambda job: eligible(job) and ahead(job), _AHEAD)
         for start in range(0, len(steps), graphs.max_rows):
             self._decode_ahead(steps[start : start + graphs.max_rows])
-        others = self._schedule.decode_steps(lambda job: eligible(job) and not graphs.takes(job.version))
+        others = self._schedule.decode_steps(lambda job: eligible(job) and not ahead(job))
         return self._compute_all(others) or bool(steps)
 
     def _decode_ahead(self, steps: list[Step]) -> None:

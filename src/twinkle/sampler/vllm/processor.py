@@ -8,16 +8,20 @@ draws the token.
 Shapes: M rows of a batch, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import SamplingParams as EngineParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
+from twinkle.model.types import IntArray
 from twinkle.sampler.noise import uniform
-from twinkle.sampler.torch_sampler.drawing import Draw, draw_tokens
+from twinkle.sampler.torch_sampler.drawing import Draw, Penalties, draw_tokens
+from twinkle.sampler.types import SamplingParams
 from twinkle.sampler.vllm import message, server_watch
 
 # The import name under which vLLM loads the processor.
@@ -38,9 +42,13 @@ class DrawSettings:
     seed: int
     sample: int
     top: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def to_extra_args(self) -> dict[str, object]:
-        return {_KEY: [self.temperature, self.top_k, self.top_p, self.seed, self.sample, self.top]}
+        return {_KEY: list(astuple(self))}
 
     @classmethod
     def from_params(cls, params: EngineParams) -> "DrawSettings | None":
@@ -48,15 +56,28 @@ class DrawSettings:
         values = (params.extra_args or {}).get(_KEY)
         return None if values is None else cls(*values)
 
-    def draw(self, position: int) -> Draw:
-        noise = uniform(self.seed, self.sample, position)
-        return Draw(self.temperature, self.top_k, self.top_p, noise, self.top)
+    def draw(self, prompt: IntArray, generated: Sequence[int]) -> Draw:
+        noise = uniform(self.seed, self.sample, len(generated))
+        params = SamplingParams(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
+        penalties = None
+        if params.penalises:
+            known = [token for token in generated if token >= 0]  # vLLM writes −1 where a token is not known yet
+            penalties = Penalties.for_draw(params, prompt, known)
+        return Draw(self.temperature, self.top_k, self.top_p, noise, self.top, self.min_p, penalties)
 
 
 @dataclass(frozen=True)
 class _Row:
     settings: DrawSettings
+    prompt: IntArray
     generated: list[int]  # vLLM appends to this list as it generates
+
+    def draw(self) -> Draw:
+        return self.settings.draw(self.prompt, self.generated)
 
 
 class DrawingProcessor(LogitsProcessor):  # type: ignore[misc]  # without vLLM it is Any
@@ -80,7 +101,7 @@ class DrawingProcessor(LogitsProcessor):  # type: ignore[misc]  # without vLLM i
         return logits
 
     def _draw(self, logits_MV: Tensor, rows: list[int]) -> None:
-        draws = [self._rows[row].settings.draw(len(self._rows[row].generated)) for row in rows]
+        draws = [self._rows[row].draw() for row in rows]
         chosen = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
         part_MV = logits_MV[chosen]
         message.write(draw_tokens(part_MV, draws, part_MV.shape[1]), part_MV)
@@ -90,4 +111,4 @@ class DrawingProcessor(LogitsProcessor):  # type: ignore[misc]  # without vLLM i
 
 def _new_row(params: EngineParams, prompt: list[int] | None, generated: list[int]) -> _Row | None:
     settings = DrawSettings.from_params(params)
-    return None if settings is None else _Row(settings, generated)
+    return None if settings is None else _Row(settings, np.array(prompt or (), np.int64), generated)

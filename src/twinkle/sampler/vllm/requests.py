@@ -53,7 +53,18 @@ class Request:
         """Return vLLM's parameters of a sample: greedy for vLLM, with the real settings for our processor."""
         checked, params = self.checked, self.checked.params
         top = checked.topk_sample_logprobs
-        draw = DrawSettings(params.temperature, params.top_k, params.top_p, checked.seed, sample.index, top)
+        draw = DrawSettings(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            checked.seed,
+            sample.index,
+            top,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
         watched = checked.stream or bool(params.stop_strings)
         return engine_params(draw, checked.max_tokens, self.end_tokens, watched=watched)
 

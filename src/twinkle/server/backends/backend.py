@@ -6,7 +6,7 @@ A tenant's mistake raises a :class:`~twinkle.errors.UserError`; any other except
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from twinkle.model.types import (
     EMPTY,
@@ -82,6 +82,9 @@ class TrainingBackend(Protocol):
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Take a step of another optimizer than Adam: a class of torch.optim by name, with all its settings."""
+
     def zero_grad(self, adapter_id: str) -> None: ...
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot: ...
@@ -107,6 +110,8 @@ class TrainingBackend(Protocol):
     def scale_gradient(self, adapter_id: str, factor: float) -> None: ...
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float: ...
+
+    def vocabulary_size(self) -> int: ...
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
 

@@ -320,7 +320,7 @@ def test_a_session_is_needed_for_adapters_and_templates_only(caller: Caller) -> 
         ({"inputs": FEATURE, "sampling_params": {"max_tokens": 10**9}}, "max_tokens"),
         ({"inputs": FEATURE, "sampling_params": {"num_samples": 0}}, "num_samples: got 0"),
         ({"inputs": FEATURE, "sampling_params": {"num_samples": 5000}}, "4096 sequences in all"),
-        ({"inputs": FEATURE, "sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+        ({"inputs": FEATURE, "sampling_params": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"inputs": FEATURE, "sampling_params": {"stop": [""]}}, "stop: got ['']"),
         ({"inputs": FEATURE, "sampling_params": {"stop": ["x"] * 300}}, "at most 256"),
         ({"inputs": FEATURE, "sampling_params": [1]}, "sampling_params: got [1]"),

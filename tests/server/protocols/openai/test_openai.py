@@ -333,8 +333,10 @@ def called(arguments: str) -> dict[str, Any]:
 
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"),
+    ({"extra_body": {"min_p": 1.5}}, "min_p"),
+    ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
     ({"logit_bias": {"5": 100}}, "logit_bias"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
@@ -344,7 +346,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "warm"}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"extra_body": {"top_k": 0}}, "top_k"),
-    ({"extra_body": {"min_p": 0.1}}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),

@@ -34,6 +34,7 @@ from twinkle.errors import (
     NonFiniteError,
     TwinkleError,
     UnknownNameError,
+    UnsupportedError,
 )
 from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.csr import dense
@@ -116,6 +117,8 @@ class _Adapter:
     exp_avg_sq: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
     gradient: FloatArray | None = None
     step: int = 0
+    optimizer: str = "Adam"
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 class MockTrainer(TrainingBackend):
@@ -156,6 +159,9 @@ class MockTrainer(TrainingBackend):
     def numbers(self) -> TrainerNumbers:
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
+    def vocabulary_size(self) -> int:
+        return self.vocab_size
+
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
 
@@ -193,6 +199,11 @@ class MockTrainer(TrainingBackend):
         adapter.gradient = None
         adapter.step += 1
         return {"unclipped_grad_l2:mean": norm}
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Make the same step as :meth:`optim_step`, with the learning rate and the weight decay of the settings."""
+        decay = float(settings.get("weight_decay", 0.0))
+        return self.optim_step(adapter_id, AdamParams(learning_rate=float(settings["lr"]), weight_decay=decay))
 
     def zero_grad(self, adapter_id: str) -> None:
         self._get(adapter_id).gradient = None
@@ -277,6 +288,8 @@ class MockTrainer(TrainingBackend):
         if item.base_model and train:
             raise InvalidInputError("base_model", True, "False: the base model is not trained")
         adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
+        if item.output != "logps":
+            raise UnsupportedError(f"{item.output}: the mock backend has no model; it computes log-probabilities")
         _check_item(item, self.vocab_size, self.max_length)
         item = replace(item, data=[_written_out(datum) for datum in item.data])
         self._rows += sum(len(datum.tokens) for datum in item.data)

@@ -25,7 +25,7 @@ from twinkle.errors import (
     UserError,
 )
 from twinkle.model.types import IntArray
-from twinkle.sampler.script.features import engine_request, refuse_unsupported, response_of, sequence_of
+from twinkle.sampler.script.features import engine_request, response_of, sequence_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import max_characters, text_groups
@@ -210,7 +210,6 @@ def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) ->
     if named.get("num_samples") is None:
         named["num_samples"] = 1 if num_samples is None else num_samples
     params = SamplingParams.from_dict(named)
-    refuse_unsupported(params)
     stops = [*params.stop_strings, *params.stop_token_ids]
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in params.stop_strings):
         allowed = f"at most {MAX_STOPS} texts or token ids; texts of 1 to {MAX_STOP_LENGTH} characters"

@@ -122,6 +122,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for a text completion
 
 Prompt = str | list[int]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 ClientText = Annotated[str, Field(max_length=4096)]
 
 
@@ -161,6 +162,11 @@ class GenerationFields(Fields):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # an extension: OpenAI does not have it
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # this and the next two are extensions that vLLM has
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     seed: Seed | None = None
@@ -170,8 +176,6 @@ class GenerationFields(Fields):
     user: ClientText | None = None
     metadata: Metadata | None = None
     # Not supported:
-    frequency_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
-    presence_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
     logit_bias: Annotated[Any, AfterValidator(neutral({}))] = None
 
     @property
@@ -203,6 +207,11 @@ class GenerationFields(Fields):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=self.seed,
             stop_strings=self.stop,
+            stop_at_eos=not self.ignore_eos,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
         )
 
 

@@ -146,7 +146,13 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
             np.save(directory / f"{name}.npy", array, allow_pickle=False)
     if beside is not None:
         (directory / _BESIDE).write_bytes(beside)
-    meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
+    meta = {
+        "spec": asdict(snapshot.spec),
+        "step": snapshot.step,
+        "layout": snapshot.layout,
+        "optimizer": snapshot.optimizer,
+        "scalars": dict(snapshot.scalars),
+    }
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
@@ -158,7 +164,8 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
         arrays = {name: _read_array(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
-    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays)
+    optimizer = {name: meta[name] for name in ("optimizer", "scalars") if name in meta}  # older snapshots: Adam's
+    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays, **optimizer)
 
 
 def _read_array(file: Path) -> Any:

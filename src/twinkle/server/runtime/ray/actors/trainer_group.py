@@ -126,11 +126,13 @@ class TrainerGroup(TrainingBackend):
         return self._passes("forward_backward", items)
 
     optim_step = _on_all(TrainingBackend.optim_step)
+    optimizer_step = _on_all(TrainingBackend.optimizer_step)
     zero_grad = _on_all(TrainingBackend.zero_grad)
     snapshot = _on_all(TrainingBackend.snapshot)
     load = _on_all(TrainingBackend.load)
     scale_gradient = _on_all(TrainingBackend.scale_gradient)
     gradient_norm = _on_all(TrainingBackend.gradient_norm)
+    vocabulary_size = _on_all(TrainingBackend.vocabulary_size)
     weights = _on_all(TrainingBackend.weights)
     peft_config = _on_all(TrainingBackend.peft_config)
 
@@ -153,14 +155,16 @@ class TrainerGroup(TrainingBackend):
         return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
-        from twinkle.model.multi_lora.library_objective import LibraryObjective
+        from twinkle.model.multi_lora.library_objective import LibraryObjective, TopkObjective
         from twinkle.model.trainer.shard_requests import RequestShards  # here, because it imports torch
 
         shards = RequestShards.by_tokens(items, len(self._ranks))
         shares = [shards.share(number) for number in range(len(self._ranks))]
         answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
         for index, item in enumerate(items):
-            if isinstance(item.objective, LibraryObjective):  # all its rows are on one rank, which counted tokens
+            if isinstance(
+                item.objective, LibraryObjective | TopkObjective
+            ):  # all its rows are on one rank, which counted tokens
                 owner = (shards.owners[index] or (0,))[0]
                 item.objective.num_tokens = answers[owner][1][index].num_tokens
         joined = shards.join([results for results, _ in answers])
