@@ -127,12 +127,13 @@ def _pieces(message: Mapping[str, Any]) -> Iterator[Chunk]:
         if not isinstance(block, Mapping) or block.get("type") not in {"text", *_MEDIA}:
             raise InvalidInputError("content", block, f"a block of the type text, {', '.join(_MEDIA)}")
         if block["type"] != "text":
-            yield {"type": block["type"], "content": _medium(block), "raw": {"block": dict(block)}}
+            medium: Literal["image", "video", "audio"] = block["type"]
+            yield {"type": medium, "content": _medium(block), "raw": {"block": dict(block)}}
         elif block["text"] or not (calls or message.get("reasoning_content")):  # an empty message stays a message
             yield {"type": "text", "content": block["text"]}
-    for medium, name in _MEDIA.items():
+    for kind, name in _MEDIA.items():
         for value in message.get(name) or []:
-            yield {"type": medium, "content": value, "raw": {"list": name}}
+            yield {"type": kind, "content": value, "raw": {"list": name}}
     for call in calls:
         raw: RawChunk = {"kind": "tool_call", "tool_call": deepcopy(dict(call))}
         if call.get("id") is not None:

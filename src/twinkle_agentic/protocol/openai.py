@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.chat.chat_completion import Choice
 
-__all__ = ["OpenAI"]
+__all__ = ["OpenAI", "request_messages"]
 
 # What a request's message may hold. reasoning_content: servers of reasoning models read it back; others refuse it.
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -59,7 +59,7 @@ class OpenAI(API):
         ``chat.completions.create`` and replace a field of the same name; ``extra_body`` is merged.
         """
         params = SamplingParams.from_dict(sampling_params) if isinstance(sampling_params, Mapping) else sampling_params
-        request: dict[str, Any] = {"model": self.model, "messages": list(_messages(trajectory))}
+        request: dict[str, Any] = {"model": self.model, "messages": list(request_messages(trajectory))}
         if trajectory.get("tools"):
             request["tools"] = trajectory["tools"]
         if params is not None:
@@ -98,7 +98,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {**fields, "extra_body": extra} if extra else fields
 
 
-def _messages(trajectory: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def request_messages(trajectory: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages as OpenAI's protocol writes them: arguments of calls are JSON text, and calls have ids.
 
     Rollouts with a template make calls and answers without ids; the answers belong to the calls before them, in order.
