@@ -15,6 +15,7 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # extra → the modules that we import from it → the package of each. A module that two extras install is listed once, in
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
+    "agentic": {"nltk": "nltk", "openai": "openai"},
     "demo": {"tinker": "tinker"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
@@ -35,6 +36,7 @@ _PACKAGES = {
         "yaml": "pyyaml",
         "zstandard": "zstandard",
     },
+    "spacy": {"spacy": "spacy"},
     "telemetry": {
         "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
         "opentelemetry.sdk": "opentelemetry-sdk",

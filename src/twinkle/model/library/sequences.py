@@ -106,7 +106,8 @@ def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
     if not isinstance(features, Sequence) or isinstance(features, str) or not features:
         raise InvalidInputError("inputs", inputs, "a list of at least one InputFeature or Trajectory")
     if not all(isinstance(feature, Mapping) for feature in features):
-        raise InvalidInputError("inputs", features, "InputFeatures or Trajectories")
+        allowed = "InputFeatures or Trajectories; None is the feature of an answer without tokens, such as an API's"
+        raise InvalidInputError("inputs", features, allowed)
     return list(features)
 
 
