@@ -16,9 +16,11 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
     "demo": {"tinker": "tinker"},
+    "e2b": {"e2b": "e2b"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
     "modelscope": {"modelscope": "modelscope"},
+    "openenv": {"openenv": "openenv"},
     "postgres": {"psycopg": "psycopg[binary]"},
     "ray": {"ray": "ray[serve]"},
     "server": {
