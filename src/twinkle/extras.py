@@ -17,9 +17,11 @@ __all__ = ["extra_of", "load", "missing", "require"]
 _PACKAGES = {
     "agentic": {"nltk": "nltk", "openai": "openai"},
     "demo": {"tinker": "tinker"},
+    "e2b": {"e2b": "e2b"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
     "modelscope": {"modelscope": "modelscope"},
+    "openenv": {"openenv": "openenv"},
     "postgres": {"psycopg": "psycopg[binary]"},
     "ray": {"ray": "ray[serve]"},
     "server": {

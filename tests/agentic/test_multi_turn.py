@@ -1,6 +1,8 @@
 """Conversations with tools: sampled tokens are kept unchanged, and the labels cover exactly what the model said."""
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -12,6 +14,7 @@ from tests.support.texts.conversations import save_tokenizer
 from tests.support.texts.layouts import QWEN3_SOURCE
 from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError
+from twinkle.infra import DeviceMesh
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import LocalSampler
 from twinkle.template import Qwen3Template
@@ -58,10 +61,15 @@ class Scripted:
         self.template, self.lines, self.letters = template, [list(each) for each in lines], letters
         self.said = [[] for _ in lines]
         self.rounds = []
+        self.stop_reason, self.changes, self.repeat = "stop", {}, False
 
     def sample(self, inputs, sampling_params=None, adapter_name=""):
         self.rounds.append((len(inputs), sampling_params, adapter_name))
-        return [SampleResponse([self._say(feature)]) for feature in inputs]
+        said = {}  # a copy of an input gets the same line
+        for feature in inputs:
+            if not self.repeat or feature["number"] not in said:
+                said[feature["number"]] = SampleResponse([replace(self._say(feature), **self.changes)])
+        return [said[feature["number"]] for feature in inputs]
 
     def _say(self, feature):
         number = feature["number"]
@@ -72,7 +80,7 @@ class Scripted:
         tokens += encode(END, add_special_tokens=False)
         self.said[number].append(tokens)
         return SampledSequence(
-            "stop",
+            self.stop_reason,
             tokens,
             [[(token, -0.25)] for token in tokens],
             self.template.decode(tokens),
@@ -142,26 +150,125 @@ def test_a_bridge_begins_with_what_the_model_was_not_asked_for(template):
     assert grown["input_ids"][: len(said["input_ids"])] == said["input_ids"].tolist()
 
 
+def saved(folder):
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}
+
+
+def marked(number, **data):
+    return {**question(number), "user_data": list(data.items())}
+
+
 def test_traces(template, tmp_path):
-    seen = []
+    def success(trajectory):
+        if trajectory["number"] == 3:
+            raise KeyError("reward")
+        return "5" in trajectory["messages"][-1]["content"]
+
     rollout = MultiTurnRollout(
-        Scripted(template, [*LINES, ["no"]]),
+        Scripted(template, [LINES[0], ["no"], ["5"], ["5"], ["5"]]),
         template,
         TOOLS,
         trace_dir=tmp_path / "traces",
-        trace_callback=seen.append,
-        success_callback=lambda trajectory: "5" in trajectory["messages"][-1]["content"],
+        trace_callback=lambda trajectory: trajectory["skip"] if trajectory["number"] == 4 else True,  # KeyError: 'skip'
+        success_callback=success,
     )
-    done = rollout([question(0), question(1), question(2)], global_step=7)
-    assert [each["success"] for each in done] == [True, True, False]
-    lines = [json.loads(line) for line in (tmp_path / "traces" / "step-7.jsonl").read_text().splitlines()]
-    assert [(line["global_step"], line["turns"], line["success"]) for line in lines] == [
-        (7, 3, True),
-        (7, 1, True),
-        (7, 1, False),
+    given = [
+        marked(0, id="a/b c", ground_truth="5"),
+        marked(1, prompt_id="x" * 70),
+        marked(2, id="a/b c"),
+        marked(3, id="q"),
+        marked(4, id="left out"),
     ]
-    assert [line["messages"] for line in seen] == [each["messages"] for each in done]
-    assert "input_ids" not in lines[0]
+    done = rollout(given, global_step=7)
+    assert "success" not in done[0]
+    traces = saved(tmp_path / "traces")
+    names = ["fail-q", f"fail-{'x' * 64}", "ok-a_b_c", "ok-a_b_c-2"]
+    assert sorted(traces) == sorted(f"step000007-{name}.json" for name in names)
+    first = traces["step000007-ok-a_b_c.json"]
+    assert {**first, "trajectory": None} == {
+        "trajectory": None,
+        "ground_truth": "5",
+        "stop_reason": "stop",
+        "truncated": False,
+        "success": True,
+    }
+    assert first["trajectory"]["messages"] == done[0]["messages"]
+    assert first["trajectory"]["turns"] == 3
+    left = {"input_ids", "labels", "attention_mask", "position_ids", "logprobs"}
+    assert left <= done[0].keys()
+    assert not left & first["trajectory"].keys()
+    assert traces["step000007-ok-a_b_c-2.json"]["ground_truth"] == ""
+    assert (tmp_path / "traces" / "step000007-ok-a_b_c.json").read_text().startswith('{\n  "trajectory": {\n')
+
+
+def test_traces_without_callbacks(template, tmp_path):
+    for _ in range(2):  # the second call overwrites nothing
+        rollout = MultiTurnRollout(Scripted(template, [["a"], ["b"]]), template, TOOLS, trace_dir=tmp_path)
+        rollout([marked(0, id="a"), question(1)])
+    traces = saved(tmp_path)
+    assert len(traces) == 4
+    assert {"unjudged-a.json", "unjudged-a-2.json"} <= traces.keys()
+    assert all(trace["success"] is None for trace in traces.values())
+    by_time = sorted(traces.keys() - {"unjudged-a.json", "unjudged-a-2.json"})
+    assert all(re.fullmatch(r"unjudged-\d{13}-1\.json", name) for name in by_time)
+
+
+def test_the_last_turn(template):
+    lines = [[call_text("add", a=1, b=2), call_text("add", a=3, b=4), "never said"]]
+    (done,) = MultiTurnRollout(Scripted(template, lines), template, TOOLS, max_turns=2)([question(0)])
+    assert (done["turns"], done["stop_reason"], done["truncated"]) == (2, "max_turns", True)
+    assert [message["role"] for message in done["messages"]] == ["user", "assistant", "tool", "assistant"]
+    (done,) = MultiTurnRollout(Scripted(template, [["done"]]), template, TOOLS, max_turns=1)([question(0)])
+    assert (done["turns"], done["stop_reason"], done["truncated"]) == (1, "stop", False)
+
+
+def test_other_ends(template):
+    def run(sampler, **options):
+        (done,) = MultiTurnRollout(sampler, template, TOOLS, **options)([question(0)])
+        return done["turns"], done["stop_reason"], done["truncated"]
+
+    lines = [[call_text("add", a=1, b=2), "3"]]
+    prompt = len(template.encode(question(0), add_generation_prompt=True)["input_ids"])
+    cut = Scripted(template, lines)
+    cut.stop_reason = "length"
+    assert run(cut) == (1, "length", False)
+    assert run(Scripted(template, lines), max_trajectory_tokens=prompt + 2) == (1, "stop", True)
+    said = len(template.tokenizer.encode(lines[0][0] + END, add_special_tokens=False))
+    template.max_length, template.truncation_strategy = prompt + said + 5, "delete"
+    try:  # the call fits, the tool's answer does not
+        assert run(Scripted(template, lines)) == (1, "stop", True)
+    finally:
+        template.max_length, template.truncation_strategy = None, "raise"
+
+
+def test_tool_messages_carry_the_id_of_their_call(template):
+    lines = [[call_text("add", a=2, b=3) + "\n" + call_text("find", what="it"), "done"]]
+    (done,) = MultiTurnRollout(Scripted(template, lines), template, TOOLS)([question(0)])
+    asked, *answers, _ = done["messages"][1:]
+    ids = [call["id"] for call in asked["tool_calls"]]
+    assert ids == ["call00100", "call00101"]
+    assert [(answer["tool_call_id"], answer["content"]) for answer in answers] == [
+        ("call00100", "5"),
+        ("call00101", "it\n\nis here"),
+    ]
+
+
+def test_short_batches_are_filled_for_all_data_ranks(template):
+    sampler = Scripted(template, LINES)
+    sampler.device_mesh = DeviceMesh.from_sizes(dp_size=4)
+    sampler.repeat = True
+    done = MultiTurnRollout(sampler, template, TOOLS)([question(0), question(1)])
+    assert [count for count, *_ in sampler.rounds] == [4, 4, 4]
+    assert [each["turns"] for each in done] == [3, 1]
+
+
+def test_a_manager_for_each_trajectory(template):
+    managers = [ToolManager({"add": lambda name, given, own=own: own}) for own in ("first", "second")]
+    lines = [[call_text("add"), "end"], [call_text("add"), "end"]]
+    done = MultiTurnRollout(Scripted(template, lines), template)([question(0), question(1)], tool_manager=managers)
+    assert [each["messages"][2]["content"] for each in done] == ["first", "second"]
+    with pytest.raises(ValueError, match="one for each of 1 trajectories"):
+        MultiTurnRollout(Scripted(template, lines), template)([question(0)], tool_manager=managers)
 
 
 def test_mistakes(template):
@@ -174,12 +281,34 @@ def test_mistakes(template):
     ):
         with pytest.raises(ValueError, match=text):
             MultiTurnRollout(sampler, **{"template": template, **wrong})
+    with pytest.raises(ValueError, match="tool_manager: got None"):  # also if the model calls no tool
+        MultiTurnRollout(sampler, template)([question(0)])
+    with pytest.raises(TypeError, match="got a dict, allowed: a list"):
+        MultiTurnRollout(sampler, template, TOOLS)(question(0))
+    assert MultiTurnRollout(sampler, template, TOOLS)([]) == []
     template.truncation_strategy = "split"
     try:
         with pytest.raises(InvalidInputError, match="a conversation must stay one row"):
             MultiTurnRollout(sampler, template)
     finally:
         template.truncation_strategy = "raise"
+
+
+def test_samplers_that_answer_badly(template):
+    def run(**changes):
+        sampler = Scripted(template, [["a"]])
+        sampler.changes = changes
+        return MultiTurnRollout(sampler, template, TOOLS)([question(0)])
+
+    with pytest.raises(
+        RuntimeError, match=r"batch index 0 \(trajectory 0\): the sampler returned no new_input_feature"
+    ):
+        run(new_input_feature=None)
+    with pytest.raises(RuntimeError, match="0 log-probabilities for 2 tokens"):
+        run(logprobs=[])
+    with pytest.raises(RuntimeError, match="3 log-probabilities for 2 sampled tokens"):
+        run(tokens=[1, 2, 3], logprobs=[[(1, -0.5)]] * 3)
+    assert run(logprobs=None)[0]["logprobs"] is None
 
 
 def test_with_a_model_of_this_process():

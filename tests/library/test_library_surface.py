@@ -64,10 +64,21 @@ NAMES = {
     "OlympiadBenchAccuracyReward OlympiadBenchFormatReward OlympiadBenchQualityReward",
     "twinkle.reward.base": "Reward",
     "twinkle.sampler": "Sampler vLLMSampler",
-    "twinkle_agentic.tools": "Tool ToolManager",
+    "twinkle_agentic.tools": "Tool ToolManager ExtractCondensed",
+    "twinkle_agentic.tools.base": "Tool",
     "twinkle_agentic.tools.tool_manager": "ToolManager",
-    "twinkle_agentic.envs": "Env StepResult EnvTool OpenEnv EnvPool EnvPoolAdapter",
-    "twinkle_agentic.rollout": "MultiTurnRollout extend_with_bridge",
+    "twinkle_agentic.tools.extract_condensed": "ExtractCondensed",
+    "twinkle_agentic.envs": "Env StepResult EnvTool OpenEnv OpenEnvClient EnvPool EnvPoolAdapter AgentEnv",
+    "twinkle_agentic.envs.base": "Env StepResult",
+    "twinkle_agentic.envs.env_tool": "EnvTool",
+    "twinkle_agentic.envs.openenv": "OpenEnv OpenEnvClient EnvPool EnvPoolAdapter",
+    "twinkle_agentic.envs.agentenv": "AgentEnv",
+    "twinkle_agentic.rollout": "Rollout MultiTurnRollout APIMultiTurnRollout MultiTurnCondenseRollout "
+    "extend_with_bridge",
+    "twinkle_agentic.rollout.base": "Rollout",
+    "twinkle_agentic.rollout.multi_turn": "MultiTurnRollout",
+    "twinkle_agentic.rollout.api_multi_turn": "APIMultiTurnRollout",
+    "twinkle_agentic.rollout.multi_turn_condense": "MultiTurnCondenseRollout",
     "twinkle_agentic.rollout.bridge": "extend_with_bridge",
     "twinkle.hub": "HFHub HubOperation MSHub MODEL_ID_ALIASES_ENV build_model_alias_map load_model_alias_map "
     "resolve_model_id_alias",
@@ -136,6 +147,18 @@ SIGNATURES = {
     "twinkle_agentic.envs:OpenEnv": "env_name env_cls env_kwargs action_cls action_mapper",
     "twinkle_agentic.envs:EnvPool": "pool_size device_mesh env_kwargs",
     "twinkle_agentic.envs:StepResult": "observation reward done info",
+    "twinkle_agentic.envs:OpenEnvClient": "env_name env_cls base_url action_cls action_mapper tools reset_kwargs "
+    "connect_timeout_s message_timeout_s client_kwargs",
+    "twinkle_agentic.envs:EnvPool.step": "idx tool_name arguments",
+    "twinkle_agentic.envs:EnvPool.step_batch": "indices tool_names arguments_list",
+    "twinkle_agentic.envs:EnvPoolAdapter": "pool idx",
+    "twinkle_agentic.envs:AgentEnv": "template api_url api_key sandbox_timeout command_timeout setup_commands "
+    "sandbox_envs metadata refresh_timeout include_default_tools",
+    "twinkle_agentic.rollout:APIMultiTurnRollout": "api tool_manager sampling_params max_turns concurrency extra_body "
+    "trace_dir trace_callback success_callback",
+    "twinkle_agentic.rollout:MultiTurnCondenseRollout": "sampler template tool_manager chunker condenser "
+    "sampling_params max_turns max_trajectory_tokens trace_dir trace_callback success_callback condenser_kwargs "
+    "post_compress_callback",
     "twinkle_agentic.rollout:MultiTurnRollout": "sampler template tool_manager sampling_params max_turns "
     "max_trajectory_tokens trace_dir trace_callback success_callback",
     "twinkle_agentic.rollout:MultiTurnRollout.__call__": "trajectories sampling_params tool_manager global_step",
@@ -229,6 +252,10 @@ ATTRIBUTES = {
     "twinkle_agentic.envs:Env": "reset step tools evaluate close __enter__ __exit__",
     "twinkle_agentic.envs:EnvTool": "last_result done episode_reward from_env tool_info __call__",
     "twinkle_agentic.envs:EnvPool": "reset step reset_batch step_batch close get_adapters",
+    "twinkle_agentic.envs:EnvPoolAdapter": "reset step tools close",
+    "twinkle_agentic.envs:OpenEnvClient": "register_tool reset step tools close execute client",
+    "twinkle_agentic.envs:AgentEnv": "register_tool register_command_tool run_command sandbox sandbox_id reset step "
+    "tools close",
     "twinkle:Platform": "get_platform get_platform_names visible_device_env device_prefix get_local_device "
     "device_backend get_rank get_local_rank get_world_size get_local_world_size get_nnodes get_node_rank "
     "is_local_master is_master is_last_rank get_peer_index get_device_rng_state set_device_rng_state",
@@ -356,11 +383,6 @@ ABSENT = [
         "twinkle.utils",
         "safe_loss nccl_safe nccl_safe_megatron",
         "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass that fails is refused on all ranks",
-    ),
-    (
-        "twinkle_agentic.rollout",
-        "APIMultiTurnRollout MultiTurnCondenseRollout",
-        "sampling through an API gives no tokens to train on; condensing conversations is not supported",
     ),
 ]
 

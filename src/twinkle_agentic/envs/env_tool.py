@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle.data_format import Tool as ToolInfo
-from twinkle_agentic.envs.env import Env, StepResult
-from twinkle_agentic.tools.tool import Tool
+from twinkle_agentic.envs.base import Env, StepResult
+from twinkle_agentic.tools.base import Tool
 
 __all__ = ["EnvTool"]
 
@@ -20,13 +20,16 @@ class _Episode:
     last_result: StepResult | None = None
     reward: float = 0.0
 
-    def has(self, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         self.last_result = result
         self.reward += result.reward
 
 
 class EnvTool(Tool):
-    """A tool that acts in an environment, which must be reset first. ``parameters``: a JSON schema."""
+    """A tool that acts in an environment, which must be reset first. ``parameters``: a JSON schema.
+
+    A call is always passed on to the environment: what an action after the end of an episode does is its decision.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,14 @@ class EnvTool(Tool):
 
     @classmethod
     def from_env(cls, env: Env) -> list["EnvTool"]:
-        """Return one tool for each action that the environment names, or one tool for all if it names none."""
-        tools = [_from_info(env, info) for info in env.tools()] or [cls(env)]
+        """Return one tool for each action that the environment names, or one tool ``env_action`` if it names none.
+
+        That one tool answers calls of any name, because a prompt may well advertise another name for the actions.
+        """
+        tools = [_from_info(env, info) for info in env.tools()]
+        if not tools:
+            tools = [cls(env)]
+            tools[0].answers_any_name = True
         for tool in tools:
             tool._episode = tools[0]._episode
         return tools
@@ -63,10 +72,8 @@ class EnvTool(Tool):
         return self._episode.reward
 
     def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
-        if self.done:
-            return "Error: the episode is over"
         result = self.env.step(tool_name, arguments)
-        self._episode.has(result)
+        self._episode.add(result)
         return result.observation
 
     def tool_info(self) -> ToolInfo:

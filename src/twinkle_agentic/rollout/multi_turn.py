@@ -1,6 +1,5 @@
-"""Conversations with tools over a sampler of the library in this process: the client's rollout, with traces."""
+"""Conversations with tools over a sampler of the library: the client's rounds, with traces."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from twinkle.data_format import SampleResponse
 from twinkle.errors import InvalidInputError
+from twinkle.infra import remote_class, remote_function
+from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, managers_for
+from twinkle_agentic.rollout.traces import TraceWriter
 from twinkle_client.rollout import ClientMultiTurnRollout
 
 if TYPE_CHECKING:
@@ -15,39 +17,44 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiTurnRollout", "SamplesPrompts"]
 
-Trajectory = dict[str, Any]
-Tools = Callable[[Mapping[str, Any]], str]
-
-_TRACED = ("messages", "user_data", "turns", "stop_reason", "truncated", "success")
-
 
 class SamplesPrompts(Protocol):
-    """A sampler of the library: LocalSampler, vLLMSampler."""
+    """A sampler of the library: LocalSampler, vLLMSampler, or any class with this method."""
 
-    def sample(self, inputs: Any, sampling_params: Any = ..., adapter_name: Any = ...) -> list[SampleResponse]: ...
+    def sample(self, inputs: Any, sampling_params: Any = ..., **kwargs: Any) -> list[SampleResponse]: ...
 
 
 @dataclass(frozen=True)
-class _OneAdapter:
-    """A sampler that always samples with the same adapter."""
+class _FullBatches:
+    """A sampler that always samples with the same adapter, and gives each data rank at least one input.
+
+    Fewer inputs than the sampler's mesh has data ranks are filled up with copies of the last one; what is sampled for
+    the copies is dropped.
+    """
 
     sampler: SamplesPrompts
     adapter_name: str
 
-    def sample(self, inputs: Any, sampling_params: Any = None) -> Any:
-        return self.sampler.sample(inputs, sampling_params, self.adapter_name)
+    def sample(self, inputs: list[Any], sampling_params: Any = None) -> list[SampleResponse]:
+        mesh = getattr(self.sampler, "device_mesh", None)
+        ranks = 1 if mesh is None else mesh.data_world_size
+        filled = [*inputs, *[inputs[-1]] * max(0, ranks - len(inputs))]
+        chosen = {"adapter_name": self.adapter_name} if self.adapter_name else {}
+        return self.sampler.sample(filled, sampling_params=sampling_params, **chosen)[: len(inputs)]
 
 
-class MultiTurnRollout:
-    """Conversations of several turns. Each round samples all unfinished conversations in one call.
+@remote_class(execute="first")
+class MultiTurnRollout(Rollout):
+    """Conversations of several turns. Each turn samples all unfinished conversations in one call.
 
-    A conversation ends when the model calls no tool, when its answer is cut off by ``max_tokens``, or when it has
-    ``max_turns`` turns or ``max_trajectory_tokens`` tokens.
+    A conversation ends when the model calls no tool, when its answer is cut off by ``max_tokens`` (stop_reason
+    ``length``), when it has ``max_trajectory_tokens`` tokens, when the answers of tools do not fit into the template's
+    ``max_length``, or after ``max_turns`` turns (stop_reason ``max_turns``; the last calls are not run). In the last
+    three cases it is ``truncated``.
 
-    tool_manager: a function from a tool call to its answer. adapter_name: the adapter to sample with; "" is the base
-    model. success_callback: returns whether a finished trajectory succeeded; the answer is stored under the key
-    ``success``. trace_dir: finished conversations are appended there as JSON lines, one file for each ``global_step``.
-    trace_callback: is called with each such line as a dict.
+    tool_manager: a :class:`~twinkle_agentic.tools.ToolManager`, or a function from a tool call to its answer.
+    trace_dir, trace_callback, success_callback: see :class:`~twinkle_agentic.rollout.traces.TraceWriter`.
+    adapter_name: the adapter to sample with; "" leaves the choice to the sampler.
     """
 
     def __init__(
@@ -59,26 +66,26 @@ class MultiTurnRollout:
         max_turns: int = 6,
         max_trajectory_tokens: int | None = None,
         trace_dir: str | Path | None = None,
-        trace_callback: Callable[[Mapping[str, Any]], None] | None = None,
+        trace_callback: Callable[[Mapping[str, Any]], bool] | None = None,
         success_callback: Callable[[Mapping[str, Any]], bool] | None = None,
         *,
         adapter_name: str = "",
     ) -> None:
         if template is not None and template.truncation_strategy == "split":
             raise InvalidInputError("truncation_strategy", "split", "another one: a conversation must stay one row")
+        self.tool_manager = tool_manager
         self._rounds = ClientMultiTurnRollout(
-            cast("Any", _OneAdapter(sampler, adapter_name)),
+            cast("Any", _FullBatches(sampler, adapter_name)),
             cast("Any", template),
-            tool_manager,
+            None,
             sampling_params,
             max_turns,
             max_trajectory_tokens,
         )
-        self._trace_dir = None if trace_dir is None else Path(trace_dir)
-        self._trace_callback = trace_callback
-        self._success_callback = success_callback
+        self._traces = TraceWriter(trace_dir, trace_callback, success_callback)
 
-    def __call__(
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def __call__(  # type: ignore[override]
         self,
         trajectories: list[Mapping[str, Any]],
         *,
@@ -89,26 +96,10 @@ class MultiTurnRollout:
         """Return the trajectories, in order, with the final feature (tokens, labels, messages) and ``logprobs`` (or
         None), ``turns``, ``stop_reason`` and ``truncated``.
 
-        tool_manager: one for this call instead of the constructor's, or one for each trajectory. global_step: a number
-        for the trace.
+        sampling_params, tool_manager: those of this call instead of the constructor's; there may be one manager for
+        each trajectory. global_step: a number for the names of the traces.
         """
-        done = self._rounds(trajectories, sampling_params=sampling_params, tool_manager=tool_manager)
-        if self._success_callback is not None:
-            done = [{**each, "success": bool(self._success_callback(each))} for each in done]
-        self._trace(done, global_step)
+        managers = managers_for(trajectories, tool_manager, self.tool_manager)
+        done = self._rounds(trajectories, sampling_params=sampling_params, tool_manager=managers)
+        self._traces.write(done, global_step)
         return done
-
-    def _trace(self, done: Sequence[Mapping[str, Any]], global_step: int | None) -> None:
-        if self._trace_dir is None and self._trace_callback is None:
-            return
-        lines = [
-            {"global_step": global_step, **{name: each[name] for name in _TRACED if name in each}} for each in done
-        ]
-        if self._trace_callback is not None:
-            for line in lines:
-                self._trace_callback(line)
-        if self._trace_dir is not None:
-            self._trace_dir.mkdir(parents=True, exist_ok=True)
-            name = "rollouts" if global_step is None else f"step-{global_step}"
-            with (self._trace_dir / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)

@@ -1,6 +1,7 @@
-"""Tools, which a model can call."""
+"""Tools, which a model can call, and the manager that runs them. They import the library's data formats."""
 
-from twinkle_agentic.tools.tool import Tool
+from twinkle_agentic.tools.base import Tool
+from twinkle_agentic.tools.extract_condensed import ExtractCondensed
 from twinkle_agentic.tools.tool_manager import ToolManager
 
-__all__ = ["Tool", "ToolManager"]
+__all__ = ["ExtractCondensed", "Tool", "ToolManager"]

@@ -68,7 +68,7 @@ class ClientMultiTurnRollout:
 
     template: a template of the library in this process; it encodes trajectories and parses tool calls. tool_manager: a
     function from a tool call to its answer. A trajectory has at most ``max_turns`` turns of the model; it is stopped
-    when it has ``max_trajectory_tokens`` tokens or more.
+    when it has ``max_trajectory_tokens`` tokens or more. The message of a tool carries the id of its call.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ClientMultiTurnRollout:
             raise RuntimeError(
                 f"batch index {position} (trajectory {conversation.index}): the sampler returned no new_input_feature"
             )
-        conversation.feature = feature
+        conversation.feature = dict(feature)
         conversation.turns += 1
         conversation.stop_reason = sequence.stop_reason
         if sequence.logprobs is not None:
@@ -155,7 +155,7 @@ class ClientMultiTurnRollout:
 
     def _answer(self, conversation: _Conversation, sequence: SampledSequenceModel) -> None:
         """Run the tools that the model called and append their answers; without calls the conversation is over."""
-        calls = self._calls(conversation, sequence)
+        calls = self._identified(conversation, self._calls(conversation, sequence))
         if not calls:
             conversation.over = True
             return
@@ -165,7 +165,10 @@ class ClientMultiTurnRollout:
             return
         if conversation.tools is None:
             raise ValueError(f"trajectory {conversation.index} produced tool_calls but no tool_manager was given")
-        answers = [{"role": "tool", "content": str(conversation.tools(call))} for call in calls]
+        answers = [
+            {"role": "tool", "content": str(conversation.tools(call)), "tool_call_id": str(call["id"])}
+            for call in calls
+        ]
         grown = extend_with_bridge(conversation.feature, answers, self.template)
         if grown is None:
             conversation.over = conversation.truncated = True
@@ -176,6 +179,20 @@ class ClientMultiTurnRollout:
     def _calls(self, conversation: _Conversation, sequence: SampledSequenceModel) -> list[Any]:
         messages = conversation.feature.get("messages") or [{}]
         return messages[-1].get("tool_calls") or self.template.parse_tool_call(sequence.decoded or "")
+
+    def _identified(self, conversation: _Conversation, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the calls, each with an id, and put the ids into the assistant's message if it holds the calls.
+
+        Most models write no ids. The ids made here have the nine letters and digits that Mistral's chat template needs.
+        """
+        made = [
+            {**call, "id": call.get("id") or f"call{conversation.turns:03d}{number:02d}"}
+            for number, call in enumerate(calls)
+        ]
+        messages = conversation.feature.get("messages") or [{}]
+        if made and messages[-1].get("tool_calls"):
+            conversation.feature["messages"] = [*messages[:-1], {**messages[-1], "tool_calls": made}]
+        return made
 
     def _encoded(self, given: Mapping[str, Any]) -> Feature:
         feature = dict(self.template.encode(given, add_generation_prompt=True))

@@ -1,0 +1,103 @@
+"""Shell commands with arguments of a model: every argument is quoted, so that a shell never reads it as code.
+
+A template is a text for ``str.format``, such as ``grep -n {pattern} notes.txt``. Each placeholder becomes one literal
+piece of the command line. Inside quotes of the template, those are closed before the value and opened again after it,
+because quotes do not nest: ``"{pattern}"`` becomes ``""'the value'""``.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any
+
+from twinkle.errors import InvalidInputError
+
+__all__ = ["CommandTemplate"]
+
+_FORMATTER = Formatter()
+# Where a shell would read a quoted value as code after all, or where the quotes around a placeholder cannot be told.
+# A NUL character stands for a placeholder. A line break in a value would end a comment, and the rest would be code.
+_START = r"(?:^|[\s;&|()])"
+_REFUSED = {
+    "a command substitution: $( or `": re.compile(r"\$\(|`"),
+    "a here-document: <<": re.compile(r"<<"),
+    "an arithmetic expression or condition: (( or [[": re.compile(r"\(\(|\[\["),
+    "a placeholder in a subscript: name[{…}]": re.compile(r"\w\[[^\]]*\0"),
+    "$ before a quote or a placeholder": re.compile(r"\$['\"\0]"),
+    "a parameter expansion other than ${NAME}": re.compile(r"\$\{(?!\w+\})"),
+    "a comment: #": re.compile(rf"{_START}#"),
+    "a shell that reads code from its argument: sh -c": re.compile(
+        rf"{_START}(?:\S*/)?(?:ba|da|k|z)?sh\s(?:.*\s)?-\w*c"
+    ),
+    "a built-in command that evaluates its arguments, such as eval": re.compile(
+        rf"{_START}(?:eval|let|declare|typeset|local|export|readonly|unset)\s"
+    ),
+}
+
+
+class CommandTemplate:
+    """A command line with named placeholders. ``fill`` makes the command from the arguments of a tool call."""
+
+    def __init__(self, template: str) -> None:
+        """Check the template; raise InvalidInputError if its placeholders cannot be filled safely."""
+        self._pieces: list[tuple[str, str | None, str, str | None, str]] = []  # text, name, spec, conversion, quote
+        quote = ""
+        for text, name, spec, conversion in _FORMATTER.parse(template):
+            quote = _quote_after(text, quote, template)
+            if name is not None:
+                _check_placeholder(name, spec or "", template)
+            self._pieces.append((text, name, spec or "", conversion, quote))
+        if any(name is not None for _, name, *_ in self._pieces):
+            plain = "".join(text + ("" if name is None else "\0") for text, name, *_ in self._pieces)
+            _check_shell(plain, template)
+        if quote:
+            raise InvalidInputError("command_template", template, f"a template whose quote {quote} is closed")
+
+    def fill(self, arguments: Mapping[str, Any]) -> str:
+        """Return the command. Raise InvalidInputError if an argument is missing or holds a NUL character."""
+        command = ""
+        for text, name, spec, conversion, quote in self._pieces:
+            command += text
+            if name is not None:
+                command += f"{quote}{shlex.quote(_value(name, spec, conversion, arguments))}{quote}"
+        return command
+
+
+def _quote_after(text: str, quote: str, template: str) -> str:
+    """Return the quote that is open after ``text``, "" for none, if ``quote`` was open before it."""
+    escaped = False
+    for letter in text:
+        if escaped:
+            escaped = False
+        elif letter == "\\" and quote != "'":
+            escaped = True
+        elif letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+    if escaped:
+        raise InvalidInputError("command_template", template, "a template without a backslash before a placeholder")
+    return quote
+
+
+def _check_placeholder(name: str, spec: str, template: str) -> None:
+    if not re.match(r"[A-Za-z_]\w*", name) or "{" in spec:
+        allowed = "a template whose placeholders are names of arguments, such as {path}"
+        raise InvalidInputError("command_template", template, allowed)
+
+
+def _check_shell(plain: str, template: str) -> None:
+    for what, pattern in _REFUSED.items():
+        if pattern.search(plain):
+            allowed = f"a template with placeholders and without {what}; put such commands into a script"
+            raise InvalidInputError("command_template", template, allowed)
+
+
+def _value(name: str, spec: str, conversion: str | None, arguments: Mapping[str, Any]) -> str:
+    try:
+        value, _ = _FORMATTER.get_field(name, (), arguments)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        raise InvalidInputError("arguments", dict(arguments), f"arguments with {name!r}") from error
+    text = format(_FORMATTER.convert_field(value, conversion), spec)
+    if "\0" in text:
+        raise InvalidInputError(name, text, "a text without NUL characters")
+    return text

@@ -1,0 +1,146 @@
+"""Conversations whose long texts are condensed first. Chunker and condenser are small ones of these tests."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.texts.conversations import save_tokenizer
+from tests.support.texts.layouts import QWEN3_SOURCE
+from twinkle.data_format import SampledSequence, SampleResponse
+from twinkle.template import Qwen3Template
+from twinkle_agentic.rollout import MultiTurnCondenseRollout
+from twinkle_agentic.rollout.multi_turn_condense import MultiTurnCondenseRollout as SameRollout
+from twinkle_agentic.tools import ExtractCondensed, ToolManager
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    special = ("<|im_start|>", END, "<|endoftext|>")
+    folder = save_tokenizer(tmp_path_factory.mktemp("qwen") / "model", special, QWEN3_SOURCE, None, END)
+    return Qwen3Template(str(folder), enable_thinking=False)
+
+
+@dataclass
+class Pieces:
+    """What ``Chunks`` of twinkle_agentic.data_format does, for user messages alone."""
+
+    chunks: list
+
+    def __iter__(self):
+        return iter(self.chunks)
+
+    def to_trajectory(self):
+        texts, number = [], 0
+        for chunk in self.chunks:
+            condensed = chunk.get("raw", {}).get("condensed")
+            number += bool(condensed)
+            texts.append(f"<block_{number}>{chunk['content']}</block_{number}>" if condensed else chunk["content"])
+        return {"messages": [{"role": "user", "content": "\n\n".join(texts)}]}
+
+
+def by_paragraph(trajectory):
+    texts = trajectory["messages"][0]["content"].split("\n\n")
+    return Pieces([{"type": "text", "content": text, "role": "user", "round": 1} for text in texts])
+
+
+class FirstWord:
+    """Condenses texts of more than ten letters to their first word, and counts its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, chunks_list, **kwargs):
+        self.calls.append((len(chunks_list), kwargs))
+        return [Pieces([self._shorter(chunk) for chunk in chunks]) for chunks in chunks_list]
+
+    def _shorter(self, chunk):
+        if len(chunk["content"]) <= 10:
+            return chunk
+        raw = {"condensed": True, "original": chunk["content"]}
+        return {**chunk, "content": chunk["content"].split()[0], "raw": raw}
+
+
+class Sampler:
+    """Says the same lines in every conversation."""
+
+    def __init__(self, template, *lines):
+        self.template, self.lines, self.prompts = template, lines, []
+
+    def sample(self, inputs, sampling_params=None):
+        return [SampleResponse([self._say(feature)]) for feature in inputs]
+
+    def _say(self, feature):
+        said = sum(message["role"] == "assistant" for message in feature["messages"])
+        if not said:
+            self.prompts.append(self.template.decode(feature["input_ids"]))
+        tokens = self.template.tokenizer.encode(self.lines[said] + END, add_special_tokens=False)
+        grown = self.template.concat_input_feature(feature, tokens)
+        return SampledSequence("stop", tokens, None, self.template.decode(tokens), grown)
+
+
+EXTRACT = '<tool_call>\n{"name": "extract_condensed", "arguments": {"blocks": 1}}\n</tool_call>'
+LONG = "Winter is cold in the north.\n\nWhy?\n\nSummer is warm in the south."
+
+
+def row(text, name):
+    return {"messages": [{"role": "user", "content": text}], "user_data": [("id", name)]}
+
+
+def test_a_model_reads_condensed_texts_and_asks_for_an_original(template, tmp_path):
+    sampler, condenser = Sampler(template, EXTRACT, "Because."), FirstWord()
+    rollout = MultiTurnCondenseRollout(
+        sampler, template, None, by_paragraph, condenser, condenser_kwargs={"ratio": 3}, trace_dir=tmp_path
+    )
+    done = rollout([row(LONG, "a"), row("Short.", "b"), row(LONG, "c")], tool_manager=ToolManager(), global_step=1)
+    assert SameRollout is MultiTurnCondenseRollout
+    assert condenser.calls == [(2, {"ratio": 3})]  # equal conversations are condensed once, in one call for all
+    condensed = "<block_1>Winter</block_1>\n\nWhy?\n\n<block_2>Summer</block_2>"
+    assert [each["messages"][0]["content"] for each in done] == [condensed, "Short.", condensed]
+    assert condensed in sampler.prompts[0]
+    assert "extract_condensed" in sampler.prompts[0]
+    # each trajectory has its own tool: a block can be read once in each of them
+    assert [each["messages"][2]["content"] for each in done] == [
+        "Winter is cold in the north.",
+        "Error: there is no block 1; available: (none)",
+        "Winter is cold in the north.",
+    ]
+    trace = json.loads((tmp_path / "step000001-unjudged-a.json").read_text())
+    assert trace["blocks"] == {
+        "block_1": {"original": "Winter is cold in the north.", "compressed": "Winter"},
+        "block_2": {"original": "Summer is warm in the south.", "compressed": "Summer"},
+    }
+    assert trace["passages"] == {"passage_1": {"content": "Why?"}}
+
+
+def test_a_callback_changes_the_condensed_trajectory(template):
+    seen = []
+
+    def callback(compressed, chunks, **kwargs):
+        seen.append((len(list(chunks)), kwargs))
+        return {**compressed, "messages": [{"role": "system", "content": "Read."}, *compressed["messages"]]}
+
+    find = ToolManager({})
+    rollout = MultiTurnCondenseRollout(
+        Sampler(template, "ok"), template, find, by_paragraph, FirstWord(), post_compress_callback=callback
+    )
+    (done,) = rollout([row(LONG, "a")], global_step=3, mode="train")
+    assert seen == [(3, {"global_step": 3, "mode": "train"})]
+    assert [message["role"] for message in done["messages"]] == ["system", "user", "assistant"]
+    assert find.names() == []  # the manager that was given is not changed
+
+
+def test_mistakes(template):
+    taken = ToolManager([ExtractCondensed([])])
+    with pytest.raises(ValueError, match="extract_condensed"):
+        MultiTurnCondenseRollout(Sampler(template), template, taken, by_paragraph, FirstWord())
+    rollout = MultiTurnCondenseRollout(Sampler(template), template, None, by_paragraph, lambda chunks: [])
+    assert rollout([]) == []
+    with pytest.raises(ValueError, match="condenser: got '0 results', allowed: one for each of 1 inputs"):
+        rollout([row("x", "a")])
+    with pytest.raises(TypeError, match="unknown arguments mode"):
+        rollout([row("x", "a")], mode="train")
+    with pytest.raises(TypeError, match="allowed: a list"):
+        rollout(row("x", "a"))
