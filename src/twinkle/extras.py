@@ -15,10 +15,17 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # extra → the modules that we import from it → the package of each. A module that two extras install is listed once, in
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
+    "data_juicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
     "demo": {"tinker": "tinker"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
     "modelscope": {"modelscope": "modelscope"},
+    "pii": {
+        "presidio_analyzer": "presidio-analyzer",
+        "presidio_anonymizer": "presidio-anonymizer",
+        "regex": "regex",
+        "spacy": "spacy",
+    },
     "postgres": {"psycopg": "psycopg[binary]"},
     "ray": {"ray": "ray[serve]"},
     "server": {
