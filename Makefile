@@ -34,6 +34,8 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test_openai_sdk.py
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
 POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,cli/test_operator_commands.py cli/test_postgres_backup.py protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
+PREPROCESS_VENV := .venv-preprocess
+PREPROCESS_EXTRAS := data_juicer,pii
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
@@ -49,7 +51,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-kit test-vllm test-parallel test-postgres test-ray test-dashboard test-wheels attack chaos damage fuzz soak clean
+	test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +116,9 @@ test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker S
 
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the unmodified client of twinkle-kit against a Twinkle server
 	@$(VENV)/bin/pytest -q -m kit tests/clients/kit
+
+test-preprocess: $(PREPROCESS_VENV)/.setup-stamp ## the preprocessor's steps with the real data_juicer, Presidio and spaCy
+	@$(PREPROCESS_VENV)/bin/pytest -q -m preprocess tests/agentic/preprocessor
 
 test-parallel: $(STAMP) ## training in several processes, and the cookbook, compared with one process
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes
@@ -196,6 +201,12 @@ $(VLLM_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
 	@$(call pip_install,$(VLLM_VENV),-r $(VLLM_VENV)/requirements.txt $(TORCH_CPU))
 	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
+	@touch $@
+
+$(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(PREPROCESS_VENV))
+	@$(call install_torch,$(PREPROCESS_VENV))
+	@$(call pip_install,$(PREPROCESS_VENV),-e ./client -e '.[$(PREPROCESS_EXTRAS)]' 'pytest>=9')
 	@touch $@
 
 $(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile

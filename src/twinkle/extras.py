@@ -16,12 +16,18 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
     "agentic": {"nltk": "nltk", "openai": "openai"},
+    "data_juicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
     "demo": {"tinker": "tinker"},
     "e2b": {"e2b": "e2b"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
     "modelscope": {"modelscope": "modelscope"},
     "openenv": {"openenv": "openenv"},
+    "pii": {
+        "presidio_analyzer": "presidio-analyzer",
+        "presidio_anonymizer": "presidio-anonymizer",
+        "regex": "regex",
+    },
     "postgres": {"psycopg": "psycopg[binary]"},
     "ray": {"ray": "ray[serve]"},
     "server": {
