@@ -147,11 +147,13 @@ _MODULES = (
     "framework_util",
     "hub",
     "infra",
+    "kernel",
     "loss",
     "metric",
     "model",
     "module",
     "notifier",
+    "patch",
     "preprocessor",
     "processor",
     "reward",
@@ -169,7 +171,7 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"twinkle.{name}")
     if name not in _LAZY:
-        raise compatibility.missing(__name__, name)
+        return compatibility.find_name(__name__, name)
     value = extras.load(_LAZY[name], name)
     globals()[name] = value  # so that the next access finds it without calling this function
     return value

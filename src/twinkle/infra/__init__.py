@@ -5,7 +5,7 @@ Ray and torch are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from twinkle.compatibility import missing
+from twinkle.compatibility import find_name
 from twinkle.extras import load
 from twinkle.infra.device_group import DeviceGroup
 from twinkle.infra.device_mesh import DeviceMesh
@@ -53,5 +53,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name != "collect_tensor_dict":  # imported on first use, because it needs torch
-        raise missing(__name__, name)
+        return find_name(__name__, name)
     return load("twinkle.infra.tensor_collect", name)

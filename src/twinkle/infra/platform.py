@@ -2,13 +2,14 @@
 
 import shutil
 import sys
+from collections.abc import MutableMapping
 from typing import Any, ClassVar
 
 from twinkle.environment import hides_devices, read_launch, set_variable_defaults
 from twinkle.errors import InvalidInputError
 from twinkle.framework_util import device_rng_state, set_device_rng_state
 
-__all__ = ["CPU", "GPU", "MPS", "NPU", "Platform", "ensure_hccl_socket_env", "is_master"]
+__all__ = ["CPU", "GPU", "MPS", "NPU", "Platform", "ensure_hccl_socket_env", "is_last_rank", "is_master"]
 
 
 class Platform:
@@ -163,19 +164,28 @@ def is_master() -> bool:
     return Platform.is_master()
 
 
-def ensure_hccl_socket_env(master_port: int) -> None:
+def is_last_rank() -> bool:
+    """Return whether this process is the last of its launch, or the only one."""
+    return Platform.is_last_rank()
+
+
+def ensure_hccl_socket_env(master_port: int, environ: MutableMapping[str, str] | None = None) -> None:
     """Set HCCL's port variables, unless they are set, to ports derived from the job's master port.
 
-    So several jobs can share a machine without using the same ports.
+    So several jobs can share a machine without using the same ports. ``environ``: the variables of another process,
+    by default those of this one.
     """
     base = master_port % 8000
-    set_variable_defaults(
-        {
-            "HCCL_IF_BASE_PORT": str(20000 + (master_port + 997) % 20000),
-            "HCCL_HOST_SOCKET_PORT_RANGE": f"{40000 + base}-{40000 + base + 511}",
-            "HCCL_NPU_SOCKET_PORT_RANGE": f"{50000 + base}-{50000 + base + 511}",
-        }
-    )
+    variables = {
+        "HCCL_IF_BASE_PORT": str(20000 + (master_port + 997) % 20000),
+        "HCCL_HOST_SOCKET_PORT_RANGE": f"{40000 + base}-{40000 + base + 511}",
+        "HCCL_NPU_SOCKET_PORT_RANGE": f"{50000 + base}-{50000 + base + 511}",
+    }
+    if environ is None:
+        set_variable_defaults(variables)
+        return
+    for name, value in variables.items():
+        environ.setdefault(name, value)
 
 
 def _found_here() -> str:

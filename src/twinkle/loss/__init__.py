@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from twinkle.compatibility import find_name
 from twinkle.extras import load
 
 if TYPE_CHECKING:
@@ -79,5 +80,5 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return find_name(__name__, name)
     return load(_HOME[name], name)

@@ -5,8 +5,7 @@ Heavy names (those that need torch and transformers) are imported when they are 
 
 from typing import TYPE_CHECKING
 
-from twinkle.compatibility import missing
-from twinkle.errors import UnsupportedError
+from twinkle.compatibility import find_name
 from twinkle.extras import load
 from twinkle.model.types import (
     AdamParams,
@@ -51,12 +50,9 @@ _HOME = {
     "TwinkleModel": "twinkle.model.library.interface",
     "adopt_model": "twinkle.model.decoder.loading",
 }
-_NOT_IMPLEMENTED = {"MegatronModel": "TransformersModel", "MultiLoraMegatronModel": "MultiLoraTransformersModel"}
 
 
 def __getattr__(name: str) -> object:
-    if name in _NOT_IMPLEMENTED:
-        raise UnsupportedError(f"{name}: there is no Megatron backend yet; {_NOT_IMPLEMENTED[name]} has the same verbs")
     if name not in _HOME:
-        raise missing(__name__, name)
+        return find_name(__name__, name)
     return load(_HOME[name], name)

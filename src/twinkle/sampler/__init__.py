@@ -6,7 +6,7 @@ transformers) are imported when one of them is first used; vLLM itself when a :c
 
 from typing import TYPE_CHECKING
 
-from twinkle.compatibility import missing
+from twinkle.compatibility import find_name
 from twinkle.extras import load
 from twinkle.sampler.types import (
     DrawnTokens,
@@ -53,5 +53,5 @@ _LAZY = {
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise missing(__name__, name)
+        return find_name(__name__, name)
     return load(_LAZY[name], name)

@@ -1,10 +1,11 @@
 """Addresses and ports of this machine."""
 
+import ipaddress
 import socket
 
 from twinkle.errors import InvalidInputError
 
-__all__ = ["find_free_port", "find_node_ip"]
+__all__ = ["find_free_port", "find_node_ip", "is_valid_ipv6_address"]
 
 
 def find_node_ip() -> str | None:
@@ -27,6 +28,15 @@ def find_free_port(address: str = "", start_port: int | None = None, retry: int 
         except OSError:
             continue
     raise InvalidInputError("start_port", start_port, f"a port with a free one among the {retry} ports from it on")
+
+
+def is_valid_ipv6_address(address: str) -> bool:
+    """Return whether a text is an IPv6 address, such as ``::1``; names, IPv4 addresses and ports are not."""
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def _bound_port(address: str, port: int) -> int:

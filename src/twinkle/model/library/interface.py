@@ -276,7 +276,7 @@ class TwinkleModel(ABC):
 
     @at_once
     def apply_patch(self, patch_cls: object, **options: Any) -> None:
-        raise UnsupportedError("apply_patch: there are no patches; models run as transformers defines them")
+        raise UnsupportedError("apply_patch: adapters share their base model, and nobody may change it for the others")
 
     @at_once
     def set_grad_scaler(self, *, adapter_name: str | None = None, **options: Any) -> None:

@@ -55,6 +55,8 @@ from twinkle.model.transformers.micro_batches import Pass, Passes, split
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
+from twinkle.patch.interface import make_patch
+from twinkle.patch.output_heads import TransformersEmbeddingPatch, TransformersFusedCEPatch
 from twinkle.utils.logger import get_logger
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
@@ -331,6 +333,20 @@ class TransformersModel(TwinkleModel):
         group.chosen.add("set_optimizer")
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    @at_once
+    def apply_patch(self, patch_cls: object, *args: Any, **options: Any) -> None:
+        """Apply a patch to the attribute ``model``; call it before the first step, because that may shard the model.
+
+        ``patch_cls``: a patch (:class:`twinkle.patch.Patch`), its class or name, or the id of a plugin.
+        """
+        patch = make_patch(patch_cls)
+        if isinstance(patch, TransformersEmbeddingPatch | TransformersFusedCEPatch):
+            raise UnsupportedError(
+                f"apply_patch: {type(patch).__name__} takes the head out of the model; use "
+                "forward(task='embedding') or forward(task='fused_lm_ce') instead"
+            )
+        patch(self.model, *args, **options)
 
     def save(
         self,

@@ -3,8 +3,8 @@
 May import: services and the rooms below them.
 """
 
-from twinkle.compatibility import missing
+from twinkle.compatibility import find_name
 
 
 def __getattr__(name: str) -> object:
-    raise missing(__name__, name)
+    return find_name(__name__, name)

@@ -5,8 +5,8 @@ databases that can hold them, and the journal. ``files/`` has the data directory
 repairs damage. No module here imports one of the protocols.
 """
 
-from twinkle.compatibility import missing
+from twinkle.compatibility import find_name
 
 
 def __getattr__(name: str) -> object:
-    raise missing(__name__, name)
+    return find_name(__name__, name)
