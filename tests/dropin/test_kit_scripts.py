@@ -1,0 +1,22 @@
+"""The same client scripts with twinkle-kit's client, unmodified, in the place of ours (``make test-kit``)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dropin.client_checks import CHECKS, assert_done
+from tests.dropin.client_runs import KIT_PYTHON, HubServer, Run, run_all
+
+pytestmark = pytest.mark.kit
+
+
+@pytest.fixture(scope="session")
+def kit_runs(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if not KIT_PYTHON.exists():
+        pytest.skip("twinkle-kit is not installed; `make test-kit` does that")
+    return run_all(server, tmp_path_factory.mktemp("kit"), str(KIT_PYTHON))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kit_script(name: str, kit_runs: dict[str, Run], server: HubServer, model_folder: Path) -> None:
+    assert_done(name, kit_runs[name], server, model_folder)
