@@ -61,9 +61,7 @@ def train() -> None:
     model.add_adapter_to_model(
         ADAPTER, lora_config, gradient_accumulation_steps=args.training.gradient_accumulation_steps
     )
-    model.set_optimizer(
-        optimizer_cls=torch.optim.Muon, lr=args.optimizer.learning_rate, adjust_lr_fn="match_rms_adamw"
-    )
+    model.set_optimizer(optimizer_cls=torch.optim.Muon, lr=args.optimizer.learning_rate, adjust_lr_fn="match_rms_adamw")
     model.set_lr_scheduler(
         scheduler_cls="CosineWarmupScheduler",
         num_warmup_steps=args.scheduler.num_warmup_steps,
