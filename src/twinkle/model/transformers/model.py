@@ -55,7 +55,7 @@ from twinkle.model.transformers.micro_batches import Pass, Passes, split
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import get_logger, note_once
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
@@ -118,9 +118,7 @@ class TransformersModel(TwinkleModel):
         self._vocabulary = int(plain.get_input_embeddings().num_embeddings)
         self._forward_pass = CausalForward(plain, parallel.sequence)
         if attention is not None and self._forward_pass.packed:
-            get_logger().info_once(
-                "attn_implementation: no effect; this family runs on packed sequences with attention of our own"
-            )
+            note_once("attn_implementation: no effect; this family runs on packed sequences with attention of our own")
         elif attention is not None:
             plain.set_attn_implementation(attention)
         self._passes = Passes(self._forward_pass, self.device, half=self._half)
