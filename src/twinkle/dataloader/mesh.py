@@ -3,7 +3,7 @@
 import sys
 from typing import Protocol
 
-from twinkle.dataset import Dataset
+from twinkle.dataset import Dataset, IterableDataset, IterablePackingDataset
 
 __all__ = ["WHOLE", "DataMesh", "is_stream"]
 
@@ -41,7 +41,9 @@ def is_stream(dataset: object) -> bool:
     Everything else is a table, whose rows are read by number.
     """
     if isinstance(dataset, Dataset):
-        return dataset.streaming
+        # A proxy of a dataset on a worker group has no attributes: then its class decides.
+        by_class = isinstance(dataset, IterableDataset | IterablePackingDataset)
+        return bool(getattr(dataset, "streaming", by_class))
     # Such an object exists only if its library is already imported, so do not import it just to check.
     libraries = [sys.modules.get(name) for name in ("datasets", "torch.utils.data")]
     return any(isinstance(dataset, library.IterableDataset) for library in libraries if library is not None)

@@ -20,7 +20,7 @@ from twinkle.dataset.sources import Sources
 from twinkle.errors import InvalidInputError, StreamError
 from twinkle.hub.construction import construct, construct_instance
 from twinkle.infra import process_lock, remote_class, remote_function
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 if TYPE_CHECKING:
     from twinkle.preprocessor import DataFilter, Preprocessor
@@ -247,7 +247,7 @@ def _used_init_args(what: object, init_args: Mapping[str, Any] | None) -> Mappin
     if isinstance(what, str | type) or not init_args:
         return init_args or {}
     name = getattr(what, "__name__", type(what).__name__)
-    get_logger().info_once(f"init_args: no effect on {name}, which is an instance or a function, not a class")
+    note_once(f"init_args: no effect on {name}, which is an instance or a function, not a class")
     return {}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from twinkle.errors import InvalidInputError, UnknownNameError
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 __all__ = ["FilterOptions", "LoadOptions", "MapOptions", "check_filter_options", "check_load_options"]
 __all__ += ["check_map_options"]
@@ -77,7 +77,7 @@ def check_load_options(options: Mapping[str, Any], split: str) -> dict[str, Any]
     if checked.pop("split", split) != split:
         raise InvalidInputError("split", options["split"], f"{split!r}, that of the DatasetMeta: change it there")
     if checked.pop("trust_remote_code", False):
-        get_logger().info_once("trust_remote_code: no effect on datasets, which are read without code of their own")
+        note_once("trust_remote_code: no effect on datasets, which are read without code of their own")
     return checked
 
 

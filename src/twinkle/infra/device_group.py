@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.platform import CPU, MPS, Platform
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 __all__ = ["DeviceGroup", "GroupPlan", "WorkerPlan", "find_group", "plan_groups"]
 
@@ -32,7 +32,7 @@ class DeviceGroup:
         if count < 1 or (isinstance(self.ranks, list) and min(self.ranks) < 0):
             raise InvalidInputError(f"ranks of group {self.name!r}", self.ranks, "a number ≥ 1 or a list of ranks ≥ 0")
         if self.visible_devices is not None:
-            get_logger().info_once(
+            note_once(
                 f"visible_devices of group {self.name!r}: no effect; devices are chosen by ranks (rank modulo "
                 "nproc_per_node is the device's number on its machine)"
             )

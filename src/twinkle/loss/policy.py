@@ -23,7 +23,7 @@ from twinkle.errors import InvalidInputError
 from twinkle.loss.alignment import TokenValues, align_to_mask
 from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs, other_name
 from twinkle.loss.token_logps import label_mask, masked, masked_logps, required, zero_of
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 __all__ = ["BNPOLoss", "CISPOLoss", "DRGRPOLoss", "GRPOLoss", "GSPOLoss", "SAPOLoss"]
 
@@ -194,7 +194,7 @@ class SAPOLoss(GRPOLoss):
         tau_pos = other_name("tau", tau, "tau_pos", tau_pos, 1.0)
         tau_neg = other_name("tau", tau, "tau_neg", tau_neg, 1.0)
         if epsilon != EPSILON:  # accepted only because all losses of this family have it
-            get_logger().info_once("epsilon of SAPOLoss: no effect; SAPO does not clip, tau_pos and tau_neg shape it")
+            note_once("epsilon of SAPOLoss: no effect; SAPO does not clip, tau_pos and tau_neg shape it")
         for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
             if not (math.isfinite(tau) and tau > 0):
                 raise InvalidInputError(name, tau, "a finite number above 0")

@@ -15,7 +15,7 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.processor.collation import Batch, concatenated, is_packed, padded, sequence_starts, text_positions
 from twinkle.processor.fields import MODEL_FIELDS, MULTIMODAL_FIELDS, SEQUENCE_FIELDS
 from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, unpack_packed_sequences
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 __all__ = ["InputProcessor"]
 
@@ -44,7 +44,7 @@ class InputProcessor:
         if framework != "transformers":
             raise UnknownNameError("framework", framework, ["transformers"])
         if device_mesh is not None:
-            get_logger().info_once("device_mesh of InputProcessor: no effect; models divide sequences themselves")
+            note_once("device_mesh of InputProcessor: no effect; models divide sequences themselves")
         self.device_mesh = device_mesh
         if padding_side not in _SIDES:
             raise InvalidInputError("padding_side", padding_side, "'left' or 'right'")

@@ -7,7 +7,7 @@ from typing import Any, Literal, TextIO
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError
 
-__all__ = ["TwinkleLogger", "get_logger"]
+__all__ = ["TwinkleLogger", "get_logger", "note_once"]
 
 _NAME = "twinkle"
 _FORMAT = "[%(asctime)s][%(levelname)s:%(name)s] %(message)s"
@@ -81,6 +81,19 @@ def get_logger(
     level = environment.log_level if log_level is None else log_level
     logger.setLevel(logging.ERROR if only_local_master and environment.local_rank > 0 else level)
     return logger
+
+
+_notes: set[str] = set()  # that note_once has logged
+
+
+def note_once(message: str) -> None:
+    """Log a message the first time only, for example that an option has no effect.
+
+    It sets up no handlers, unlike :func:`get_logger`: a server, which has a log of its own, logs such notes too.
+    """
+    if message not in _notes:
+        _notes.add(message)
+        logging.getLogger(f"{_NAME}.options").info(message)
 
 
 def _the_logger() -> TwinkleLogger:

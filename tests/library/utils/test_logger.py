@@ -6,6 +6,7 @@ import pytest
 
 import twinkle
 from twinkle.errors import InvalidInputError
+from twinkle.utils.logger import note_once
 
 
 @pytest.fixture
@@ -67,3 +68,19 @@ def test_level_from_the_environment_and_a_file(logger, tmp_path, monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "loud")
     with pytest.raises(InvalidInputError, match="LOG_LEVEL"):
         twinkle.get_logger()
+
+
+def test_notes_are_logged_once():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("twinkle.options")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2):
+            note_once("an option of test_notes_are_logged_once: no effect")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [record.getMessage() for record in records] == ["an option of test_notes_are_logged_once: no effect"]

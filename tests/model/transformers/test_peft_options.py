@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all biases": {"bias": "all", "lora_bias": True, "target_modules": ["q_proj"]},
     "biases of targets": {"bias": "lora_only"},
     "pissa": {"init_lora_weights": "pissa"},
+    "pissa, approximate": {"init_lora_weights": "pissa_niter_2", "target_modules": ["q_proj"]},
     "olora": {"init_lora_weights": "olora"},
     "tokens": {"trainable_token_indices": [5, 7, 11]},
     "embeddings with LoRA": {"target_modules": ["embed_tokens", "q_proj"]},
@@ -118,7 +119,7 @@ def trained(model):
 def test_equal_to_plain_peft(base, tmp_path, name):
     options = OPTIONS[name]
     model = ours(base, options)
-    torch.manual_seed(1)
+    torch.manual_seed(0 if name == "pissa, approximate" else 1)  # the seed of its random decomposition
     plain = peft.get_peft_model(copy.deepcopy(base.plain), config(options), adapter_name=NAME).train()
     before = trained(plain)
     assert_close(trained(model.model), before, tolerance=1e-6)
@@ -134,6 +135,7 @@ def test_equal_to_plain_peft(base, tmp_path, name):
         if field != "target_modules":  # PEFT stores names instead of 'all-linear'
             assert sorted(saved[field]) == sorted(value) if isinstance(value, list) else saved[field] == value
     expected = model.forward_only(inputs=ROWS[0])["logps"]
+    torch.manual_seed(0)
     with torch.no_grad():
         read = peft.PeftModel.from_pretrained(copy.deepcopy(base.plain), directory).eval()
         torch.testing.assert_close(logps(read, ROWS[0])[1], expected, rtol=1e-4, atol=1e-5)

@@ -375,6 +375,10 @@ def test_weights_of_another_model_are_refused(tmp_path):
         other.resume_from_checkpoint(where)
 
 
+def test_the_older_name_of_dtype():
+    assert {each.dtype for each in make(torch_dtype=torch.bfloat16).model.parameters()} == {torch.bfloat16}
+
+
 def test_a_frozen_adapter_gets_no_optimizer():
     model = make()
     model.add_adapter_to_model("a-1", peft.LoraConfig(**LORA), is_trainable=False)

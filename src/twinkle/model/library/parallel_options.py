@@ -11,7 +11,7 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.precision import default_dtype
 from twinkle.model.library.optimizer_group import OptimizerGroup
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,17 @@ def check_parallel_options(
     if strategy not in _STRATEGIES:
         raise UnknownNameError("strategy", strategy, _STRATEGIES)
     sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
-    note = get_logger().info_once
     given = ["strategy='native_fsdp'"] if strategy == "native_fsdp" else []
     given += ["fsdp_config"] if fsdp_config else []
     if given and not sharded:
-        note(f"{', '.join(given)}: no effect; nothing is sharded without a device_mesh with fsdp_size > 1")
+        note_once(f"{', '.join(given)}: no effect; nothing is sharded without a device_mesh with fsdp_size > 1")
     if ddp_config:
         _check_ddp(ddp_config)
-        note("ddp_config: no effect; no wrapper synchronises gradients here, they are added up once a step")
+        note_once("ddp_config: no effect; no wrapper synchronises gradients here, they are added up once a step")
     if memory_efficient_init:
-        note("memory_efficient_init: no effect; every process reads the weights itself")
+        note_once("memory_efficient_init: no effect; every process reads the weights itself")
     if grad_scaler_config:
-        note("grad_scaler_config: no effect; gradients are scaled for fp16 only, which is not used here")
+        note_once("grad_scaler_config: no effect; gradients are scaled for fp16 only, which is not used here")
     return _reshards(fsdp_config or {})
 
 
@@ -79,7 +78,7 @@ def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
         if name not in _FSDP_OPTIONS:
             raise UnknownNameError("fsdp_config entry", name, _FSDP_OPTIONS)
     if fsdp_config.get("manual_prefetch"):
-        get_logger().info_once("fsdp_config.manual_prefetch: no effect; it is for experts that processes share")
+        note_once("fsdp_config.manual_prefetch: no effect; it is for experts that processes share")
     value = fsdp_config.get("reshard_after_forward", True)
     if not isinstance(value, bool):
         raise InvalidInputError("fsdp_config.reshard_after_forward", value, "True or False")
@@ -125,7 +124,7 @@ def read_load_options(options: Mapping[str, Any], mixed_precision: str | None) -
                 raise InvalidInputError(name, value, allowed)
             mixed_precision = chosen
         elif name in _WITHOUT_EFFECT:
-            get_logger().info_once(f"{name}: no effect; {_WITHOUT_EFFECT[name]}")
+            note_once(f"{name}: no effect; {_WITHOUT_EFFECT[name]}")
         else:
             raise UnknownNameError("option of MultiLoraTransformersModel", name, (*_WITHOUT_EFFECT, "torch_dtype"))
     return mixed_precision

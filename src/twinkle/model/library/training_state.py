@@ -10,6 +10,7 @@
 The .pt files hold only tensors and plain values. They are read with ``weights_only``, which runs no code.
 """
 
+import logging
 import pickle
 import random
 import shutil
@@ -29,7 +30,8 @@ from twinkle.model.adapters.checkpoint import STATE, read_json
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.parallel import Ranks
 from twinkle.model.trainer.sharding import sharded_state, whole_state
-from twinkle.utils.logger import get_logger
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -100,7 +102,7 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
         if saved is not None and saved != type(place).__name__:
             raise CheckpointError(f"{directory / file} is of a {saved}; {verb} made a {type(place).__name__}")
     if missing:
-        get_logger().warning(f"{directory} holds no {' and no '.join(missing)}: what they would restore starts anew")
+        logger.warning("%s holds no %s: what they would restore starts anew", directory, " and no ".join(missing))
     return state
 
 

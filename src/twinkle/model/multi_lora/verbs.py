@@ -37,7 +37,7 @@ from twinkle.model.multi_lora.state import LoraState, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import note_once
 
 
 class LoraTrainer(StateTrainer, Protocol):
@@ -437,7 +437,7 @@ class LoraVerbs(TwinkleModel):
 def _accept_micro_batch_size(micro_batch_size: int | None) -> None:
     if micro_batch_size is not None:
         check_micro_batch_size(micro_batch_size)
-        get_logger().info_once(
+        note_once(
             "micro_batch_size: no effect; a multi-LoRA model divides batches by itself, so that they fit into memory"
         )
 

@@ -57,7 +57,7 @@ from twinkle.model.transformers.sequence_parallel import check_lengths, check_sa
 from twinkle.model.transformers.state import PlainState
 from twinkle.patch.interface import make_patch
 from twinkle.patch.output_heads import TransformersEmbeddingPatch, TransformersFusedCEPatch
-from twinkle.utils.logger import get_logger
+from twinkle.utils.logger import get_logger, note_once
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
@@ -120,9 +120,7 @@ class TransformersModel(TwinkleModel):
         self._vocabulary = int(plain.get_input_embeddings().num_embeddings)
         self._forward_pass = CausalForward(plain, parallel.sequence)
         if attention is not None and self._forward_pass.packed:
-            get_logger().info_once(
-                "attn_implementation: no effect; this family runs on packed sequences with attention of our own"
-            )
+            note_once("attn_implementation: no effect; this family runs on packed sequences with attention of our own")
         elif attention is not None:
             plain.set_attn_implementation(attention)
         self._passes = Passes(self._forward_pass, self.device, half=self._half)

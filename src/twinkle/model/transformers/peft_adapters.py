@@ -44,12 +44,14 @@ class PeftAdapters:
         base = list(self._model.parameters()) if self.wrapper is None else []
         is_directory = isinstance(config_or_dir, str | Path)
         source: Any = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
-        self._check_biases(read_json(source / CONFIG) if is_directory else source.to_dict())
+        described = read_json(source / CONFIG) if is_directory else source.to_dict()
+        self._check_biases(described)
         try:
-            if is_directory:
-                self._load_new(name, str(source), is_trainable)
-            else:
-                self._add_new(name, source)
+            with _repeatable(described):
+                if is_directory:
+                    self._load_new(name, str(source), is_trainable)
+                else:
+                    self._add_new(name, source)
         except ValueError as error:  # what PEFT raises, for example for unknown target modules
             raise InvalidInputError("config_or_dir", config_or_dir, f"what PEFT accepts ({error})") from error
         if not is_trainable:
@@ -185,6 +187,20 @@ class PeftAdapters:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
+@contextmanager
+def _repeatable(config: Mapping[str, Any]) -> Iterator[None]:
+    """Let PEFT draw the same numbers whenever it initialises with a random decomposition of the base model's weights.
+
+    Otherwise the weights of a checkpoint would belong to other base weights than those of the model that loads it.
+    """
+    if not str(config.get("init_lora_weights")).startswith("pissa_niter"):
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
 def _changes_base(config: Mapping[str, Any]) -> bool:
     """Return whether PEFT changed weights of the base model when it initialised an adapter."""
     how = config.get("init_lora_weights")
@@ -197,7 +213,7 @@ def _lora_config(config: Any) -> Any:
     if isinstance(config, Mapping):
         check_options(peft.LoraConfig, config)
         return peft.LoraConfig(**config)
-    if not isinstance(config, peft.PeftConfig) or config.is_prompt_learning:
+    if not isinstance(config, peft.LoraConfig):
         raise InvalidInputError("config_or_dir", config, "a LoraConfig, or a directory with an adapter")
     return config
 

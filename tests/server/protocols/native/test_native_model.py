@@ -218,6 +218,19 @@ def test_verbs_without_a_result_answer_null(native):
     assert content("resume_from_checkpoint", name=path)["result"]["cur_step"] == 0
 
 
+def test_micro_batches_are_the_servers_own_choice(native):
+    set_up(native)
+    losses = []
+    for options in ({}, {"micro_batch_size": 1}):
+        losses.append(native.verb("forward_backward", adapter_name="a", inputs=rows(3), **options)["loss"])
+        native.verb("zero_grad", adapter_name="a")
+    assert losses[0] == losses[1]
+    native.verb("forward_only", adapter_name="a", inputs=rows(3), micro_batch_size=1)
+    for wrong in (0, "x", [1]):
+        told = native.refusal("forward_backward", adapter_name="a", inputs=rows(3), micro_batch_size=wrong)
+        assert "micro_batch_size" in told
+
+
 def test_metrics_begin_anew_once_they_are_told(native):
     set_up(native)
     native.verb("add_metric", adapter_name="a", metric_cls="CompletionRewardMetric", is_training=True)
