@@ -97,6 +97,7 @@ class MultiLoraTransformersModel:
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool | None = None,
+        max_logits_per_request: int | None = None,
         remote_group: str | None = None,
     ) -> None:
         left_to_server(
@@ -118,6 +119,7 @@ class MultiLoraTransformersModel:
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
+            max_logits_per_request=max_logits_per_request,
             remote_group=remote_group,
         )
         self.client = default_client() if client is None else client

@@ -283,7 +283,7 @@ class TrainingProgressResponse(DictAnswer):
     """The progress of a checkpoint. ``missing``: state that it does not have, and that starts anew."""
 
     result: dict[str, int]
-    missing: list[str] = Field(default_factory=list)
+    missing: list[str] = Field(default_factory=list, exclude=True)
 
 
 class UploadToHubResponse(Wire):

@@ -152,7 +152,10 @@ def test_what_is_refused() -> None:
         ({}, "teacher_logits: got None"),
         ({"teacher_topk_logprobs": teacher}, "teacher_topk_indices: got 'nothing'"),
         ({"teacher_logits": teacher, "topk": 7}, "topk: got 7, allowed: from 1 to the teacher's vocabulary, 6"),
-        ({"teacher_logits": teacher[:, :5]}, r"teacher_logits: got 'shape \(4, 5, 6\)', allowed: \(4, 7 or more, entries\)"),
+        (
+            {"teacher_logits": teacher[:, :5]},
+            r"teacher_logits: got 'shape \(4, 5, 6\)', allowed: \(4, 7 or more, entries\)",
+        ),
     ):
         with pytest.raises(InvalidInputError, match=message):
             GKDLoss()(inputs, outputs, **arguments)

@@ -229,7 +229,7 @@ class NativeRuns(RunKind):
         progress, missing = await self._compute.run(resume)
         if load.verb != "resume_from_checkpoint":
             return answered(None)
-        return succeeded({"result": progress, "missing": missing})
+        return succeeded({"result": progress, **({"missing": missing} if missing else {})})
 
 
 async def _delete_older(run: RunRecord, series: str, checkpoints: CheckpointFiles) -> None:
