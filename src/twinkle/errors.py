@@ -21,6 +21,7 @@ __all__ = [
     "DownloadError",
     "InvalidInputError",
     "MissingDependencyError",
+    "NoOptimizerStateError",
     "NonFiniteError",
     "ResourcesError",
     "StreamError",
@@ -127,6 +128,10 @@ class CapacityError(TwinkleError, MemoryError):
 
 class CheckpointError(UserError, OSError):
     """A checkpoint directory is missing, incomplete, damaged or does not match, exists already or cannot be written."""
+
+
+class NoOptimizerStateError(CheckpointError):
+    """A checkpoint has weights and no optimizer state, which was asked for."""
 
 
 class DataError(TwinkleError, RuntimeError):

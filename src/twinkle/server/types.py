@@ -26,6 +26,8 @@ Metadata = Mapping[str, str]
 TARGETS_A_TOKEN = 128  # targets beyond one per token: gathering them, their gradient and their part of the result
 NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each counted as one addition
 JSON_NUMBER_BYTES = 24  # one number in a JSON result
+_LARGE_VOCABULARY = 2**18
+_PRICED_LOGITS = 2**20  # as limits.max_logits_per_request by default
 OBJECT_BYTES = 1024  # memory of an op or a datum in addition to its arrays
 
 
@@ -235,9 +237,15 @@ class NativePass:
 
     @property
     def price(self) -> Price:
-        """Return the price, computed from shapes alone. A result has log-probabilities and entropies, as JSON."""
+        """Return the price, computed from shapes alone. A result has log-probabilities and entropies, as JSON.
+
+        Logits are priced for a large vocabulary, since the payload does not know the model's.
+        """
         tokens, arrays = self.tokens, sum(values.nbytes for row in self.rows for values in row.values())
-        return Price(tokens, tokens, arrays + OBJECT_BYTES * len(self.rows), JSON_NUMBER_BYTES * 2 * tokens)
+        numbers = 2 * tokens
+        if self.options.get("return_logits") is True:
+            numbers += min(tokens * _LARGE_VOCABULARY, _PRICED_LOGITS)
+        return Price(tokens, tokens, arrays + OBJECT_BYTES * len(self.rows), JSON_NUMBER_BYTES * numbers)
 
 
 @dataclass(frozen=True)

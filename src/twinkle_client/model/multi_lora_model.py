@@ -97,6 +97,7 @@ class MultiLoraTransformersModel:
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool | None = None,
+        max_logits_per_request: int | None = None,
         remote_group: str | None = None,
     ) -> None:
         left_to_server(
@@ -118,6 +119,7 @@ class MultiLoraTransformersModel:
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
+            max_logits_per_request=max_logits_per_request,
             remote_group=remote_group,
         )
         self.client = default_client() if client is None else client
@@ -143,8 +145,9 @@ class MultiLoraTransformersModel:
         """Create an adapter on the server. The answer's ``adapter_name`` is the id of the adapter's training run.
 
         config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields. seed: the seed
-        of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory that the
-        server allows.
+        of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory of
+        the server, which its ``allowed_dirs`` must allow; checkpoints are copied there. A relative path is taken from
+        this process's directory.
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise invalid("adapter_name", adapter_name, "a name")
@@ -158,7 +161,7 @@ class MultiLoraTransformersModel:
             **_given(AdapterOptions(gradient_accumulation_steps=gradient_accumulation_steps, seed=seed)),
         }
         if save_dir is not None:
-            body["save_dir"] = os.fspath(save_dir)
+            body["save_dir"] = os.path.abspath(save_dir)
         answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
         added = parsed(AddAdapterResponse, answer, self.server_url)
         self._adapters[adapter_name] = added.adapter_name
@@ -395,11 +398,15 @@ class MultiLoraTransformersModel:
     ) -> TrainingProgressResponse:
         """Continue from a checkpoint of ``save(save_optimizer=True)``. resume_only_model: load only the weights.
 
-        Returns cur_step, consumed_train_samples and gradient_accumulation_steps.
+        Returns cur_step, consumed_train_samples and gradient_accumulation_steps. State that the checkpoint does not
+        have is named in one line of the log, and starts anew.
         """
         body = {"name": address_of(name), "resume_only_model": resume_only_model}
         answer = self._verb("resume_from_checkpoint", adapter_name, body)
-        return parsed(TrainingProgressResponse, answer, self.server_url)
+        progress = parsed(TrainingProgressResponse, answer, self.server_url)
+        if progress.missing:
+            logger.warning("%s has no %s; that state starts anew", body["name"], " and no ".join(progress.missing))
+        return progress
 
     def upload_to_hub(
         self,

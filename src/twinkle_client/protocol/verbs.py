@@ -280,7 +280,10 @@ class SaveResponse(TextAnswer):
 
 
 class TrainingProgressResponse(DictAnswer):
+    """The progress of a checkpoint. ``missing``: state that it does not have, and that starts anew."""
+
     result: dict[str, int]
+    missing: list[str] = Field(default_factory=list, exclude=True)
 
 
 class UploadToHubResponse(Wire):

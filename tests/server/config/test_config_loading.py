@@ -280,7 +280,7 @@ def test_processors_of_the_ray_runtime(load):
 
 def test_notes_on_what_has_no_effect(load):
     _, notes = load(FULL)
-    assert notes == [
+    assert [note for note in notes if "modelscope" not in note] == [  # whether it is installed does not matter here
         "proxy_location: has no effect on the embedded runtime; it is for the Ray runtime",
         "ray_namespace: has no effect on the embedded runtime; it is for the Ray runtime",
         "applications[0].deployments: has no effect on the embedded runtime; it is for the Ray runtime",

@@ -84,7 +84,7 @@ def test_an_older_file(load):
     assert config.applications[0].route_prefix == "/api/v1"
     gateway, args, sampler = "applications[0].args", "applications[1].args", "applications[2]"
     adapters, tokens, timeout = (f"limits.{name}: {value:g}" for name, value in limits.items())
-    assert notes == [
+    assert [note for note in notes if "modelscope" not in note] == [  # whether it is installed does not matter here
         "telemetry_config: became telemetry",
         "persistence_config: became persistence",
         "server_type: dropped, one server speaks both protocols",
@@ -223,8 +223,7 @@ def test_refused_arguments_of_a_model(problems, args, key, allowed):
         ("telemetry: {}\ntelemetry_config: {}", "telemetry_config", "telemetry alone"),
         ("telemetry_config: {enabled: 1}", "telemetry_config.enabled", "true or false"),
         ("persistence_config: {urll: 3}", "persistence_config.urll", "did you mean url?"),
-        ("persistence: {mode: redis}", "persistence.mode", "sqlite:///PATH or postgresql://"),
-        ("persistence: {redis_url: 'redis://h'}", "persistence.redis_url", "sqlite:///PATH or postgresql://"),
+        ("persistence: {mode: etcd}", "persistence.mode", "sqlite:///PATH or postgresql://"),
         (
             "applications: [{name: s, import_path: server, args: {http_options: {port: 1}}}]",
             "applications[0].args.http_options",

@@ -1,14 +1,16 @@
-"""Published configurations for servers of this kind load without changes.
+"""Published configurations for servers of this kind load without changes, and those of the mock backend launch.
 
-Two settings in them are refused on purpose: an open server on the network, and Redis.
+A server on the network without configured keys generates one, and Redis and JSON files become SQLite, each with a note.
 """
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from twinkle.errors import ConfigError
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
 
 QUEUE = {"rps_limit": 100, "tps_limit": 100_000}
@@ -117,6 +119,42 @@ def mock() -> dict[str, Any]:
     }
 
 
+def megatron_4b() -> dict[str, Any]:
+    """A smaller file: state in memory, and a model in two processes."""
+    data = megatron()
+    text = json.dumps(data).replace("Qwen/Qwen3.6-27B", "Qwen/Qwen3.5-4B").replace("32768", "16000")
+    smaller: dict[str, Any] = json.loads(text)
+    del smaller["persistence"], smaller["telemetry"]
+    _, sampler, model, _ = smaller["applications"]
+    sampler["args"] |= placed("sampler", 1, dp_size=1)
+    model["args"] |= placed("model", 2, dp_size=2)
+    return smaller
+
+
+def mock_redis() -> dict[str, Any]:
+    persistence = {"mode": "redis", "redis_url": "redis://127.0.0.1:6379/0", "key_prefix": "twinkle-test:"}
+    return {**mock(), "persistence": persistence}
+
+
+def e2e_transformers() -> dict[str, Any]:
+    data = megatron_4b()
+    data["applications"][2]["args"] |= {"backend": "transformers", **placed("model", 2, dp_size=2)}
+    return data
+
+
+def e2e_megatron() -> dict[str, Any]:
+    data = megatron_4b()
+    data["applications"][2]["args"] |= placed("model", 4, dp_size=2, pp_size=2)
+    return data
+
+
+def e2e_fail_fast() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(
+        json.dumps(e2e_megatron()).replace('"TWINKLE_FAIL_FAST": "0"', '"TWINKLE_FAIL_FAST": "1"')
+    )
+    return data
+
+
 @pytest.fixture
 def load(tmp_path):
     def load(data: dict[str, Any]) -> tuple[ServerConfig, list[str]]:
@@ -127,23 +165,42 @@ def load(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("published", [transformer, megatron, mock])
-def test_only_what_is_refused_on_purpose_is_in_the_way(load, published) -> None:
+PUBLISHED = [transformer, megatron, megatron_4b, mock, mock_redis, e2e_transformers, e2e_megatron, e2e_fail_fast]
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_the_published_files_are_accepted(load, published) -> None:
     data = published()
-    deliberate = set()
-    if data["persistence"]["mode"] == "redis":
-        deliberate |= {"persistence.mode", "persistence.redis_url"}
-    if deliberate:
-        with pytest.raises(ConfigError) as refused:
-            load(data)
-        assert {one.field for one in refused.value.problems} == deliberate
-        del data["persistence"]
     config, notes = load(data)
+    mode = data.get("persistence", {}).get("mode")
+    if mode is not None:
+        became = next(note for note in notes if note.startswith("persistence.mode: became SQLite"))
+        assert f"(it was {mode})" in became
+        assert ("postgresql://" in became) == (mode == "redis")
+        assert config.database_url.startswith("sqlite:")
     assert config.runtime == "ray"
     assert config.generates_key == any(note.startswith("auth.mode: not given; keys") for note in notes)
     assert config.generates_key == (data["http_options"]["host"] == "0.0.0.0")
     assert len(config.served_models) == 1
     assert len(notes) == len(set(notes))
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_check_config_names_the_extra_of_its_hub(tmp_path, capsys, published):
+    file = tmp_path / "server_config.yaml"
+    file.write_text(yaml.safe_dump(published()))
+    assert cli.main(["check-config", "-c", str(file)]) == 0
+    assert ("modelscope" in capsys.readouterr().err) == (published not in (mock, mock_redis))
+
+
+@pytest.mark.parametrize("published", [mock, mock_redis])
+def test_the_files_of_the_mock_backend_launch(own_server, published):
+    """They launch as they are, but in one process instead of on Ray, and at a free port."""
+    config = {**published(), "runtime": "embedded"}
+    assert config.pop("http_options")["host"] == "127.0.0.1", "own_server sets the same, with a free port"
+    server = own_server(config)
+    assert httpx.get(f"{server.url}/api/v1/healthz", trust_env=False).status_code == 200
+    assert (server.data_dir / "state.db").exists()
 
 
 def test_what_became_of_its_rates(load) -> None:

@@ -83,6 +83,7 @@ def test_defaults_of_limits():
         "max_host_adapter_bytes": None,
         "memory_reserve_bytes": None,
         "max_json_result_bytes": 256 * 2**20,
+        "max_logits_per_request": 2**20,
         "sampler_version_retention_seconds": 86400.0,
         "max_connections_per_address": 16384,
         "max_header_bytes": 65536,

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from twinkle.errors import CheckpointError, InvalidInputError
+from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateError
 from twinkle.model.adapters.adapter import ADAM, Adapter
 from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.adapters.peft_config import NOTE, UNIMPLEMENTED, head_note, peft_config, spec_from_peft, trains_head
@@ -138,7 +138,7 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     state, moments = _NEW_STATE, [torch.zeros_like(weights_P) for _ in _MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
-            raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
+            raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
         moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
         state = _read_state(directory / STATE)

@@ -10,10 +10,10 @@
 The .pt files hold only tensors and plain values. They are read with ``weights_only``, which runs no code.
 """
 
-import logging
 import pickle
 import random
 import shutil
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from twinkle.model.adapters.checkpoint import STATE, read_json
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.parallel import Ranks
 from twinkle.model.trainer.sharding import sharded_state, whole_state
-
-logger = logging.getLogger(__name__)
+from twinkle.utils.logger import get_logger
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -85,10 +84,9 @@ def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any
 def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
     """Return the progress of a checkpoint; raise if its optimizer and scheduler do not fit those of the group.
 
-    Files that the checkpoint does not have are named in a warning: what they would restore starts anew.
+    A file that is missing does not count: :func:`missing_files` names it.
     """
     state = read_progress(directory)
-    missing = []
     for file, place, verb in (
         (OPTIMIZER, group.optimizer, "set_optimizer"),
         (SCHEDULER, group.lr_scheduler, "set_lr_scheduler"),
@@ -96,14 +94,25 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
         if (directory / file).exists() and place is None:
             raise UserError(f"resume_from_checkpoint: {directory} holds {file}; call {verb} first")
         if not (directory / file).exists():
-            missing += [file] if place is not None else []
             continue
         saved = state.get(f"{verb.removeprefix('set_')}_class")
         if saved is not None and saved != type(place).__name__:
             raise CheckpointError(f"{directory / file} is of a {saved}; {verb} made a {type(place).__name__}")
-    if missing:
-        logger.warning("%s holds no %s: what they would restore starts anew", directory, " and no ".join(missing))
     return state
+
+
+def missing_files(directory: Path, group: OptimizerGroup) -> list[str]:
+    """Return the files that the group could read and that the checkpoint does not have."""
+    wanted = [(OPTIMIZER, group.optimizer), (SCHEDULER, group.lr_scheduler)]
+    return [file for file, place in wanted if place is not None and not (directory / file).exists()]
+
+
+def say_missing(directory: Path, missing: Sequence[str]) -> None:
+    """Log one line about the state that a checkpoint does not have, if any."""
+    if missing:
+        get_logger().warning(
+            f"resume_from_checkpoint: {directory} has no {' and no '.join(missing)}; that state starts anew"
+        )
 
 
 def state_values(
@@ -130,12 +139,14 @@ def load_state(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Restore a group from the files that a checkpoint has. Return the progress, and the gradients of an open window.
 
+    Of optimizer, scheduler and generators, those are restored whose files are there.
     ``process_state``: restore also the random generators of this process, if the checkpoint has their states.
     """
     state = read_progress(directory)
-    if group.optimizer is not None and (directory / OPTIMIZER).exists():
+    missing = missing_files(directory, group)
+    if group.optimizer is not None and OPTIMIZER not in missing:
         _load_optimizer(group.optimizer, directory / OPTIMIZER)
-    if group.lr_scheduler is not None and (directory / SCHEDULER).exists():
+    if group.lr_scheduler is not None and SCHEDULER not in missing:
         group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
     window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
     if process_state and (directory / RNG).exists():  # a server saves none, since all its tenants share the generators

@@ -59,9 +59,10 @@ def build_lora_optimizer(
     if options.get("fused") and options.get("foreach"):
         raise InvalidInputError("fused", True, "False with foreach: they exclude each other")
     settings = {"lr": lr, "weight_decay": weight_decay, **options}
+    factory: Callable[..., Optimizer] = chosen
     if chosen.__name__ in row_optimizers.OPTIMIZERS:
         _check_for_rows(chosen.__name__, settings)
-    factory: Callable[..., Optimizer] = chosen
+        _try_step(factory, settings)
     return factory([nn.Parameter(torch.zeros(1, 1))], **settings)  # a matrix, because Muon takes nothing else
 
 
@@ -100,6 +101,13 @@ def adam_params(optimizer: Optimizer) -> tuple[AdamParams, bool]:
         weight_decay=float(group["weight_decay"]),
     )
     return params, isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
+
+
+def _try_step(factory: Callable[..., Optimizer], settings: Mapping[str, Any]) -> None:
+    """Take a step on a small matrix: constructors accept some values, such as Muon's, that only a step refuses."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.ones(2, 2)
+    factory([weight], **settings).step()
 
 
 def _check_for_rows(name: str, settings: Mapping[str, Any]) -> None:

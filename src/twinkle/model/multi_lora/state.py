@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 
-from twinkle.model.adapters.checkpoint import OPTIMIZER as MOMENTS
+from twinkle.errors import NoOptimizerStateError
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.training_state import (
     check_resumable,
     copy_tokenizer,
     load_state,
+    missing_files,
     progress,
     read_progress,
     state_values,
@@ -80,17 +81,26 @@ class LoraState:
         state = progress(group, consumed_train_samples, self._ranks) if save_optimizer else {}
         return self._trainer.prepare_save(group.adapter_name, save_optimizer, state, companions)
 
-    def resume(self, group: OptimizerGroup, directory: Path, *, resume_only_model: bool) -> dict[str, int]:
-        """Restore an adapter from a checkpoint: its weights only, or with the optimizer and an open window."""
+    def resume(
+        self, group: OptimizerGroup, directory: Path, *, resume_only_model: bool
+    ) -> tuple[dict[str, int], list[str]]:
+        """Restore an adapter from a checkpoint: its weights only, or with the optimizer and an open window.
+
+        Return its progress, and what state was asked for and is not there; that state starts anew.
+        """
         if resume_only_model:
             self._trainer.load(group.adapter_name, directory, optimizer=False)
             group.drop_window()
-            return summary(read_progress(directory, missing_ok=True))
+            return summary(read_progress(directory, missing_ok=True)), []
         check_resumable(directory, group)
-        # A checkpoint may lack the optimizer; check_resumable has said so in the log.
-        self._trainer.load(group.adapter_name, directory, optimizer=(directory / MOMENTS).exists())
+        missing = missing_files(directory, group)
+        try:
+            self._trainer.load(group.adapter_name, directory, optimizer=True)
+        except NoOptimizerStateError:
+            missing.append("moments of the optimizer")
+            self._trainer.load(group.adapter_name, directory, optimizer=False)
         state, window = load_state(directory, group, self._ranks, process_state=self._process_state)
         if _WINDOW_GRADIENT in window:
             snapshot = self._trainer.snapshot(group.adapter_name)
             self._trainer.restore(group.adapter_name, replace(snapshot, gradient=window[_WINDOW_GRADIENT].numpy()))
-        return summary(state)
+        return summary(state), missing

@@ -28,15 +28,15 @@ from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_a
 from twinkle.model.library.parallel_options import describe
 from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
-from twinkle.model.library.sequences import check_micro_batch_size
-from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
+from twinkle.model.library.sequences import SequenceBatch, check_micro_batch_size
+from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due, say_missing
 from twinkle.model.multi_lora.library_objective import check_task, needs_logits, wanted_output
 from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
-from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
 from twinkle.utils.logger import note_once
 
 
@@ -134,6 +134,7 @@ class LoraVerbs(TwinkleModel):
         group = self._group(adapter_name)
         output = wanted_output(group.loss_instance, task, return_logits=return_logits)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        _check_labels(batch, output)
         item = self._requests.forward_item(group, status, batch, temperature, output, without_adapter=disable_lora)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
@@ -162,6 +163,7 @@ class LoraVerbs(TwinkleModel):
         check_task(group.loss_instance, task)
         check_accumulation(gradient_accumulation_steps)
         status, batch = self._begin_forward(group, inputs, kwargs, training=True)
+        _check_labels(batch, output)
         request = self._requests.train_request(group, batch, temperature, kwargs, output, returned=return_logits)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
@@ -388,8 +390,10 @@ class LoraVerbs(TwinkleModel):
     def resume_from_checkpoint(
         self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        group = self._group(adapter_name)
-        return self.state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
+        directory = Path(checkpoint_dir)
+        progress, missing = self.state.resume(self._group(adapter_name), directory, resume_only_model=resume_only_model)
+        say_missing(directory, missing)
+        return progress
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
         weights = self._lora_trainer.weights(self._group(adapter_name).adapter_name)
@@ -440,6 +444,11 @@ def _accept_micro_batch_size(micro_batch_size: int | None) -> None:
         note_once(
             "micro_batch_size: no effect; a multi-LoRA model divides batches by itself, so that they fit into memory"
         )
+
+
+def _check_labels(batch: SequenceBatch, output: OutputKind) -> None:
+    if batch.pooled_labels is not None and output != "embeddings":
+        raise InvalidInputError("inputs.labels", "one for each text", "one for each token, or task='embedding'")
 
 
 def _kept(group: OptimizerGroup, outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from twinkle.model.library.training_state import (
     check_resumable,
     copy_tokenizer,
     load_state,
+    missing_files,
     progress,
     read_progress,
+    say_missing,
     state_values,
     summary,
 )
@@ -104,6 +106,7 @@ class PlainState:
         group.drop_window()
         if resume_only_model:
             return summary(state)
+        say_missing(directory, missing_files(directory, group))
         state, window = load_state(directory, group, self._parallel.data)
         for name, gradient in window.items():
             parameters[name].grad = like(gradient, parameters[name])

@@ -86,11 +86,13 @@ def _is_number(value: object) -> bool:
 
 
 def _persistence_mode(conversion: Conversion, path: str, value: Any) -> None:
-    if value in ("memory", "file"):
+    if value in ("memory", "file", "redis"):
         what = f"SQLite (it was {value}); persistence.url names the file, data_dir/state.db by default"
+        if value == "redis":
+            what += ". It works on one machine; several need persistence.url: postgresql://…"
         conversion.became(path, what)
     else:
-        conversion.refuse(path, value, f"memory or file; {_DATABASES}")
+        conversion.refuse(path, value, f"memory, file or redis; {_DATABASES}")
 
 
 def _rate(limits: tuple[str, ...], window: object) -> OlderKey:
@@ -120,14 +122,9 @@ _BOTH_PROTOCOLS = _dropped_if(
     lambda value: value in ("tinker", "twinkle"), "tinker or twinkle", "one server speaks both protocols"
 )
 _PERSISTENCE: dict[str, OlderKey] = {
-    "mode": OlderKey(
-        "memory and file: SQLite (`persistence.url`); redis: refused, use SQLite or PostgreSQL", _persistence_mode
-    ),
+    "mode": OlderKey("SQLite (`persistence.url`), on one machine; several machines need PostgreSQL", _persistence_mode),
     "file_path": _dropped("the state is in the SQLite file of persistence.url, data_dir/state.db by default"),
-    "redis_url": OlderKey(
-        "refused: use `persistence.url`",
-        lambda conversion, path, value: conversion.refuse(path, value, f"nothing: {_DATABASES}"),
-    ),
+    "redis_url": _dropped("the server does not use Redis; the state is in the database of persistence.url"),
     "key_prefix": _dropped("each server has a database of its own"),
 }
 _SERVER: dict[str, OlderKey] = {

@@ -13,6 +13,7 @@ from pydantic_core import InitErrorDetails
 from twinkle.errors import ConfigError, ConfigProblem, InvalidInputError, UserError
 from twinkle.extras import missing
 from twinkle.hub import parse_model_id
+from twinkle.hub.model_id import ModelScopeId
 from twinkle.server.config.applications import (
     GATEWAY_PREFIX,
     PROCESSOR_PREFIX,
@@ -347,9 +348,16 @@ def launch_notes(applications: Applications) -> list[str]:
 
 
 def package_notes(applications: Applications) -> list[str]:
-    """Return a note on each sampler that needs vLLM, if that is not installed here."""
-    needed = [at for at, args in _with(applications, SamplerArgs) if args.sampler_type == "vllm"]
-    return [] if exists("vllm") else [str(missing("vllm", f"{path_of((*at, 'sampler_type'))}: vllm")) for at in needed]
+    """Return notes on packages that are needed and not installed here: vLLM, and ModelScope's for models of its hub."""
+    notes = []
+    if not exists("vllm"):
+        needed = [at for at, args in _with(applications, SamplerArgs) if args.sampler_type == "vllm"]
+        notes += [str(missing("vllm", f"{path_of((*at, 'sampler_type'))}: vllm")) for at in needed]
+    if not exists("modelscope"):
+        loaded = [(at, args) for at, args in _with(applications, ModelArgs) if args.backend != "mock"]
+        from_hub = [(at, args) for at, args in loaded if isinstance(parse_model_id(args.model_id), ModelScopeId)]
+        notes += [str(missing("modelscope", f"{path_of((*at, 'model_id'))}: {args.model_id}")) for at, args in from_hub]
+    return notes
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:

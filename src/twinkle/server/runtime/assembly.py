@@ -93,7 +93,7 @@ class Process:
         sampling_compute = Compute() if sampler_apart else compute
         self._computes += [compute, sampling_compute]
         # Services know the runs of Tinker's protocol; other kinds of run are registered here.
-        native = NativeRuns(model, compute, self.tenants, config.allowed_dirs)
+        native = NativeRuns(model, compute, self.tenants, config.allowed_dirs, limits.max_logits_per_request)
         context = TrainingContext(
             model,
             self.store,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, NotFoundError, TwinkleError, UnsupportedError, UserError
 from twinkle.model.library.optimizer_group import OptimizerGroup
@@ -15,6 +16,7 @@ from twinkle.model.library.training_state import is_due
 from twinkle.model.multi_lora import group_state
 from twinkle.model.multi_lora.group_state import SetUp
 from twinkle.model.multi_lora.verbs import LoraVerbs, PreparedPass
+from twinkle.model.types import MAX_LOGITS
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups
@@ -34,7 +36,7 @@ class NativeAdapters:
     :meth:`encode` and :meth:`is_settled`, which any thread may call.
     """
 
-    def __init__(self, model: ServedModel, templates: Templates) -> None:
+    def __init__(self, model: ServedModel, templates: Templates, max_logits: int = MAX_LOGITS) -> None:
         self._library = LoraVerbs(
             model.trainer,
             model.name,
@@ -42,6 +44,7 @@ class NativeAdapters:
             model.max_context_length,
             process_state=False,
             guard=chosen_by_tenant,
+            max_logits=max_logits,
         )
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
@@ -133,14 +136,15 @@ class NativeAdapters:
 
     @compute_thread
     def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
-        """Return the result of a pass: the loss, its number of tokens, and the log-probabilities and entropies that
-        ``outputs`` has, as rows without padding in the order of the inputs.
-        """
-        group = self.group(run_id)
-        sequences = group.status.sequences
+        """Return the result of a pass; see :func:`rows_of` for its rows."""
+        sequences = self.group(run_id).status.sequences
         assert sequences is not None, "a pass was just absorbed"
-        rows = {name: sequences.unpadded(outputs[name]) for name in ("logps", "entropies") if name in outputs}
+        rows = rows_of(outputs, sequences.lengths)
         return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
+
+    def rows(self, outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[NDArray[Any]]]:
+        """Call :func:`rows_of`, for callers that must not import this module, which needs torch."""
+        return rows_of(outputs, lengths)
 
     @compute_thread
     def run(self, run_id: str, asked: NativeVerb) -> object:
@@ -190,13 +194,11 @@ class NativeAdapters:
         )
 
     @compute_thread
-    def resume(self, run_id: str, directory: Path, *, optimizer: bool) -> dict[str, int]:
-        """Load a checkpoint in the library's format, and return the training progress that it records."""
-        self.group(run_id)
-        progress: dict[str, int] = self._library.resume_from_checkpoint(
-            str(directory), resume_only_model=not optimizer, adapter_name=run_id
-        )
-        return progress
+    def resume(self, run_id: str, directory: Path, *, optimizer: bool) -> tuple[dict[str, int], list[str]]:
+        """Load a checkpoint in the library's format. Return the training progress that it records, and the names of
+        state that it does not have although it was asked for.
+        """
+        return self._library.state.resume(self.group(run_id), directory, resume_only_model=not optimizer)
 
     def encode(self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int) -> list[Mapping[str, object]]:
         """Return conversations as tokens, with the adapter's template or the plain one. Any thread may call this.
@@ -233,6 +235,21 @@ def chosen_by_tenant(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
+
+
+def rows_of(outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[NDArray[Any]]]:
+    """Return the outputs of a pass as arrays, one for each sequence, in the order of the inputs and without padding.
+
+    They are log-probabilities, entropies and logits of each token, or one embedding.
+    """
+    rows = {
+        name: [row[:length].numpy() for row, length in zip(outputs[name], lengths, strict=True)]
+        for name in ("logps", "entropies", "logits")
+        if name in outputs
+    }
+    if "embeddings" in outputs:
+        rows["embeddings"] = list(outputs["embeddings"].numpy())
+    return rows
 
 
 def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:

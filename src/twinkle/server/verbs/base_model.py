@@ -78,9 +78,11 @@ class BaseModelPasses:
     def _computed(self, asked: NativePass) -> Outcome:
         """Compute the pass. Runs in the compute thread."""
         alone = replace(asked, options={**asked.options, "disable_lora": True})
-        items = [self._adapters().prepare_without_adapter(alone).item]
+        prepared = self._adapters().prepare_without_adapter(alone)
         trainer, let_sampling_run = self._model.trainer, self._compute.let_sampling_run
-        (result,) = run_passes(trainer, items, train=False, let_sampling_run=let_sampling_run)
+        (result,) = run_passes(trainer, [prepared.item], train=False, let_sampling_run=let_sampling_run)
         if isinstance(result, TrainFailure):
             raise in_terms_of_rows(result.error)
-        return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})
+        lengths = [len(datum.tokens) for datum in prepared.item.data]
+        rows = self._adapters().rows(prepared.absorb(result), lengths)
+        return succeeded({"result": {"loss": None, "num_tokens": None, **rows}})

@@ -51,11 +51,15 @@ def are_encoded(rows: Sequence[Mapping[str, object]]) -> bool:
 
 
 def checked_rows(rows: Sequence[Mapping[str, object]], max_tokens: int) -> tuple[Row, ...]:
-    """Return the rows with the fields that training reads, checked: each field has one number for each token.
+    """Return the rows with the fields that training reads, checked: each field has one number for each token. The field
+    ``labels`` may have a single one.
 
     InvalidInputError: a row is invalid, or all rows together have more than ``max_tokens``.
     """
     checked = tuple(_row(row, f"inputs[{index}]") for index, row in enumerate(rows))
+    texts = [len(row["labels"]) != len(row[_TOKENS]) for row in checked if "labels" in row]
+    if any(texts) and sum(texts) + sum(len(row[_TOKENS]) == 1 for row in checked) < len(checked):
+        raise InvalidInputError("inputs", "labels of texts and labels of tokens", "one kind in a request")
     tokens = sum(len(row[_TOKENS]) for row in checked)
     if tokens > max_tokens:
         raise InvalidInputError("inputs", f"{tokens} tokens", f"at most {max_tokens} in one request")
@@ -70,7 +74,8 @@ def _row(row: Mapping[str, object], where: str) -> Row:
     if _TOKENS not in fields or not len(fields[_TOKENS]):
         raise InvalidInputError(f"{where}.{_TOKENS}", row.get(_TOKENS), "at least one token id")
     for name, values in fields.items():
-        if len(values) != len(fields[_TOKENS]):
+        is_of_text = name == "labels" and len(values) == 1  # one label for the whole text, as losses on embeddings read
+        if len(values) != len(fields[_TOKENS]) and not is_of_text:
             allowed = f"{len(fields[_TOKENS])}, as {_TOKENS}"
             raise InvalidInputError(f"{where}.{name}", f"{len(values)} numbers", allowed)
     return fields

@@ -3,13 +3,15 @@
 The library's verbs need torch, so they are loaded when a native request first needs them.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.model.types import TrainItem, TrainResult
+from twinkle.errors import InvalidInputError
+from twinkle.model.types import MAX_LOGITS, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run
@@ -18,7 +20,7 @@ from twinkle.server.services.checkpoints.save_and_load import delete_checkpoint
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.run_kind import CheckpointFiles, DevicePass, RunKind
 from twinkle.server.state.files.data_dir import copy_whole
-from twinkle.server.state.files.export import allowed_path
+from twinkle.server.state.files.export import allowed_path, existing_dir
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import (
     CheckpointRecord,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:  # they need torch
     from twinkle.model.library.optimizer_group import OptimizerGroup
     from twinkle.server.verbs.adapters import NativeAdapters
 
+logger = logging.getLogger(__name__)
+
 _SERIES = "series"  # metadata key: names the series of sampler versions in which a new one replaces older ones
 _KEPT_OF_SERIES = 2
 
@@ -58,14 +62,23 @@ class NativeRuns(RunKind):
     kind_tells_steps = False  # a step is a verb, so only the body of an op shows it
 
     def __init__(
-        self, model: ServedModel, compute: Compute, tenants: Tenants, allowed_dirs: Sequence[Path] = ()
+        self,
+        model: ServedModel,
+        compute: Compute,
+        tenants: Tenants,
+        allowed_dirs: Sequence[Path] = (),
+        max_logits: int = MAX_LOGITS,
     ) -> None:
-        """Prepare without loading torch. Tenants may load checkpoints of the server and from ``allowed_dirs``."""
+        """Prepare without loading torch. Tenants may load checkpoints of the server and from ``allowed_dirs``.
+
+        ``max_logits``: the most numbers of the logits that one request computes.
+        """
         self.templates = Templates(model)
         self.base_model = BaseModelPasses(model, lambda: self.adapters, compute, tenants)
         self._model = model
         self._compute = compute
         self._allowed_dirs = allowed_dirs
+        self._max_logits = max_logits
         self._adapters: NativeAdapters | None = None
         self._lock = threading.Lock()
 
@@ -75,7 +88,7 @@ class NativeRuns(RunKind):
             if self._adapters is None:
                 from twinkle.server.verbs.adapters import NativeAdapters
 
-                self._adapters = NativeAdapters(self._model, self.templates)
+                self._adapters = NativeAdapters(self._model, self.templates, self._max_logits)
             return self._adapters
 
     def owns(self, run_id: str) -> bool:
@@ -163,6 +176,7 @@ class NativeRuns(RunKind):
         return await self._load(op, run, op.payload, checkpoints)
 
     async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: CheckpointFiles) -> Outcome:
+        save_dir = self._save_dir(run, save)
         path = await self._compute.run(partial(self._path, op, save))
         if path is None:
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
@@ -172,9 +186,25 @@ class NativeRuns(RunKind):
         record = await checkpoints.write(op, run, written, copy)
         if save.sampler:
             await _delete_older(run, series[_SERIES], checkpoints)
-        if "save_dir" in run.user_metadata:
-            await _copy_out(record, Path(run.user_metadata["save_dir"]), checkpoints)
+        if save_dir is not None:
+            await _copy_out(record, save_dir, checkpoints)
         return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
+
+    def _save_dir(self, run: RunRecord, save: NativeSave) -> Path | None:
+        """Return the directory for copies of a run's checkpoints; None if it has none.
+
+        The directory is checked again, since the operator may have changed ``allowed_dirs`` or the directory. If it is
+        not allowed any more, a client's save is refused, and the server's own save of an evicted adapter is not copied.
+        """
+        if "save_dir" not in run.user_metadata:
+            return None
+        try:
+            return existing_dir("save_dir", run.user_metadata["save_dir"], self._allowed_dirs)
+        except InvalidInputError:
+            if save.ttl_seconds is None:
+                raise
+            logger.warning("the last checkpoint of %s is not copied: its save_dir is not allowed any more", run.run_id)
+            return None
 
     def _path(self, op: Op, save: NativeSave) -> CheckpointPath | None:
         """Return the path of a save; None if the adapter is not to be saved now. Runs in the compute thread."""
@@ -192,12 +222,14 @@ class NativeRuns(RunKind):
         else:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
 
-        def resume() -> dict[str, int]:
+        def resume() -> tuple[dict[str, int], list[str]]:
             load_it = partial(self.adapters.resume, op.adapter_id, directory, optimizer=load.optimizer)
             return without_server_paths(load_it, directory, shown)
 
-        progress = await self._compute.run(resume)
-        return answered(progress if load.verb == "resume_from_checkpoint" else None)
+        progress, missing = await self._compute.run(resume)
+        if load.verb != "resume_from_checkpoint":
+            return answered(None)
+        return succeeded({"result": progress, **({"missing": missing} if missing else {})})
 
 
 async def _delete_older(run: RunRecord, series: str, checkpoints: CheckpointFiles) -> None:

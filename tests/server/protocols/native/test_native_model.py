@@ -102,7 +102,8 @@ def test_an_adapter_is_added_once(native):
         ("forward_backward", {"inputs": "text"}, "inputs"),
         ("forward_backward", {"inputs": [{"input_ids": []}]}, "inputs[0].input_ids"),
         ("forward_backward", {"inputs": [{"input_ids": ["a"]}]}, "inputs[0].input_ids"),
-        ("forward_backward", {"inputs": [{"input_ids": [1, 2], "labels": [1]}]}, "inputs[0].labels"),
+        ("forward_backward", {"inputs": [{"input_ids": [1, 2, 3], "labels": [1, 2]}]}, "inputs[0].labels"),
+        ("forward_backward", {"inputs": [{"input_ids": [1, 2], "labels": [1]}]}, "inputs.labels"),
         ("forward_backward", {"inputs": [{"input_ids": [1], "pixel_values": [[1.0]]}]}, "pixel_values"),
         ("forward_backward", {"inputs": [{"input_ids": [1]}, {"messages": []}]}, "not both"),
         ("forward_backward", {"inputs": [{"input_ids": [10**9], "labels": [1]}]}, "token ids"),
@@ -111,7 +112,7 @@ def test_an_adapter_is_added_once(native):
         ("forward_backward", {"inputs": rows(1), "temperature": "warm"}, "temperature"),
         ("forward_backward", {"inputs": rows(1), "training": True}, "training"),
         ("forward_backward", {"inputs": [{"messages": [{"role": "user", "content": "hi"}]}]}, "tokenizer"),
-        ("forward_only", {"inputs": rows(1), "return_logits": True}, "return_logits"),
+        ("forward_only", {"inputs": rows(1), "return_logits": True}, "logits"),
         ("backward", {}, "forward"),
         ("backward", {"inputs": 3}, "inputs"),
         ("step", {}, "set_optimizer"),
@@ -121,7 +122,10 @@ def test_an_adapter_is_added_once(native):
         ("set_loss", {"loss_cls": "__import__('os')"}, "__import__"),
         ("set_loss", {"loss_cls": "DPOLoss", "alpha": 1}, "alpha"),
         ("set_loss", {}, "loss_cls"),
-        ("set_optimizer", {"optimizer_cls": "SGD"}, "SGD"),
+        ("set_optimizer", {"optimizer_cls": "LBFGS"}, "SGD"),
+        ("set_optimizer", {"optimizer_cls": "SGD", "momentum": -1}, "momentum"),
+        ("set_optimizer", {"optimizer_cls": "RMSprop", "momentum": 0.9, "centered": True}, "one of them"),
+        ("set_optimizer", {"optimizer_cls": "Muon", "ns_steps": 10**9}, "less than 100"),
         ("set_optimizer", {"optimizer_cls": "AdamW", "lr": "fast"}, "lr"),
         ("set_lr_scheduler", {"scheduler_cls": "LinearLR"}, "set_optimizer"),
         ("set_processor", {"processor_cls": "InputProcessor", "padding_side": "up"}, "padding_side"),
@@ -272,7 +276,7 @@ def test_published_versions_take_the_place_of_older_ones(native):
 
 def test_directories_that_the_owner_allows(own_server, tmp_path):
     shared = tmp_path / "shared"
-    shared.mkdir()
+    (shared / "out").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (shared / "link").symlink_to(tmp_path / "outside")
     server = own_server(mock_config(allowed_dirs=[str(shared)]))
@@ -288,10 +292,29 @@ def test_directories_that_the_owner_allows(own_server, tmp_path):
     native.verb("resume_from_checkpoint", adapter_name="b", name=str(copied))
     weights = [native.verb("get_state_dict", adapter_name=name) for name in ("a", "b")]
     assert weights[0] == weights[1]
+    folder = shared / "out" / run / "weights"
+    for wrong, said in [
+        (shared / "link", "allowed_dirs"),
+        (shared / ".." / "outside", "allowed_dirs"),
+        (Path("relative"), "allowed_dirs"),
+        (tmp_path / "outside", "allowed_dirs"),
+        (shared / "nothing", "a directory that exists on the server"),
+        (copied / "trainer_state.json", "run's own folder"),
+        (folder, "run's own folder"),
+    ]:
+        config = '{"r": 4, "target_modules": "all-linear"}'
+        other = NativeTenant(server.url, "tml-other-tenant", MODEL)
+        refusal = other.refusal("add_adapter_to_model", adapter_name="c", config=config, save_dir=str(wrong))
+        assert said in refusal
+        assert "save_dir" in refusal
     for wrong in (shared / "link", shared / ".." / "outside", Path("relative")):
         assert "allowed_dirs" in native.refusal("load", adapter_name="a", name=str(wrong))
     missing = native.refusal("load", adapter_name="a", name=str(shared / "nothing"))
     assert "nothing" in missing
+    (shared / "out").rename(shared / "moved")
+    (shared / "out").symlink_to(tmp_path / "outside")  # a link that appears later leads nowhere else either
+    assert "save_dir" in native.refusal("save", adapter_name="a", name="y")
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def test_the_adapter_of_a_session_that_ended_is_resumed_in_another(native, server):

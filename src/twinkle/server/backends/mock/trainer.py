@@ -32,6 +32,7 @@ from twinkle.errors import (
     CheckpointError,
     InvalidInputError,
     NonFiniteError,
+    NoOptimizerStateError,
     TwinkleError,
     UnknownNameError,
     UnsupportedError,
@@ -263,7 +264,7 @@ class MockTrainer(TrainingBackend):
                 f"{directory} holds rank {state['spec']['rank']}, the adapter has {adapter.spec.rank}"
             )
         if optimizer and "exp_avg" not in arrays:
-            raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
+            raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
         fresh = _Adapter(adapter.spec, arrays["weights"])
         if optimizer:
             fresh.exp_avg, fresh.exp_avg_sq, fresh.step = arrays["exp_avg"], arrays["exp_avg_sq"], state["step"]

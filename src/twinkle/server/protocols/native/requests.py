@@ -24,7 +24,7 @@ from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.http.routes import Call
 from twinkle.server.ids import RequestId
-from twinkle.server.state.files.export import allowed_path
+from twinkle.server.state.files.export import existing_dir
 from twinkle.server.types import Op, Outcome, RunRecord
 from twinkle.server.verbs.codec import SentVerb, create_op, lora_config
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
@@ -114,7 +114,8 @@ class AdapterCall:
         await gateway.reading.in_thread(self.tenant_id, check_adapter)  # before the adapter's name is used up
         metadata = {"adapter_name": name}
         if request.save_dir is not None:
-            metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
+            wanted = partial(existing_dir, "save_dir", request.save_dir, gateway.config.allowed_dirs)
+            metadata["save_dir"] = str(await gateway.reading.in_thread(self.tenant_id, wanted))
         earlier = await gateway.store.runs.get(run_id)
         if earlier is not None and earlier.state == "parked":  # a new run of this name would mix with its checkpoints
             allowed = f"a name not used before in this session ({earlier.note})"

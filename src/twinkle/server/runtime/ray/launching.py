@@ -101,6 +101,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
 
     At the end, also after an error, :func:`remove` is called.
     """
+    _check_database(config, {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
     total = ray.cluster_resources()
     has_gpus = total.get("GPU", 0.0) > 0
     demands = demands_of(config.applications, has_gpus)
@@ -136,6 +137,15 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         yield url
     finally:
         remove(config, cluster)
+
+
+def _check_database(config: ServerConfig, machines: set[str]) -> None:
+    """Raise TwinkleServerError if the cluster has several machines and the state is in a file of one of them."""
+    if len(machines) > 1 and config.database_url.startswith("sqlite:"):
+        raise TwinkleServerError(
+            f"persistence: the cluster has {len(machines)} machines ({', '.join(sorted(machines))}), and a SQLite file "
+            "works on one machine only. Set persistence.url: postgresql://… and a data_dir that all of them share"
+        )
 
 
 def remove(config: ServerConfig, cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import pyrage
 
 from twinkle.errors import InvalidInputError
+from twinkle.server.ids import is_native_run
 from twinkle.server.state.files.file_checksums import CHECKSUMS, read_checksums
 from twinkle.server.tenancy.work_pools import FairPool
 
@@ -30,6 +31,20 @@ def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
             return resolved
     where = "an absolute path in one of the server's allowed_dirs" if allowed else "nothing: allowed_dirs is empty"
     raise InvalidInputError(field, text, where)
+
+
+def existing_dir(field: str, text: str, allowed: Sequence[Path]) -> Path:
+    """Return the path of a directory that exists and is :func:`allowed_path`.
+
+    InvalidInputError also for a directory inside the folder that holds the copied checkpoints of a run.
+    """
+    path = allowed_path(field, text, allowed)
+    inside = next(path.relative_to(each.resolve()) for each in allowed if path.is_relative_to(each.resolve()))
+    if any(is_native_run(part) or is_native_run(part.rstrip("+")) for part in inside.parts):
+        raise InvalidInputError(field, text, "a directory that is not part of a run's own folder")
+    if not path.is_dir():
+        raise InvalidInputError(field, text, "a directory that exists on the server")
+    return path
 
 
 # --- encryption with age (age-encryption.org): only the recipients can read the files, not this server ----------------
