@@ -93,9 +93,7 @@ def test_which_chunks_are_replaced(blank):
 
 def test_a_language_model_that_is_not_there():
     pytest.importorskip("spacy")
-    with pytest.raises(
-        OSError, match=r"spaCy has no pipeline 'en_core_web_sm'\. Install it \(python -m spacy down"
-    ):
+    with pytest.raises(OSError, match=r"spaCy has no pipeline 'en_core_web_sm'\. Install it \(python -m spacy down"):
         KeywordCondenser()
     with pytest.raises(ValueError, match="compression_ratio: got 1"):
         KeywordCondenser(compression_ratio=1)
