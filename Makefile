@@ -37,6 +37,7 @@ POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tes
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
+SPACY_VENV := .venv-spacy
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -49,7 +50,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-kit test-vllm test-parallel test-postgres test-ray test-dashboard test-wheels attack chaos damage fuzz soak clean
+	test-kit test-vllm test-parallel test-postgres test-ray test-spacy test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -126,6 +127,9 @@ test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the co
 	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
+test-spacy: $(SPACY_VENV)/.setup-stamp ## KeywordCondenser with spaCy itself, without a language model
+	@$(SPACY_VENV)/bin/pytest -q tests/agentic/test_keyword_condenser.py
+
 test-postgres: $(STAMP) ## state and recovery on PostgreSQL (Debian's package), in a temporary database cluster
 	@$(VENV)/bin/python tests/support/servers/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
 
@@ -196,6 +200,11 @@ $(VLLM_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
 	@$(call pip_install,$(VLLM_VENV),-r $(VLLM_VENV)/requirements.txt $(TORCH_CPU))
 	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
+	@touch $@
+
+$(SPACY_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(SPACY_VENV))
+	@$(call pip_install,$(SPACY_VENV),-e ./client -e '.[spacy]' 'pytest>=9')
 	@touch $@
 
 $(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
