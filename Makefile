@@ -39,6 +39,7 @@ PREPROCESS_EXTRAS := data_juicer,pii
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
+SPACY_VENV := .venv-spacy
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -51,7 +52,8 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-dashboard test-wheels attack chaos damage fuzz soak clean
+	test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-spacy test-dashboard test-wheels attack \
+	chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -131,6 +133,9 @@ test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the co
 	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
+test-spacy: $(SPACY_VENV)/.setup-stamp ## KeywordCondenser with spaCy itself, without a language model
+	@$(SPACY_VENV)/bin/pytest -q tests/agentic/test_keyword_condenser.py
+
 test-postgres: $(STAMP) ## state and recovery on PostgreSQL (Debian's package), in a temporary database cluster
 	@$(VENV)/bin/python tests/support/servers/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
 
@@ -207,6 +212,11 @@ $(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(PREPROCESS_VENV))
 	@$(call install_torch,$(PREPROCESS_VENV))
 	@$(call pip_install,$(PREPROCESS_VENV),-e ./client -e '.[$(PREPROCESS_EXTRAS)]' 'pytest>=9')
+	@touch $@
+
+$(SPACY_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(SPACY_VENV))
+	@$(call pip_install,$(SPACY_VENV),-e ./client -e '.[spacy]' 'pytest>=9')
 	@touch $@
 
 $(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile

@@ -9,6 +9,10 @@ TWINKLE_SEED          the seed of shuffling dataloaders that are given none, bef
 LOG_LEVEL             a level of Python's logging, as a name or number, for ``initialize`` (default INFO)
 WORLD_SIZE            the number of processes, as torchrun sets it; ``initialize`` refuses more than one
 
+TWINKLE_RUN_ID        the run of a script that ``twinkle-auto`` has started (see ``twinkle_client.auto.runtime``)
+TWINKLE_AUTO_RUN_ID, TWINKLE_LLM_BASE_URL, TWINKLE_LLM_MODEL, TWINKLE_LLM_API_KEY, TWINKLE_AUTO_VERBOSE
+                      the options of ``twinkle-auto`` that are not given
+
 and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`. Proxies are taken from
 the system's settings, or from HTTP_PROXY and similar variables.
 """
@@ -21,11 +25,16 @@ from urllib.request import getproxies
 from twinkle_client.errors import invalid
 
 __all__ = [
+    "AutoEnvironment",
     "Environment",
+    "git_variables",
     "has_tls_proxy",
     "log_level",
     "processes_of_launch",
+    "read_auto_environment",
     "read_environment",
+    "run_id_of_launch",
+    "script_variables",
     "set_tinker_variables",
     "tinker_key",
     "tinker_url",
@@ -57,6 +66,44 @@ def read_environment() -> Environment:
         names_server=bool(os.environ.get("TWINKLE_SERVER_URL", "").strip()),
         seed=_integer("TWINKLE_SEED"),
     )
+
+
+@dataclass(frozen=True)
+class AutoEnvironment:
+    """The options of ``twinkle-auto`` that come from variables."""
+
+    run_id: str | None
+    llm_base_url: str
+    llm_model: str
+    llm_api_key: str
+    verbose: bool
+
+
+def read_auto_environment() -> AutoEnvironment:
+    verbose = os.environ.get("TWINKLE_AUTO_VERBOSE", "").strip().lower()
+    return AutoEnvironment(
+        run_id=os.environ.get("TWINKLE_AUTO_RUN_ID", "").strip() or None,
+        llm_base_url=os.environ.get("TWINKLE_LLM_BASE_URL", "").strip() or "http://localhost:11434/v1",
+        llm_model=os.environ.get("TWINKLE_LLM_MODEL", "").strip() or "qwen3.5",
+        llm_api_key=os.environ.get("TWINKLE_LLM_API_KEY", "").strip(),
+        verbose=verbose not in ("", "0", "false", "no", "off"),
+    )
+
+
+def run_id_of_launch() -> str | None:
+    """Return the run that this script belongs to, if ``twinkle-auto`` has started it."""
+    return os.environ.get("TWINKLE_RUN_ID", "").strip() or None
+
+
+def script_variables(run_id: str, server_url: str) -> dict[str, str]:
+    """Return the variables of a training script: those of this process without the key of the agent's own model."""
+    own = {name: value for name, value in os.environ.items() if name != "TWINKLE_LLM_API_KEY"}
+    return {**own, "TWINKLE_RUN_ID": run_id, "TWINKLE_SERVER_URL": server_url, "PYTHONUNBUFFERED": "1"}
+
+
+def git_variables() -> dict[str, str]:
+    """Return the variables of a git that asks nobody: a repository that wants a password is an error."""
+    return {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "", "SSH_ASKPASS": "", "GCM_INTERACTIVE": "never"}
 
 
 def processes_of_launch() -> int:

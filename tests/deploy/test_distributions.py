@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,9 +103,11 @@ def test_the_client_requires_no_torch_and_not_the_library(built: dict[str, Built
     assert metadata.get_all("Provides-Extra") is None
 
 
-def test_only_the_library_has_the_command(built: dict[str, Built]) -> None:
-    commands = {name: any(file.endswith("entry_points.txt") for file in one.files) for name, one in built.items()}
-    assert commands == {"twinkle-posttrain": True, "twinkle-posttrain-client": False}
+def test_each_distribution_has_its_command(built: dict[str, Built]) -> None:
+    assert all(any(file.endswith("entry_points.txt") for file in one.files) for one in built.values())
+    projects = {name: tomllib.loads((folder / "pyproject.toml").read_text()) for name, folder in PROJECTS.items()}
+    commands = {name: list(project["project"]["scripts"]) for name, project in projects.items()}
+    assert commands == {"twinkle-posttrain": ["twinkle-server"], "twinkle-posttrain-client": ["twinkle-auto"]}
 
 
 def test_licenses_are_the_same_and_shipped(built: dict[str, Built]) -> None:

@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 from twinkle.server.app import ROUTES
 from twinkle.server.cli import command_line
 from twinkle.server.http.routes import NO_ROUTE
+from twinkle_client.auto import cli as auto_command
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Our distributions: the one that this file describes, and those that it requires.
@@ -92,6 +93,13 @@ def _check_server(_program: str, arguments: Sequence[str]) -> None:
         raise WrongCommandError(f"twinkle-server {' '.join(arguments)}: refused by its parser") from None
 
 
+def _check_auto(_program: str, arguments: Sequence[str]) -> None:
+    try:
+        auto_command._parser().parse_args(list(arguments))
+    except SystemExit:
+        raise WrongCommandError(f"twinkle-auto {' '.join(arguments)}: refused by its parser") from None
+
+
 def _check_make(_program: str, arguments: Sequence[str]) -> None:
     targets = {argument for argument in arguments if not _ASSIGNMENT.fullmatch(argument)}
     if not targets <= _TARGETS:
@@ -164,6 +172,7 @@ def _existing(path: str) -> Path:
 
 
 _OURS: Mapping[str, Callable[[str, Sequence[str]], None]] = {
+    "twinkle-auto": _check_auto,
     "twinkle-server": _check_server,
     "make": _check_make,
     "python": _check_python,

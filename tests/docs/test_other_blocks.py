@@ -46,6 +46,7 @@ def test_commands_exist(block: Block) -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        "twinkle-auto --modle x",
         "twinkle-server lunch",
         "twinkle-server launch --modle x",
         ".venv/bin/twinkle-server keys",

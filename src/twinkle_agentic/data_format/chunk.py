@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from twinkle.data_format import Message, Trajectory
 from twinkle.errors import InvalidInputError
@@ -127,7 +127,7 @@ def _pieces(message: Mapping[str, Any]) -> Iterator[Chunk]:
         if not isinstance(block, Mapping) or block.get("type") not in {"text", *_MEDIA}:
             raise InvalidInputError("content", block, f"a block of the type text, {', '.join(_MEDIA)}")
         if block["type"] != "text":
-            medium: Literal["image", "video", "audio"] = block["type"]
+            medium = cast('Literal["image", "video", "audio"]', block["type"])
             yield {"type": medium, "content": _medium(block), "raw": {"block": dict(block)}}
         elif block["text"] or not (calls or message.get("reasoning_content")):  # an empty message stays a message
             yield {"type": "text", "content": block["text"]}

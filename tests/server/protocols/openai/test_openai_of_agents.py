@@ -1,4 +1,4 @@
-"""``twinkle_agentic.protocol.OpenAI`` against this server, with the mock model."""
+"""``twinkle_agentic.protocol.OpenAI`` and the model of ``twinkle-auto`` against this server, with the mock model."""
 
 import openai
 import pytest
@@ -6,6 +6,8 @@ import pytest
 from tests.support.servers.running import MODEL, Server, Tenant
 from twinkle.data_format import SamplingParams
 from twinkle_agentic.protocol import OpenAI
+from twinkle_client.auto.chat import ChatModel
+from twinkle_client.errors import ServerError
 
 CALL = {"function": {"name": "find", "arguments": {"what": "cat"}}}
 TRAJECTORY = {
@@ -42,3 +44,14 @@ def test_several_samples(api: OpenAI) -> None:
 def test_a_penalty_reaches_the_server_which_refuses_it(api: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"frequency_penalty: got 0\.5"):
         api(TRAJECTORY, SamplingParams(repetition_penalty=1.5))
+
+
+def test_the_model_of_twinkle_auto_is_streamed(server: Server, tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    pieces: list[str] = []
+    question = [{"role": "user", "content": "hello there"}]
+    answer = ChatModel(f"{server.url}/v1", MODEL, tenant.key).answer(question, [], pieces.append)
+    assert answer["role"] == "assistant"
+    assert answer["content"] == "".join(pieces)
+    with pytest.raises(ServerError, match="unknown model 'nothing'"):
+        ChatModel(f"{server.url}/v1", "nothing", tenant.key).answer(question, [], pieces.append)
