@@ -109,7 +109,7 @@ def test_two_tools_over_three_turns(template, letters):
     rollout = MultiTurnRollout(sampler, template, TOOLS, SamplingParams(max_tokens=50, logprobs=1), adapter_name="a")
     first, second = rollout([question(0), question(1)])
     assert [(count, name) for count, _, name in sampler.rounds] == [(2, "a"), (1, "a"), (1, "a")]
-    assert sampler.rounds[0][1]["max_tokens"] == 50
+    assert sampler.rounds[0][1] == SamplingParams(max_tokens=50, logprobs=1)
     _assert_what_was_said_is_learnt(first, sampler.said[0])
     _assert_what_was_said_is_learnt(second, sampler.said[1])
     answers = [message["content"] for message in first["messages"] if message["role"] == "tool"]

@@ -1,9 +1,11 @@
-"""A pool of environments on workers: its places are spread over the workers, and the driver can use all of them."""
+"""Agents on workers: the places of a pool are spread over them, and a rollout runs on the first of them."""
 
 import pytest
 
+from tests.clients.twinkle.test_client_sampler import LettersTemplate, Scripted, trajectory, upper
 from twinkle.errors import InvalidInputError
 from twinkle_agentic.envs import EnvPool, EnvPoolAdapter, EnvTool
+from twinkle_agentic.rollout import MultiTurnRollout
 
 pytestmark = pytest.mark.ray
 
@@ -28,3 +30,11 @@ def test_places_are_spread_over_the_workers(program):
     with pytest.raises(InvalidInputError, match="0 to 3"):
         pool.reset(9)
     pool.close()
+
+
+def test_a_rollout_runs_on_the_first_worker(program):
+    sampler = Scripted(["!up", "done"], ["at once"])
+    rollout = MultiTurnRollout(sampler, LettersTemplate(), upper, max_turns=3, remote_group="work")
+    first, second = rollout([trajectory(0), trajectory(1)], global_step=1)
+    assert "".join(map(chr, first["input_ids"])) == "<u>go<a>!up<t>UP<a>done"
+    assert (first["turns"], second["turns"], first["stop_reason"]) == (2, 1, "stop")
