@@ -9,6 +9,7 @@ from twinkle_agentic.envs.command_template import CommandTemplate
 
 ATTACKS = [
     "plain",
+    "PATH=x",
     "two words",
     "; rm -rf *",
     "$(touch owned)",
@@ -59,6 +60,11 @@ def test_a_shell_reads_every_text_as_it_is(shell, template, before, after):
     made = CommandTemplate(template)
     printed = shell("\nprintf '\\0'\n".join(made.fill({"x": attack}) for attack in ATTACKS))
     assert printed.split("\0") == [f"[{before}{attack}{after}]" for attack in ATTACKS]
+
+
+def test_a_text_does_not_change_the_words_around_it(shell):
+    assert shell("A=1; AB=2; " + CommandTemplate("printf '%s' $A{x}").fill({"x": "B"})) == "1B"
+    assert shell(CommandTemplate("{x} true || printf no").fill({"x": "PATH=x"})) == "no"  # no assignment: a command
 
 
 def test_several_arguments_and_formats(shell):
