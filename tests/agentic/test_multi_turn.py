@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.models.plain_training import LORA, MODEL
+from tests.support.texts import counting_rollout
 from tests.support.texts.conversations import save_tokenizer
 from tests.support.texts.layouts import QWEN3_SOURCE
 from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
@@ -108,7 +109,7 @@ def test_two_tools_over_three_turns(template, letters):
     rollout = MultiTurnRollout(sampler, template, TOOLS, SamplingParams(max_tokens=50, logprobs=1), adapter_name="a")
     first, second = rollout([question(0), question(1)])
     assert [(count, name) for count, _, name in sampler.rounds] == [(2, "a"), (1, "a"), (1, "a")]
-    assert sampler.rounds[0][1]["max_tokens"] == 50
+    assert sampler.rounds[0][1] == SamplingParams(max_tokens=50, logprobs=1)
     _assert_what_was_said_is_learnt(first, sampler.said[0])
     _assert_what_was_said_is_learnt(second, sampler.said[1])
     answers = [message["content"] for message in first["messages"] if message["role"] == "tool"]
@@ -312,19 +313,16 @@ def test_samplers_that_answer_badly(template):
 
 
 def test_with_a_model_of_this_process():
-    """A small random model says anything. Here each of its turns is parsed as a call, and the tool answers."""
+    """A small random model says anything. Here each of its turns counts as a call of a tool."""
     model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_loras=1)
     model.add_adapter_to_model("a", peft.LoraConfig(**LORA))
     sampler = LocalSampler(model)
-    template = sampler.template
-    template.parse_tool_call = lambda text: [{"function": {"name": "add", "arguments": {"a": len(text), "b": 0}}}]
-    params = SamplingParams(max_tokens=40, seed=1, logprobs=1, stop=["e"])
-    rollout = MultiTurnRollout(sampler, template, TOOLS, params, max_turns=3, adapter_name="a")
-    (done,) = rollout([{"messages": [{"role": "user", "content": "go"}]}])
-    learnt = [label for label in done["labels"] if label != -100]
-    assert learnt == [pairs[0][0] for pairs in done["logprobs"]]
-    assert done["turns"] >= 2
-    assert done["messages"][2]["role"] == "tool"
+    template = counting_rollout.calls_every_turn(sampler.template)
+    tool, tools = counting_rollout.environment_tool()
+    params = counting_rollout.until_an_even_token()
+    rollout = MultiTurnRollout(sampler, template, tools, params, max_turns=3, adapter_name="a")
+    (done,) = rollout([counting_rollout.QUESTION])
+    counting_rollout.check(done, tool)
     row = model.forward_only(inputs=[done], adapter_name="a")["logps"][0]  # logps of exactly the trained tokens
     trained = row[torch.tensor(done["labels"]) != -100]
     np.testing.assert_allclose(trained.numpy(), [pairs[0][1] for pairs in done["logprobs"]], atol=1e-5)

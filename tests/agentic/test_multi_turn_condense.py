@@ -132,6 +132,22 @@ def test_a_callback_changes_the_condensed_trajectory(template):
     assert find.names() == []  # the manager that was given is not changed
 
 
+def test_with_the_chunker_and_the_chunks_of_this_package(template):
+    chunker = pytest.importorskip("twinkle_agentic.chunker", reason="the package has no chunkers")
+    data_format = pytest.importorskip("twinkle_agentic.data_format")
+
+    class Condenser(FirstWord):
+        def __call__(self, conversations):
+            return [data_format.Chunks(list(pieces.chunks)) for pieces in super().__call__(conversations)]
+
+    rollout = MultiTurnCondenseRollout(
+        Sampler(template, EXTRACT, "ok"), template, None, chunker.NativeChunker(chunk_size=30), Condenser()
+    )
+    (done,) = rollout([row(LONG, "a")])
+    assert done["messages"][0]["content"].startswith("<block_1>Winter</block_1>\n\n")
+    assert done["messages"][2]["content"].strip() == "Winter is cold in the north."
+
+
 def test_mistakes(template):
     taken = ToolManager([ExtractCondensed([])])
     with pytest.raises(ValueError, match="extract_condensed"):

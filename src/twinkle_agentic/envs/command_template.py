@@ -6,7 +6,6 @@ because quotes do not nest: ``"{pattern}"`` becomes ``""'the value'""``.
 """
 
 import re
-import shlex
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any
@@ -60,8 +59,17 @@ class CommandTemplate:
         for text, name, spec, conversion, quote in self._pieces:
             command += text
             if name is not None:
-                command += f"{quote}{shlex.quote(_value(name, spec, conversion, arguments))}{quote}"
+                command += f"{quote}{_quoted(_value(name, spec, conversion, arguments))}{quote}"
         return command
+
+
+def _quoted(text: str) -> str:
+    """Return a text in single quotes.
+
+    ``shlex.quote`` leaves harmless words as they are, and next to other text they are not harmless: behind ``$HOME``
+    they would name another variable, and ``PATH=x`` would be an assignment.
+    """
+    return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def _quote_after(text: str, quote: str, template: str) -> str:

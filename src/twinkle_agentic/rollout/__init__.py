@@ -5,5 +5,13 @@ from twinkle_agentic.rollout.base import Rollout
 from twinkle_agentic.rollout.bridge import extend_with_bridge
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout
 from twinkle_agentic.rollout.multi_turn_condense import MultiTurnCondenseRollout
+from twinkle_agentic.rollout.tinker_sampler import TinkerSampler
 
-__all__ = ["APIMultiTurnRollout", "MultiTurnCondenseRollout", "MultiTurnRollout", "Rollout", "extend_with_bridge"]
+__all__ = [
+    "APIMultiTurnRollout",
+    "MultiTurnCondenseRollout",
+    "MultiTurnRollout",
+    "Rollout",
+    "TinkerSampler",
+    "extend_with_bridge",
+]

@@ -76,7 +76,7 @@ class APIMultiTurnRollout(Rollout):
         return done
 
     def _converse(
-        self, given: Mapping[str, Any], manager: Tools, params: SamplingParams, body: Mapping[str, Any]
+        self, given: Mapping[str, Any], manager: Tools, params: SamplingParams | None, body: Mapping[str, Any]
     ) -> Trajectory:
         """Return one finished trajectory. Runs in a thread of its own."""
         messages: list[Any] = []
@@ -121,15 +121,14 @@ def _tool_infos(manager: Any) -> list[Any]:
     return list(manager.tool_infos()) if hasattr(manager, "tool_infos") else []
 
 
-def _params(given: object) -> SamplingParams:
+def _params(given: object) -> SamplingParams | None:
+    """Return sampling parameters, or None, with which the API uses its own defaults."""
     if given is None:
-        params = SamplingParams()
-    elif isinstance(given, SamplingParams):
-        params = given
-    elif isinstance(given, Mapping):
-        params = SamplingParams.from_dict(given)
-    else:
+        return None
+    if isinstance(given, Mapping):
+        given = SamplingParams.from_dict(given)
+    if not isinstance(given, SamplingParams):
         raise InvalidInputError("sampling_params", given, "a SamplingParams, its fields as a mapping, or None")
-    if params.num_samples != 1:
-        raise InvalidInputError("num_samples", params.num_samples, "1: a conversation goes on with one sample")
-    return params
+    if given.num_samples != 1:
+        raise InvalidInputError("num_samples", given.num_samples, "1: a conversation goes on with one sample")
+    return given

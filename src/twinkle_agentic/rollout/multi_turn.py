@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from twinkle.data_format import SampleResponse
+from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
 from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, managers_for
@@ -39,8 +39,9 @@ class _FullBatches:
         mesh = getattr(self.sampler, "device_mesh", None)
         ranks = 1 if mesh is None else mesh.data_world_size
         filled = [*inputs, *[inputs[-1]] * max(0, ranks - len(inputs))]
+        params = SamplingParams.from_dict(sampling_params) if sampling_params else None
         chosen = {"adapter_name": self.adapter_name} if self.adapter_name else {}
-        return self.sampler.sample(filled, sampling_params=sampling_params, **chosen)[: len(inputs)]
+        return self.sampler.sample(filled, sampling_params=params, **chosen)[: len(inputs)]
 
 
 @remote_class(execute="first")
@@ -71,7 +72,7 @@ class MultiTurnRollout(Rollout):
         *,
         adapter_name: str = "",
     ) -> None:
-        if template is not None and template.truncation_strategy == "split":
+        if getattr(template, "truncation_strategy", None) == "split":
             raise InvalidInputError("truncation_strategy", "split", "another one: a conversation must stay one row")
         self.tool_manager = tool_manager
         self._rounds = ClientMultiTurnRollout(

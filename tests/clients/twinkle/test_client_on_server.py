@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.servers.running import Server, mock_config
+from tests.support.texts import counting_rollout
+from twinkle.template import Template
 from twinkle_client import (
     InvalidRequestError,
     LoraConfig,
@@ -23,6 +25,7 @@ from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.preprocessor import AlpacaProcessor
 from twinkle_client.reward import GSM8KAccuracyReward
+from twinkle_client.rollout import ClientMultiTurnRollout
 from twinkle_client.sampler import Sampler
 
 TINY = "random://llama-tiny"
@@ -113,6 +116,19 @@ def test_before_there_is_an_adapter_the_base_model_answers(tiny):
     assert alone == model.forward_only(inputs=rows)
     with pytest.raises(InvalidRequestError, match="not used before"):
         model.add_adapter_to_model("default", LoraConfig(r=4))
+
+
+def test_a_conversation_with_an_environment(tiny):
+    sampler = Sampler(TINY, client=tiny)
+    sampler.set_template("Template")
+    template = counting_rollout.calls_every_turn(Template(TINY))
+    tool, tools = counting_rollout.environment_tool()
+    params = counting_rollout.until_an_even_token()
+    (done,) = ClientMultiTurnRollout(sampler, template, tools, params, max_turns=3)([counting_rollout.QUESTION])
+    counting_rollout.check(done, tool)
+    (logps,) = MultiLoraTransformersModel(TINY, client=tiny).forward_only(inputs=[done])["logps"]
+    trained = [value for value, label in zip(logps, done["labels"], strict=True) if label != -100]
+    np.testing.assert_allclose(trained, [pairs[0][1] for pairs in done["logprobs"]], atol=1e-5)
 
 
 def test_preferences(tiny):

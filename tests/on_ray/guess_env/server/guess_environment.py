@@ -1,15 +1,9 @@
-"""An environment in the layout of the OpenEnv project, which workers import.
-
-It reports the process in which it runs.
-"""
+"""The number 5 must be guessed. The environment reports the process in which it runs."""
 
 import os
 from dataclasses import dataclass
 
-
-@dataclass
-class GuessAction:
-    number: int
+from tests.on_ray.guess_env import GuessAction
 
 
 @dataclass
@@ -19,7 +13,7 @@ class GuessResult:
     done: bool = False
 
 
-class GuessEnv:
+class GuessEnvironment:
     def reset(self) -> GuessResult:
         return GuessResult(f"rank {os.environ['RANK']}")
 
