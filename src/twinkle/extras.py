@@ -15,7 +15,7 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # extra → the modules that we import from it → the package of each. A module that two extras install is listed once, in
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
-    "data_juicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
+    "datajuicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
     "demo": {"tinker": "tinker"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
