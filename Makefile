@@ -37,7 +37,7 @@ VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
 POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,cli/test_operator_commands.py cli/test_postgres_backup.py protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
 PREPROCESS_VENV := .venv-preprocess
-PREPROCESS_EXTRAS := data_juicer,pii
+PREPROCESS_EXTRAS := datajuicer,pii
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)

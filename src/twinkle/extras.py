@@ -16,7 +16,7 @@ __all__ = ["extra_of", "load", "missing", "require"]
 # the smaller one: `server` includes `transformers`.
 _PACKAGES = {
     "agentic": {"nltk": "nltk", "openai": "openai"},
-    "data_juicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
+    "datajuicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
     "demo": {"tinker": "tinker"},
     "e2b": {"e2b": "e2b"},
     "liger": {"liger_kernel": "liger-kernel"},

@@ -32,6 +32,8 @@ STATEMENTS = {
     "from twinkle.hub import resolve; resolve('hf://org/name')": "transformers",
     "from twinkle.hub import resolve; resolve('ms://org/name')": "modelscope",
     "from twinkle.data_format import SamplingParams; SamplingParams().to_vllm()": "vllm",
+    "from twinkle_agentic.preprocessor import FixUnicodeFilter; FixUnicodeFilter()": "datajuicer",
+    "from twinkle_agentic.preprocessor import PIIPresidioFilter; PIIPresidioFilter()": "pii",
     "import twinkle; twinkle.initialize('ray', groups=[twinkle.DeviceGroup('g', 1, 'CPU')])": "ray",
 }
 PROGRAM = """

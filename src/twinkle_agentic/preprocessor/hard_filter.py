@@ -15,6 +15,7 @@ from twinkle_agentic.preprocessor.utils import (
     is_agent_row,
     is_mostly_cjk,
     messages_of,
+    reasoning_of,
     text_of,
     thoughts_and_answer,
     tool_calls_of,
@@ -120,7 +121,7 @@ class HardFilter:
         for message in messages:
             if message["role"] == "user":
                 sizes.append(0)
-            sizes[-1] += len(text_of(message)) + len(message.get("reasoning_content") or "")
+            sizes[-1] += len(text_of(message)) + len(reasoning_of(message))
         if self.max_chars_per_round is not None and max(sizes[1:], default=0) > self.max_chars_per_round:
             return "round_too_long"
         if self.max_total_chars is not None and sum(sizes) > self.max_total_chars:

@@ -20,6 +20,7 @@ from twinkle_agentic.preprocessor.utils import (
     append_to_text,
     has_media,
     has_valid_messages,
+    reasoning_of,
     rewrite_rows,
     text_of,
     thoughts_and_answer,
@@ -373,7 +374,7 @@ def _joined(first: Message, second: Message) -> Message:
     for key in ("images", "videos", "audios"):
         if second.get(key):
             joined[key] = [*(first.get(key) or []), *second[key]]
-    thoughts = [each["reasoning_content"] for each in (first, second) if each.get("reasoning_content")]
+    thoughts = [reasoning_of(each) for each in (first, second) if reasoning_of(each)]
     if thoughts:
         joined["reasoning_content"] = "\n\n".join(thoughts)
     return joined

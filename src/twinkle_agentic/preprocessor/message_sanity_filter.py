@@ -19,6 +19,7 @@ from twinkle_agentic.preprocessor.utils import (
     has_media,
     has_valid_messages,
     is_agent_row,
+    reasoning_of,
     text_of,
     thoughts_and_answer,
     tool_calls_of,
@@ -135,7 +136,7 @@ class MessageSanityFilter:
     def _is_clean(self, row: Row, turns: list[Message]) -> bool:
         if self._sensitive is None:
             return True
-        texts = (text_of(m) + "\n" + (m.get("reasoning_content") or "") for m in row["messages"])
+        texts = (f"{text_of(message)}\n{reasoning_of(message)}" for message in row["messages"])
         return not any(self._sensitive.search(text) for text in texts)
 
 

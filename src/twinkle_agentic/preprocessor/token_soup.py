@@ -4,7 +4,7 @@ import re
 import unicodedata
 from itertools import pairwise
 
-from twinkle_agentic.preprocessor.utils import Result, Row, Rows, drop_rows, messages_of, text_of
+from twinkle_agentic.preprocessor.utils import Result, Row, Rows, drop_rows, messages_of, reasoning_of, text_of
 
 __all__ = ["TokenSoupFilter"]
 
@@ -52,7 +52,7 @@ class TokenSoupFilter:
         for message in messages_of(row):
             if message.get("role") != "assistant":
                 continue
-            text = text_of(message) + (message.get("reasoning_content") or "")
+            text = text_of(message) + reasoning_of(message)
             if self._is_soup(text[: self.max_chars] if self.max_chars else text):
                 return "token_soup"
         return None

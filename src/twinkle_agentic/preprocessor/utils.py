@@ -28,6 +28,7 @@ __all__ = [
     "joined_text",
     "messages_of",
     "move_aside",
+    "reasoning_of",
     "rewrite_rows",
     "rewrite_texts",
     "split_thinking",
@@ -207,8 +208,13 @@ def thoughts_and_answer(message: Mapping[str, Any]) -> tuple[str, str]:
     Thoughts are ``reasoning_content`` and the ``<think>`` blocks of the text.
     """
     thoughts, answer = split_thinking(text_of(message))
+    return reasoning_of(message) + thoughts, answer
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return ``reasoning_content``, "" without one. A table fills it with None in messages of other roles."""
     reasoning = message.get("reasoning_content")
-    return (f"{reasoning}{thoughts}" if isinstance(reasoning, str) else thoughts), answer
+    return reasoning if isinstance(reasoning, str) else ""
 
 
 def split_thinking(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Every step finishes on 100 kB of text made to slow down searches, in time that grows with the length of the text."""
+"""Every step finishes on 100 kB of text made to slow down searches, and on messages of wrong types."""
 
 import pytest
 
@@ -57,3 +57,27 @@ def test_steps_finish(name):
     for step in STEPS:
         kept, dropped = step(rows)
         assert len(kept) + len(dropped) == 1
+
+
+USER = {"role": "user", "content": "A question that is long enough"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [None],
+        [{}],
+        [{"role": ["user"], "content": "x"}],
+        [USER, {"role": "assistant"}],
+        [USER, {"role": "assistant", "content": None, "tool_calls": "no JSON"}],
+        [USER, {"role": "assistant", "content": ["part", {"type": "text"}, {"text": None}], "reasoning_content": 5}],
+        [USER, {"role": "assistant", "content": "x", "tool_calls": [None, {"function": None}, 3]}],
+        [USER, {"role": "assistant", "content": "x", "tool_calls": {"id": 1}}, {"role": "tool", "tool_call_id": ["x"]}],
+        [USER, {"role": "assistant", "content": "\ud800\x00" * 30}],
+    ],
+)
+def test_messages_of_wrong_types_do_not_stop_a_step(messages):
+    for step in STEPS:
+        for rows in ([{"messages": messages}], {"messages": [messages]}):
+            kept, dropped = step(rows)
+            assert len(kept) + len(dropped) == 1

@@ -12,7 +12,16 @@ from twinkle.errors import InvalidInputError
 from twinkle_agentic.preprocessor.scoring.backend import LLMBackend
 from twinkle_agentic.preprocessor.scoring.scorers import Round, Score, Scorer
 from twinkle_agentic.preprocessor.scoring.traces import TraceFolder
-from twinkle_agentic.preprocessor.utils import Result, Row, Rows, messages_of, text_of, tool_calls_of, with_user_data
+from twinkle_agentic.preprocessor.utils import (
+    Result,
+    Row,
+    Rows,
+    messages_of,
+    reasoning_of,
+    text_of,
+    tool_calls_of,
+    with_user_data,
+)
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -170,10 +179,10 @@ def _with_key_rounds(row: Row, rounds: list[int]) -> Row:
 
 def _reply_text(message: dict[str, Any]) -> str:
     """Return what the assistant wrote: thoughts, text, and its tool calls as JSON."""
-    reasoning = message.get("reasoning_content")
+    reasoning = reasoning_of(message)
     calls = tool_calls_of(message)
     parts = [
-        f"<think>\n{reasoning}\n</think>" if isinstance(reasoning, str) and reasoning else "",
+        f"<think>\n{reasoning}\n</think>" if reasoning else "",
         text_of(message),
         json.dumps(calls, ensure_ascii=False) if calls else "",
     ]
