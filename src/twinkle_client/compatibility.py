@@ -230,6 +230,7 @@ _MODULES: Table = {
     "twinkle_client.http.heartbeat": Moved("twinkle_client.client.heartbeat"),
     "twinkle_client.http.http_utils": Moved("twinkle_client.http"),
     "twinkle_client.http.utils": Moved("twinkle_client.http"),
+    "twinkle_client.kernel": Absent("the layers of a served model are the server's, which chooses its kernels itself"),
     "twinkle_client.loss": Absent(
         "losses run on the server, which knows them by name: model.set_loss('GRPOLoss', epsilon=0.2)"
     ),
@@ -242,6 +243,7 @@ _MODULES: Table = {
     "twinkle_client.notifier": Absent(
         "the client notifies nobody; catch the exception in the script, or use twinkle.notifier"
     ),
+    "twinkle_client.patch": Absent("tenants share a served model, and nobody may change it for the others"),
     "twinkle_client.torch_util": Absent(_TORCH),
     "twinkle_client.types.checkpoint": Moved("twinkle_client.types.training", warns=False),
 }
