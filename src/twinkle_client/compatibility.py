@@ -129,6 +129,9 @@ class _PlaceholderType(type):
     def __getattr__(cls, name: str) -> object:
         raise AttributeError(f"{name}: {cls._unusable}")
 
+    def __repr__(cls) -> str:
+        return f"<{cls._unusable}>"  # so that errors about a wrong argument, such as of set_loss, say why it is wrong
+
 
 class _Placeholders(Loader):
     """Fills a module that does not exist yet with placeholders."""

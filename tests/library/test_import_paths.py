@@ -198,6 +198,7 @@ def test_a_name_that_is_not_there_yet_can_be_imported(path: str) -> None:
     exec(f"from {module} import {name} as first\nfrom {module} import {name} as second", namespace)
     placeholder = namespace["first"]
     assert placeholder is namespace["second"]
+    assert repr(placeholder) == f"<{module}.{name}: {NOT_YET[path]}>"
     assert not isinstance(twinkle, placeholder)
     assert pickle.loads(pickle.dumps(placeholder)) is placeholder
     for use in (lambda: placeholder("model", device_mesh=None), type("Own", (placeholder,), {})):

@@ -119,7 +119,7 @@ def test_models_apply_patches():
     assert model.model._no_split_modules == ["LlamaDecoderLayer"]
     model.apply_patch("NoSplitModulesPatch", {"LlamaMLP"})
     assert model.model._no_split_modules == ["LlamaMLP"]
-    with pytest.raises(UnsupportedError, match="TransformersEmbeddingPatch takes the head out"):
+    with pytest.raises(UnsupportedError, match="TransformersEmbeddingPatch: use task"):
         model.apply_patch(TransformersEmbeddingPatch)
     assert model.forward_backward(inputs=[feature(6, seed=0)])["loss"] > 0
     shared = MultiLoraTransformersModel(model_id=MODEL, device="cpu")
