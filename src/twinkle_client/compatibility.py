@@ -92,7 +92,7 @@ class OlderImportPaths:
         if entry is None:
             return None
         if isinstance(entry, Absent):
-            # Without name=: if it were this module's, `from twinkle import patch` would lose the text.
+            # Without name=: if it were this module's, `from twinkle.server import model` would lose the text.
             raise ModuleNotFoundError(f"{fullname}: {entry.why}")
         # All are packages, so that a path may have another one below it.
         if isinstance(entry, NotYet):
@@ -109,10 +109,9 @@ class OlderImportPaths:
     def placeholder(self, module: str, name: str, why: str) -> type:
         """Return the class that stands for a name that does not exist yet: the same one for every import."""
         path = f"{module}.{name}"
-        if path not in self._placeholders:
-            error = self._unusable(f"{path}: {why}")
-            self._placeholders[path] = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
-        return self._placeholders[path]
+        error = self._unusable(f"{path}: {why}")
+        made = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
+        return self._placeholders.setdefault(path, made)  # the first one stays, also if two threads import at once
 
 
 class _PlaceholderType(type):
@@ -247,6 +246,9 @@ _MODULES: Table = {
         "the client notifies nobody; catch the exception in the script, or use twinkle.notifier"
     ),
     "twinkle_client.patch": Absent("tenants share a served model, and nobody may change it for the others"),
+    "twinkle_client.skills.base": Moved("twinkle_client.skills"),
+    "twinkle_client.skills.local_provider": Moved("twinkle_client.skills"),
+    "twinkle_client.skills.modelscope_provider": Moved("twinkle_client.skills"),
     "twinkle_client.torch_util": Absent(_TORCH),
     "twinkle_client.types.checkpoint": Moved("twinkle_client.types.training", warns=False),
 }
