@@ -92,7 +92,7 @@ class OlderImportPaths:
         if entry is None:
             return None
         if isinstance(entry, Absent):
-            # Without name=: if it were this module's, `from twinkle import patch` would lose the text.
+            # Without name=: if it were this module's, `from twinkle.server import model` would lose the text.
             raise ModuleNotFoundError(f"{fullname}: {entry.why}")
         # All are packages, so that a path may have another one below it.
         if isinstance(entry, NotYet):
@@ -109,10 +109,9 @@ class OlderImportPaths:
     def placeholder(self, module: str, name: str, why: str) -> type:
         """Return the class that stands for a name that does not exist yet: the same one for every import."""
         path = f"{module}.{name}"
-        if path not in self._placeholders:
-            error = self._unusable(f"{path}: {why}")
-            self._placeholders[path] = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
-        return self._placeholders[path]
+        error = self._unusable(f"{path}: {why}")
+        made = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
+        return self._placeholders.setdefault(path, made)  # the first one stays, also if two threads import at once
 
 
 class _PlaceholderType(type):
@@ -128,6 +127,9 @@ class _PlaceholderType(type):
 
     def __getattr__(cls, name: str) -> object:
         raise AttributeError(f"{name}: {cls._unusable}")
+
+    def __repr__(cls) -> str:
+        return f"<{cls._unusable}>"  # so that errors about a wrong argument, such as of set_loss, say why it is wrong
 
 
 class _Placeholders(Loader):
@@ -230,6 +232,7 @@ _MODULES: Table = {
     "twinkle_client.http.heartbeat": Moved("twinkle_client.client.heartbeat"),
     "twinkle_client.http.http_utils": Moved("twinkle_client.http"),
     "twinkle_client.http.utils": Moved("twinkle_client.http"),
+    "twinkle_client.kernel": Absent("the layers of a served model are the server's, which chooses its kernels itself"),
     "twinkle_client.loss": Absent(
         "losses run on the server, which knows them by name: model.set_loss('GRPOLoss', epsilon=0.2)"
     ),
@@ -242,6 +245,10 @@ _MODULES: Table = {
     "twinkle_client.notifier": Absent(
         "the client notifies nobody; catch the exception in the script, or use twinkle.notifier"
     ),
+    "twinkle_client.patch": Absent("tenants share a served model, and nobody may change it for the others"),
+    "twinkle_client.skills.base": Moved("twinkle_client.skills"),
+    "twinkle_client.skills.local_provider": Moved("twinkle_client.skills"),
+    "twinkle_client.skills.modelscope_provider": Moved("twinkle_client.skills"),
     "twinkle_client.torch_util": Absent(_TORCH),
     "twinkle_client.types.checkpoint": Moved("twinkle_client.types.training", warns=False),
 }

@@ -17,7 +17,7 @@ import pytest
 
 import twinkle
 import twinkle_client
-from tests.library.test_library_surface import ABSENT
+from tests.library.test_library_surface import ABSENT, TO_COME
 from tests.support.paths import ROOT, SOURCE
 from twinkle import compatibility
 from twinkle.errors import UnsupportedError
@@ -25,7 +25,7 @@ from twinkle_client.compatibility import PATHS as CLIENT_PATHS
 from twinkle_client.compatibility import Absent, Moved, NotYet
 
 PATHS = {**compatibility.PATHS, **CLIENT_PATHS}
-MOVED = {path: entry for path, entry in PATHS.items() if isinstance(entry, Moved)}
+MOVED = {path: one for path, one in PATHS.items() if isinstance(one, Moved) and not path.startswith(TO_COME)}
 ABSENT_MODULES = {path: one.why for path, one in PATHS.items() if isinstance(one, Absent) and ":" not in path}
 NOT_YET = {
     f"{path.partition(':')[0]}:{name}": entry.why
@@ -70,6 +70,9 @@ EXAMPLES = {
     "twinkle_client.http.http_utils": "http_post",
     "twinkle_client.http.utils": "get_session_id",
     "twinkle_client.processor.base": "InputProcessor",
+    "twinkle_client.skills.base": "SkillProvider",
+    "twinkle_client.skills.local_provider": "LocalSkillProvider",
+    "twinkle_client.skills.modelscope_provider": "ModelScopeSkillProvider",
     "twinkle_client.types.checkpoint": "ResolvedLoadPath",
     "twinkle_client.types.server": "CheckpointPathResponse",
 }
@@ -121,6 +124,8 @@ def test_documented_imports_work() -> None:
     """In a fresh process, in every form of the import statement; a script may also import a backend that it lacks."""
     lines = ["import warnings", "warnings.simplefilter('ignore')"]
     for path, name in EXAMPLES.items():
+        if path.startswith(TO_COME):
+            continue
         package, _, last = path.rpartition(".")
         lines += [f"from {path} import {name} as one", f"from {package} import {last} as module", f"import {path}"]
         lines += [f"assert one is module.{name} is {path}.{name}, '{path}'"]
@@ -198,6 +203,7 @@ def test_a_name_that_is_not_there_yet_can_be_imported(path: str) -> None:
     exec(f"from {module} import {name} as first\nfrom {module} import {name} as second", namespace)
     placeholder = namespace["first"]
     assert placeholder is namespace["second"]
+    assert repr(placeholder) == f"<{module}.{name}: {NOT_YET[path]}>"
     assert not isinstance(twinkle, placeholder)
     assert pickle.loads(pickle.dumps(placeholder)) is placeholder
     for use in (lambda: placeholder("model", device_mesh=None), type("Own", (placeholder,), {})):

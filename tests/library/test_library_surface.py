@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 
 SRC = SOURCE
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
-# Packages whose missing names are accepted, because they are being written. Delete it when they are there.
+# Packages whose missing names are accepted, because they are being written. It becomes () when they are there.
 TO_COME: tuple[str, ...] = ("twinkle_agentic", "twinkle_client.auto", "twinkle_client.skills")
 
 _TEMPLATE = "model_id use_chat_template max_length truncation_strategy default_system enable_thinking"

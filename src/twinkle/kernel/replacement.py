@@ -16,6 +16,7 @@ from torch import nn
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.infra import Platform
+from twinkle.utils.calls import has_signature_parameter
 from twinkle.utils.requirements import requires
 from twinkle.utils.unsafe import trust_remote_code
 
@@ -31,13 +32,11 @@ class HubRef:
     repo_id: str
     layer_name: str
     revision: str | None = None
-    version: int | str | None = None
+    version: int | None = None
     backend: str | None = None
 
 
-def hub(
-    ref: str, *, revision: str | None = None, version: int | str | None = None, backend: str | None = None
-) -> HubRef:
+def hub(ref: str, *, revision: str | None = None, version: int | None = None, backend: str | None = None) -> HubRef:
     """Return a reference to the layer ``repository:Layer``. Exactly one of ``revision`` and ``version`` is needed."""
     repo_id, colon, layer = ref.partition(":")
     if not (repo_id and colon and layer):
@@ -103,10 +102,12 @@ def _load(ref: HubRef) -> object:
             f"{ref.repo_id}: kernels from a hub are code that runs in this process; set TWINKLE_TRUST_REMOTE_CODE=1 to "
             "allow it"
         )
+    get_kernel = importlib.import_module("kernels").get_kernel
     given = {"revision": ref.revision, "version": ref.version, "backend": ref.backend}
-    kernel = importlib.import_module("kernels").get_kernel(
-        ref.repo_id, **{name: value for name, value in given.items() if value is not None}
-    )
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if has_signature_parameter(get_kernel, "trust_remote_code"):  # newer versions ask again, and it is answered above
+        options["trust_remote_code"] = True
+    kernel = get_kernel(ref.repo_id, **options)
     layers = getattr(kernel, "layers", None)
     if layers is None:
         raise InvalidInputError("ref", ref.repo_id, "a repository with layers")

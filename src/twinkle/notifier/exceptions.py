@@ -1,21 +1,16 @@
 """Notification of people about an exception, once for each failure."""
 
-import hashlib
 import platform
 import sys
-import time
 import traceback
 from types import TracebackType
 
-from twinkle.environment import read_environment, read_launch
+from twinkle.environment import read_launch
 from twinkle.notifier.interface import Notifier
 from twinkle.utils.logger import get_logger
+from twinkle.utils.parallel import try_claim_once
 
 __all__ = ["notify_exception", "report_uncaught"]
-
-# How long a marker file is kept, which records that a failure was reported. Its key includes the session_id of the
-# launch, so that another launch reports the same failure again.
-_SECONDS_KEPT = 86400.0
 
 _previous_hook = sys.excepthook
 _notifier: Notifier | None = None
@@ -53,21 +48,10 @@ def _hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | 
 
 
 def _is_first(exc: BaseException, context: str, name: str | None) -> bool:
-    """Return whether this process is the first to report this failure: the one that created its marker file."""
-    environment = read_environment()
+    """Return whether this process is the first of its launch to report this failure."""
     frames = traceback.extract_tb(exc.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    key = "\0".join((environment.session_id, type(exc).__qualname__, place, context, name or ""))
-    folder = environment.cache_dir / "notified"
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if time.time() - old.stat().st_mtime > _SECONDS_KEPT:
-            old.unlink(missing_ok=True)
-    try:
-        (folder / hashlib.sha256(key.encode()).hexdigest()[:32]).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    return try_claim_once("\0".join((type(exc).__qualname__, place, context, name or "")), namespace="notified")
 
 
 def _message(context: str, exc: BaseException, name: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub.construction import construct_instance
@@ -13,8 +13,11 @@ __all__ = ["NoSplitModulesPatch", "Patch", "apply_context", "apply_patch", "make
 class Patch:
     """A change of a model or of another object. Subclasses change it in ``__call__`` and change it back in ``unpatch``.
 
-    A patch that cannot be undone has no ``unpatch``, and :func:`apply_context` refuses it when the block ends.
+    A patch that cannot be undone has no ``unpatch``, and :func:`apply_context` raises an error when its block ends.
     """
+
+    # True if it takes the output head out of a model; such a model has no log-probabilities
+    removes_head: ClassVar[bool] = False
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"{type(self).__name__}: a patch defines __call__(module)")

@@ -30,9 +30,9 @@ def get_lm_head_model(model: Any) -> Any:
 class _HeadPatch(Patch):
     """Puts an identity in the place of the head, and adds the hidden states to the outputs. Can be undone."""
 
-    _attribute: ClassVar[str] = (
-        "_twinkle_replaced_head"  # of the patched model: (head, function that removes the hooks)
-    )
+    removes_head = True
+    # the attribute of a patched model that holds its head, and a function that removes the hooks
+    _attribute: ClassVar[str] = "_twinkle_replaced_head"
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         owner = get_lm_head_model(module)

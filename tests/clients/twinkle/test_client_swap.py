@@ -18,8 +18,9 @@ from twinkle_client.reward import Reward
 
 # The library's modules that scripts import names from.
 MODULES = [
-    *("advantage", "cli", "data_format", "dataloader", "dataset", "framework_util", "hub", "infra", "loss", "metric"),
-    *("model", "module", "notifier", "preprocessor", "processor", "reward", "sampler", "template", "torch_util"),
+    *("advantage", "cli", "data_format", "dataloader", "dataset", "framework_util", "hub", "infra", "kernel", "loss"),
+    *("metric", "model", "module", "notifier", "patch", "preprocessor", "processor", "reward", "sampler", "template"),
+    "torch_util",
 ]
 ABSENT = {path: entry for path, entry in PATHS.items() if isinstance(entry, Absent)}
 ABSENT_MODULES = {path.partition(".")[2] for path in ABSENT if ":" not in path}

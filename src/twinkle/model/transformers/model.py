@@ -56,7 +56,6 @@ from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
 from twinkle.patch.interface import make_patch
-from twinkle.patch.output_heads import TransformersEmbeddingPatch, TransformersFusedCEPatch
 from twinkle.utils.logger import get_logger, note_once
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
@@ -339,11 +338,8 @@ class TransformersModel(TwinkleModel):
         ``patch_cls``: a patch (:class:`twinkle.patch.Patch`), its class or name, or the id of a plugin.
         """
         patch = make_patch(patch_cls)
-        if isinstance(patch, TransformersEmbeddingPatch | TransformersFusedCEPatch):
-            raise UnsupportedError(
-                f"apply_patch: {type(patch).__name__} takes the head out of the model; use "
-                "forward(task='embedding') or forward(task='fused_lm_ce') instead"
-            )
+        if patch.removes_head:
+            raise UnsupportedError(f"{type(patch).__name__}: use task='embedding' or task='fused_lm_ce' of forward")
         patch(self.model, *args, **options)
 
     def save(
