@@ -79,9 +79,7 @@ def main() -> None:
         policy_model.set_optimizer("default", lr=args.optimizer.learning_rate)
         policy_model.set_lr_scheduler("default", lr_decay_steps=max_steps, max_lr=args.optimizer.learning_rate)
     else:
-        policy_model.set_optimizer(
-            "AdamW", lr=args.optimizer.learning_rate, weight_decay=args.optimizer.weight_decay
-        )
+        policy_model.set_optimizer("AdamW", lr=args.optimizer.learning_rate, weight_decay=args.optimizer.weight_decay)
         policy_model.set_lr_scheduler("CosineAnnealingLR", T_max=max_steps, eta_min=args.optimizer.learning_rate * 0.1)
     loss = DPOLoss(
         beta=args.loss.beta,

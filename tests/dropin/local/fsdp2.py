@@ -3,13 +3,13 @@
 import torch
 from peft import LoraConfig
 from tqdm import tqdm
+from twinkle.kernel import kernelize
 
 import twinkle
 from twinkle import DeviceMesh, Platform, get_device_placement, get_logger
 from twinkle.cli import CLI
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
-from twinkle.kernel import kernelize
 from twinkle.model import TransformersModel
 from twinkle.preprocessor import SelfCognitionProcessor
 
@@ -61,9 +61,7 @@ def train() -> None:
     model.add_adapter_to_model(
         ADAPTER, lora_config, gradient_accumulation_steps=args.training.gradient_accumulation_steps
     )
-    model.set_optimizer(
-        optimizer_cls=torch.optim.Muon, lr=args.optimizer.learning_rate, adjust_lr_fn="match_rms_adamw"
-    )
+    model.set_optimizer(optimizer_cls=torch.optim.Muon, lr=args.optimizer.learning_rate, adjust_lr_fn="match_rms_adamw")
     model.set_lr_scheduler(
         scheduler_cls="CosineWarmupScheduler",
         num_warmup_steps=args.scheduler.num_warmup_steps,

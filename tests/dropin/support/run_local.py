@@ -35,7 +35,7 @@ def record_model(recorder: Recorder, folder: Path) -> None:
 
 def main() -> None:
     record, settings, script, *arguments = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
     from twinkle.model.transformers import model as model_module
 
     model_module.choose_precision = lambda *_: "fp32"
