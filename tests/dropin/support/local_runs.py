@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, list[str]] = {
     ],
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dpo_lora": {"DEVICE_TYPE": "CPU", "ATTN_IMPLEMENTATION": "sdpa", "ROWS": 12},
+    "dpo_lora": {"RANKS": 2, "DEVICE_TYPE": "CPU", "ATTN_IMPLEMENTATION": "sdpa", "ROWS": 12},
 }
 
 

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -156,6 +157,7 @@ def _has(distribution: str) -> bool:
 def run(job: dict[str, Any]) -> None:
     """Run a script in this process, which ends with it."""
     file = Path(job["script"])
+    tempfile.tempdir = None  # the process that forked this one may have had another TMPDIR
     with open(job["log"], "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
