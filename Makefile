@@ -22,9 +22,12 @@ COOKBOOK_OLDER_TINKER := 0.35
 COMPAT ?= 0.16.1 0.22.4
 COMPAT_VENV := .venv-tinker-
 KIT_VENV := .venv-kit
-# The client of tests/clients/kit. Of its dependencies, only the packages that the client imports are installed.
+# The client of tests/clients/kit and tests/dropin. Of its dependencies, only the packages that these tests import are
+# installed: the client's own, its tinker SDK, and those of its package `server`, of which scripts import one function.
 KIT := twinkle-kit==0.5.1
-KIT_REQUIREMENTS := datasets 'numpy<2.3' peft==0.19.0 pillow 'pydantic>=2.12,<3' requests
+KIT_CLIENT := datasets 'numpy<2.3' peft==0.19.0 pillow 'pydantic>=2.12,<3' requests tinker==0.16.1 transformers
+KIT_SERVER := fastapi omegaconf 'ray[serve]==2.60.0'
+KIT_REQUIREMENTS := $(KIT_CLIENT) $(KIT_SERVER)
 # OpenEnv's and E2B's own packages, and what `import twinkle_agentic` needs; no torch.
 ENVIRONMENTS_VENV := .venv-environments
 VLLM_VENV := .venv-vllm
@@ -120,7 +123,7 @@ test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker S
 	@$(VENV)/bin/pytest -q -m compat tests/clients/older_tinker
 
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the unmodified client of twinkle-kit against a Twinkle server
-	@$(VENV)/bin/pytest -q -m kit tests/clients/kit
+	@$(VENV)/bin/pytest -q -m kit tests/clients/kit tests/dropin
 
 test-preprocess: $(PREPROCESS_VENV)/.setup-stamp ## the preprocessor's steps with the real data_juicer, Presidio and spaCy
 	@$(PREPROCESS_VENV)/bin/pytest -q -m preprocess tests/agentic/preprocessor
@@ -129,14 +132,14 @@ test-environments: $(ENVIRONMENTS_VENV)/.setup-stamp ## agents on local servers 
 	@$(ENVIRONMENTS_VENV)/bin/pytest -q tests/agentic/services
 
 test-parallel: $(STAMP) ## training in several processes, and the cookbook, compared with one process
-	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes
+	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
-	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented
+	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented tests/dropin
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-spacy: $(SPACY_VENV)/.setup-stamp ## KeywordCondenser with spaCy itself, without a language model

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dropin.client_runs import HubServer, Run, run_all
-from tests.dropin.hub_folder import write_hub
+pytest.register_assert_rewrite("tests.dropin.support.client_checks")
+
+from tests.dropin.support.client_runs import HubServer, Run, run_all  # noqa: E402
+from tests.dropin.support.hub_folder import write_hub  # noqa: E402
 
 
 @pytest.fixture(scope="session")

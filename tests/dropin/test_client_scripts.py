@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dropin.client_checks import CHECKS, assert_done
-from tests.dropin.client_runs import HubServer, Run
+from tests.dropin.support.client_checks import CHECKS, assert_done
+from tests.dropin.support.client_runs import HubServer, Run
 
 
 @pytest.mark.parametrize("name", CHECKS)

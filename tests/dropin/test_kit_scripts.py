@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dropin.client_checks import CHECKS, assert_done
-from tests.dropin.client_runs import KIT_PYTHON, HubServer, Run, run_all
+from tests.dropin.support.client_checks import CHECKS, assert_done
+from tests.dropin.support.client_runs import KIT_PYTHON, HubServer, Run, run_all
 
 pytestmark = pytest.mark.kit
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kit
 def kit_runs(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     if not KIT_PYTHON.exists():
         pytest.skip("twinkle-kit is not installed; `make test-kit` does that")
-    return run_all(server, tmp_path_factory.mktemp("kit"), str(KIT_PYTHON))
+    return run_all(server, tmp_path_factory.mktemp("kit"), KIT_PYTHON)
 
 
 @pytest.mark.parametrize("name", CHECKS)

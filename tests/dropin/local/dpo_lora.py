@@ -25,6 +25,7 @@ MODEL_ID = args.model.model_id or "ms://Qwen/Qwen3-4B"
 DATASET_ID = args.dataset.dataset_id or "ms://hjh0119/shareAI-Llama3-DPO-zh-en-emoji"
 USE_MEGATRON = args.model.strategy != "native_fsdp"
 MODEL_GPUS = args.infra.model_gpus or 8
+RANKS = list(range(MODEL_GPUS))
 DEVICE_TYPE = "GPU"
 ATTN_IMPLEMENTATION = "flash_attention_2"
 ROWS = 6000
@@ -50,7 +51,7 @@ def prepare_dpo_batch(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    device_groups = [DeviceGroup(name="policy", ranks=list(range(MODEL_GPUS)), device_type=DEVICE_TYPE)]
+    device_groups = [DeviceGroup(name="policy", ranks=RANKS, device_type=DEVICE_TYPE)]
     if USE_MEGATRON:
         policy_mesh = DeviceMesh.from_sizes(world_size=MODEL_GPUS, dp_size=MODEL_GPUS // 2, pp_size=2)
     else:

@@ -2,35 +2,46 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.dropin.hub_folder import MODEL
+from tests.dropin.support.hub_folder import MODEL
 from tests.support.paths import ROOT
-from tests.support.servers.forked_servers import fork_script
+from tests.support.servers.forked_servers import fork_script, run_forked
 from tests.support.servers.running import Server, environment, torch_config
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent
+DROPIN = SUPPORT.parent
 KIT_PYTHON = ROOT / ".venv-kit" / "bin" / "python"
 UPLOAD = "you/your-model"
 
-# Constants of the scripts that get smaller numbers here, so that all scripts take seconds.
-SIZES: dict[str, dict[str, Any]] = {
+# The constants of the scripts that get other values here: smaller numbers, so that all scripts take seconds, and what a
+# user fills in. In this order the scripts run.
+_UPLOAD = {"HUB_MODEL_ID": UPLOAD, "HUB_TOKEN": "ms-token"}
+CONSTANTS: dict[str, dict[str, Any]] = {
     "twinkle/self_cognition": {"ROWS": 60},
     "twinkle/dpo": {"ROWS": 24},
     "twinkle/short_math_grpo": {"ROWS": 8, "MAX_NEW_TOKENS": 24},
     "twinkle/multi_turn_rollout": {"MAX_NEW_TOKENS": 24},
     "twinkle/embedding": {},
+    "twinkle/sample": {},
+    "twinkle/upload_to_hub": _UPLOAD,
     "tinker/lora": {},
     "tinker/self_cognition": {"ROWS": 24},
     "tinker/dpo": {"ROWS": 12},
     "tinker/short_math_grpo": {"ROWS": 8, "MAX_NEW_TOKENS": 24},
+    "tinker/sample": {},
+    "tinker/upload_to_hub": _UPLOAD,
 }
-# Scripts with the address of a checkpoint that a user fills in.
-LATER = ("twinkle/sample", "twinkle/upload_to_hub", "tinker/sample", "tinker/upload_to_hub")
+# Constants with the address of a checkpoint, and the script that saves it.
+ADDRESSES = {
+    "twinkle/sample": {"ADAPTER_URI": "twinkle/dpo"},
+    "twinkle/upload_to_hub": {"CHECKPOINT": "twinkle/dpo"},
+    "tinker/sample": {"WEIGHT_PATH": "tinker/self_cognition"},
+    "tinker/upload_to_hub": {"CHECKPOINT": "tinker/self_cognition"},
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class HubServer(Server):
 
     def spawn(self) -> Server:
         with (self.directory / "server.log").open("ab") as log:
-            command = [HERE / "serve.py", self.directory / "config.yaml"]
+            command = [SUPPORT / "serve.py", self.directory / "config.yaml"]
             self.process = fork_script(command, {**environment(), "DROPIN_HUB": str(self.hub)}, log)
         return self
 
@@ -75,42 +86,14 @@ class HubServer(Server):
         return folder
 
 
-def run_all(server: HubServer, folder: Path, python: str = sys.executable) -> dict[str, Run]:
-    """Run all client scripts, first those that train. Returns what each of them did."""
-    runs = _run(server, folder, SIZES, python)
-    trained, taught = _saved(runs["twinkle/dpo"]), _saved(runs["tinker/self_cognition"])
-    upload = {"CHECKPOINT": trained, "HUB_MODEL_ID": UPLOAD, "HUB_TOKEN": "ms-token"}
-    addresses = {
-        "twinkle/sample": {"ADAPTER_URI": trained},
-        "twinkle/upload_to_hub": upload,
-        "tinker/sample": {"WEIGHT_PATH": taught},
-        "tinker/upload_to_hub": {**upload, "CHECKPOINT": taught},
-    }
-    return runs | _run(server, folder, addresses, python)
+def run_all(server: HubServer, folder: Path, python: Path | None = None) -> dict[str, Run]:
+    """Run all client scripts one after another and return what each of them did.
 
-
-def _saved(run: Run) -> str:
-    """Return the address of the last checkpoint of a run; "none" if it failed, and then the later scripts fail too."""
-    saved = run.named("initial", "save", "save_state")
-    if not saved:
-        return "none"
-    result = saved[-1].result
-    address = result if isinstance(result, str) else result.get("twinkle_path") or result["path"]
-    return f"twinkle://{address.partition('://')[2]}"
-
-
-def _run(server: HubServer, folder: Path, settings: Mapping[str, dict[str, Any]], python: str) -> dict[str, Run]:
-    jobs = [
-        {
-            "script": str(HERE / "client" / f"{name}.py"),
-            "settings": constants,
-            "record": str(folder / f"{name.replace('/', '-')}.jsonl"),
-            "log": str(folder / f"{name.replace('/', '-')}.txt"),
-        }
-        for name, constants in settings.items()
-    ]
+    python: the interpreter of another environment; by default the scripts run with our packages.
+    """
+    jobs = {name: _job(name, folder) for name in CONSTANTS}
     file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
+    file.write_text(json.dumps(list(jobs.values())))
     variables = {
         **environment(),
         "DROPIN_HUB": str(server.hub),
@@ -119,13 +102,30 @@ def _run(server: HubServer, folder: Path, settings: Mapping[str, dict[str, Any]]
         "TWINKLE_SERVER_URL": server.url,
         "TWINKLE_SERVER_TOKEN": "EMPTY_TOKEN",
     }
-    if python != sys.executable:
+    command = [str(SUPPORT / "run_scripts.py"), str(file)]
+    if python is None:
+        done = run_forked(command, variables, cwd=folder, timeout=800)
+    else:
         del variables["PYTHONPATH"]  # it leads to our packages
-    command = [python, str(HERE / "run_scripts.py"), str(file)]
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [python, *command], env=variables, cwd=folder, capture_output=True, text=True, timeout=800
+        )
     assert done.returncode == 0, done.stderr
     ended = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"script"')]
-    return {name: _read(job, end["code"]) for (name, job, end) in zip(settings, jobs, ended, strict=True)}
+    return {name: _read(job, end["code"]) for (name, job), end in zip(jobs.items(), ended, strict=True)}
+
+
+def _job(name: str, folder: Path) -> dict[str, Any]:
+    def record(script: str) -> str:
+        return str(folder / f"{script.replace('/', '-')}.jsonl")
+
+    return {
+        "script": str(DROPIN / "client" / f"{name}.py"),
+        "settings": CONSTANTS[name],
+        "addresses": {constant: record(script) for constant, script in ADDRESSES.get(name, {}).items()},
+        "record": record(name),
+        "log": str(folder / f"{name.replace('/', '-')}.txt"),
+    }
 
 
 def _read(job: Mapping[str, str], code: int) -> Run:

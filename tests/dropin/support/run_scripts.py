@@ -1,11 +1,12 @@
 """Run scripts of this folder and record what they call: ``python run_scripts.py JOBS``
 
-JOBS is a JSON file with a list of jobs: ``script``, ``settings``, ``record`` and ``log``. Each script runs in a process
-of its own, forked from this one, which has imported what they all import.
+JOBS is a JSON file with a list of jobs: ``script``, ``settings``, ``addresses``, ``record`` and ``log``. Each script
+runs in a process of its own, forked from this one, which has imported what they all import.
 
 This program runs with our packages and with twinkle-kit, of which it uses the public names only. ``settings`` are
 constants at the top of the script that get other values: numbers of rows, steps and tokens, and addresses that a user
-would edit. ``record`` receives one JSON object for each call: its name, arguments and result. After an adapter is
+would edit. ``addresses`` are settings too: each is the address of the last checkpoint in the record of an earlier job.
+``record`` receives one JSON object for each call: its name, arguments and result. After an adapter is
 created, its weights are saved under the name ``initial``, so that a test can train the same adapter with PEFT.
 """
 
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -139,6 +141,13 @@ def record_tinker(recorder: Recorder) -> None:
     tinker.ServiceClient.create_lora_training_client = create_lora_training_client
 
 
+def last_checkpoint(record: Path) -> str:
+    calls = [json.loads(line) for line in record.open()]
+    saved = [call["result"] for call in calls if call["call"] in ("save", "save_state")][-1]
+    address = saved.get("twinkle_path") or saved["path"]
+    return f"twinkle://{address.partition('://')[2]}"
+
+
 def _has(distribution: str) -> bool:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.version(distribution))
@@ -148,11 +157,13 @@ def _has(distribution: str) -> bool:
 def run(job: dict[str, Any]) -> None:
     """Run a script in this process, which ends with it."""
     file = Path(job["script"])
+    tempfile.tempdir = None  # the process that forked this one may have had another TMPDIR
     with open(job["log"], "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    code = compile(with_settings(file.read_text(), job["settings"]), str(file), "exec")
+    settings = job["settings"] | {name: last_checkpoint(Path(record)) for name, record in job["addresses"].items()}
+    code = compile(with_settings(file.read_text(), settings), str(file), "exec")
     recorder = Recorder()
     if file.parent.name == "tinker" and file.stem != "upload_to_hub":
         record_tinker(recorder)
@@ -165,7 +176,7 @@ def run(job: dict[str, Any]) -> None:
 
 def main(jobs: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Fork a process for each job and wait for it; in the child return the job."""
-    sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
     if _has("twinkle-kit"):
         sys.tracebacklimit = 0  # its sources stay closed, and a traceback shows lines of them
     for name in IMPORTED:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dropin.client_runs import UPLOAD, Call, HubServer, Run
-from tests.dropin.hub_folder import ANSWER
-from tests.dropin.plain_adapter import (
+from tests.dropin.support.client_runs import UPLOAD, Call, HubServer, Run
+from tests.dropin.support.hub_folder import ANSWER
+from tests.dropin.support.plain_adapter import (
     IGNORE,
     PlainAdapter,
     base_model,
@@ -28,6 +28,7 @@ from tests.dropin.plain_adapter import (
 )
 
 Check = Callable[[Run, HubServer, Path], None]
+WEIGHT_DECAY = 0.01  # the default of set_optimizer
 
 
 def _close(value: float) -> Any:
@@ -55,7 +56,7 @@ def self_cognition(run: Run, server: HubServer, base: Path) -> None:
     passes = run.named("forward_backward")
     assert len(passes) == 10
     plain = _adapter(run, server, base)
-    optimizer = torch.optim.Adam(plain.parameters, lr=1e-4)
+    optimizer = torch.optim.Adam(plain.parameters, lr=1e-4, weight_decay=WEIGHT_DECAY)
     norms, losses = [], []
     for number, call in enumerate(passes, 1):
         rows = plain.row_logps(_given_rows(call))
@@ -152,7 +153,7 @@ def embedding(run: Run, server: HubServer, base: Path) -> None:
     passes = run.named("forward_backward")
     assert len(passes) == 10
     plain = _adapter(run, server, base)
-    optimizer = torch.optim.Adam(plain.parameters, lr=1e-4)
+    optimizer = torch.optim.Adam(plain.parameters, lr=1e-4, weight_decay=WEIGHT_DECAY)
     for call in passes:
         loss = infonce(embeddings(plain.model, call.given["inputs"]), temperature=0.07)
         assert _loss(call) == pytest.approx(float(loss), rel=1e-4, abs=1e-5)

@@ -14,13 +14,12 @@ from typing import Any
 
 from run_scripts import Recorder, with_settings
 
-RECORDED = ("forward_backward", "forward_only", "clip_grad_and_step", "calculate_metric", "save")
+RECORDED = ("calculate_metric", "save")
 
 
-def record_model(recorder: Recorder, folder: Path) -> None:
-    from twinkle.model import TransformersModel
-
-    add, save = TransformersModel.add_adapter_to_model, TransformersModel.save
+def record_model(recorder: Recorder, owner: type, folder: Path) -> None:
+    """Record the calls of a model's class, or of the class of its proxies on a Ray cluster."""
+    add, save = owner.add_adapter_to_model, owner.save
 
     @functools.wraps(add)
     def add_adapter_to_model(it: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -29,18 +28,21 @@ def record_model(recorder: Recorder, folder: Path) -> None:
         return added
 
     for name in RECORDED:
-        recorder.wrap(TransformersModel, name)
-    TransformersModel.add_adapter_to_model = add_adapter_to_model
+        recorder.wrap(owner, name)
+    owner.add_adapter_to_model = add_adapter_to_model
 
 
 def main() -> None:
     record, settings, script, *arguments = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
+    from twinkle.infra.proxy import _proxy_class
+    from twinkle.model import TransformersModel
     from twinkle.model.transformers import model as model_module
 
     model_module.choose_precision = lambda *_: "fp32"
     recorder = Recorder()
-    record_model(recorder, Path(record).parent)
+    for owner in (TransformersModel, _proxy_class(TransformersModel)):
+        record_model(recorder, owner, Path(record).parent)
     code = compile(with_settings(Path(script).read_text(), json.loads(settings)), script, "exec")
     sys.argv = [script, *arguments]
     exec(code, {"__name__": "__main__", "__file__": script})
