@@ -31,6 +31,7 @@ class Adapter:
     """The state of one adapter. Tensors are flat rows (P,) in the order of ``stack.layout``.
 
     A frozen adapter has no moments. ``slot``: its place in its stack, None while it is paged out to the host.
+    ``passes``: the number of requests whose gradient was added, which decides what the next one drops (dropout).
     """
 
     adapter_id: str
@@ -45,6 +46,7 @@ class Adapter:
     last_used: int = 0
     frozen: bool = False
     divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
+    passes: int = 0
 
     @classmethod
     def fresh(cls, adapter_id: str, spec: LoraSpec, stack: Stack, weights_P: Tensor) -> "Adapter":
@@ -76,6 +78,17 @@ class Adapter:
     @property
     def layout(self) -> RowLayout:
         return self.stack.layout
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the rank of each target module."""
+        return tuple(self.spec.module_ranks([target.name for target in self.layout.targets]))
+
+    @cached_property
+    def scalings(self) -> tuple[float, ...]:
+        """Return the factor of B of each target module; only one factor if it is the same for all."""
+        scalings = tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
+        return scalings[:1] if len(set(scalings)) == 1 else scalings
 
     @property
     def compute_copy(self) -> Tensor:
@@ -135,12 +148,23 @@ class Adapter:
         """Write the weights to ``row_P`` in its dtype (the compute dtype), with B multiplied by the scaling."""
         split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
-        torch.mul(weights_P[split:], self.spec.scaling, out=row_P[split:])
+        if len(self.scalings) == 1:
+            torch.mul(weights_P[split:], self.scalings[0], out=row_P[split:])
+            return
+        row_P[split:].copy_(weights_P[split:])
+        self.scale_b(row_P)
+
+    def scale_b(self, row_P: Tensor) -> None:
+        """Multiply the B of each module in a row by the module's scaling, in place."""
+        for target, scaling in zip(self.layout.targets, self.scalings, strict=True):
+            self.layout.views(row_P, target.name)[1].mul_(scaling)
 
     def host_copy(self, optimizer: bool) -> "Adapter":
         """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, Adam's moments."""
         moments = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
-        return Adapter(self.adapter_id, self.spec, self.stack, _on_host(self.weights_P), *moments, step=self.step)
+        weights_P = _on_host(self.weights_P)
+        step, passes = self.step, self.passes
+        return Adapter(self.adapter_id, self.spec, self.stack, weights_P, *moments, step=step, passes=passes)
 
     def enter(self, slot: int) -> None:
         """Move the adapter to the device, into this slot of its stack."""

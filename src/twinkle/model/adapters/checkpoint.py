@@ -3,7 +3,7 @@
     adapter_config.json         PEFT's LoraConfig
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32
     optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
-    trainer_state.json          step count, spec and base model
+    trainer_state.json          counts of steps and training passes, spec and base model
     USAGE.md                    only if the adapter trains the output head: which programs apply that part
 
 A directory appears complete or not at all: it is written under a temporary name beside its place (".NAME.*.tmp", which
@@ -13,10 +13,11 @@ atomically, where the operating system can do that.
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model.adapters.adapter import Adapter
-from twinkle.model.adapters.peft_config import NOTE, UNIMPLEMENTED, head_note, peft_config, spec_from_peft, trains_head
+from twinkle.model.adapters.peft_config import NOTE, READ, head_note, peft_config, spec_from_peft, trains_head
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.types import EMPTY, LoraSpec
 
@@ -37,8 +38,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Fields of PEFT's config that only matter while PEFT itself trains. They are ignored when trained weights are read.
-_TRAINING_ONLY = {name: UNIMPLEMENTED[name] for name in ("init_lora_weights", "lora_dropout")}
+# Fields of PEFT's config that only matter for new weights. They are ignored when trained weights are read.
+_FOR_NEW_WEIGHTS = {"init_lora_weights": READ["init_lora_weights"]}
 # PEFT writes copies of the model's own embeddings beside LoRA on the head.
 _BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
 # Constants of Linux's renameat2(2): AT_FDCWD, and the flag that swaps two paths.
@@ -99,12 +100,12 @@ def read_spec(directory: Path) -> LoraSpec:
 
 def spec_of(config: Mapping[str, object]) -> LoraSpec:
     """Return the spec of a trained adapter from the contents of its adapter_config.json."""
-    return spec_from_peft({**config, **_TRAINING_ONLY})
+    return spec_from_peft({**config, **_FOR_NEW_WEIGHTS})
 
 
 def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
     """Replace the weights of an adapter by tensors with PEFT's names."""
-    adapter.weights_P.copy_(_row(tensors, adapter.layout, adapter.spec.rank, "", "weights"))
+    adapter.weights_P.copy_(_row(tensors, adapter, "", "weights"))
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
@@ -112,26 +113,40 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
 
     Without ``optimizer`` the Adam state starts from zero. An accumulated gradient is dropped.
     """
-    spec = read_spec(directory)
-    if (spec.rank, spec.alpha) != (adapter.spec.rank, adapter.spec.alpha):
-        raise CheckpointError(
-            f"{directory} holds rank {spec.rank}, alpha {spec.alpha:g}; "
-            f"adapter {adapter.adapter_id!r} has rank {adapter.spec.rank}, alpha {adapter.spec.alpha:g}"
-        )
-    layout, rank = adapter.layout, adapter.spec.rank
-    weights_P = _row(_read_tensors(directory / WEIGHTS), layout, rank, "", directory / WEIGHTS)
-    step, moments = 0, [torch.zeros_like(weights_P) for _ in _MOMENTS]
+    _check_shape(adapter, read_spec(directory), directory)
+    weights_P = _row(_read_tensors(directory / WEIGHTS), adapter, "", directory / WEIGHTS)
+    step, passes, moments = 0, 0, [torch.zeros_like(weights_P) for _ in _MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
             raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
-        moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
-        step = _read_step(directory / STATE)
+        moments = [_row(tensors, adapter, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
+        step, passes = _read_counts(directory / STATE)
     adapter.weights_P.copy_(weights_P)
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
-    adapter.step = step
+    adapter.step, adapter.passes = step, passes
     adapter.drop_gradient()
+
+
+def _check_shape(adapter: Adapter, spec: LoraSpec, directory: Path) -> None:
+    """Raise unless weights of this spec have the same ranks and scalings as the adapter, in each of its modules."""
+    own = adapter.spec
+    if (spec.rank, spec.alpha) != (own.rank, own.alpha) and not (spec.rank_pattern or own.rank_pattern):
+        raise CheckpointError(
+            f"{directory} holds rank {spec.rank}, alpha {spec.alpha:g}; "
+            f"adapter {adapter.adapter_id!r} has rank {own.rank}, alpha {own.alpha:g}"
+        )
+    names = [target.name for target in adapter.layout.targets]
+    stored, wanted = (
+        list(zip(each.module_ranks(names), each.module_scalings(names), strict=True)) for each in (spec, own)
+    )
+    for name, (rank, scaling), (own_rank, own_scaling) in zip(names, stored, wanted, strict=True):
+        if rank != own_rank or not math.isclose(scaling, own_scaling):
+            raise CheckpointError(
+                f"{directory} holds rank {rank}, scaling {scaling:g} for {name}; "
+                f"adapter {adapter.adapter_id!r} has rank {own_rank}, scaling {own_scaling:g} there"
+            )
 
 
 def _write_files(
@@ -142,17 +157,19 @@ def _write_files(
     optimizer: bool,
     more_state: Mapping[str, object],
 ) -> None:
-    layout, rank = adapter.layout, adapter.spec.rank
-    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model))
-    save_file(named_tensors(adapter.weights_P, layout, rank), staging / WEIGHTS, metadata={"format": "pt"})
-    if trains_head(target.name for target in layout.targets):
+    layout, ranks = adapter.layout, adapter.ranks
+    names = [target.name for target in layout.targets]
+    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model, names))
+    save_file(named_tensors(adapter.weights_P, layout, ranks), staging / WEIGHTS, metadata={"format": "pt"})
+    if trains_head(names):
         (staging / NOTE).write_text(head_note(base_model))
     if optimizer:
-        moments = named_tensors(adapter.exp_avg_P, layout, rank, "exp_avg.") | named_tensors(
-            adapter.exp_avg_sq_P, layout, rank, "exp_avg_sq."
+        moments = named_tensors(adapter.exp_avg_P, layout, ranks, "exp_avg.") | named_tensors(
+            adapter.exp_avg_sq_P, layout, ranks, "exp_avg_sq."
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
-    state = {"format": _FORMAT, "step": adapter.step, "spec": asdict(adapter.spec), "base_model": base_model}
+    counts = {"step": adapter.step, "passes": adapter.passes}
+    state = {"format": _FORMAT, **counts, "spec": asdict(adapter.spec), "base_model": base_model}
     _write_json(staging / STATE, {**more_state, **state})
 
 
@@ -194,10 +211,13 @@ def _names(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
-def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "") -> dict[str, Tensor]:
-    """Return the parts of a row by PEFT's parameter names, without the padding to the rank bucket."""
+def named_tensors(row_P: Tensor, layout: RowLayout, ranks: Sequence[int], prefix: str = "") -> dict[str, Tensor]:
+    """Return the parts of a row by PEFT's parameter names, without the padding to rank buckets.
+
+    ``ranks``: those of the layout's target modules.
+    """
     tensors, row_P = {}, row_P.cpu()
-    for target in layout.targets:
+    for target, rank in zip(layout.targets, ranks, strict=True):
         a_RI, b_OR = layout.views(row_P, target.name)
         a_name, b_name = _names(target.name)
         tensors[prefix + a_name] = a_RI[:rank].contiguous()
@@ -205,7 +225,8 @@ def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "")
     return tensors
 
 
-def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path | str) -> Tensor:
+def _row(tensors: Mapping[str, Tensor], adapter: Adapter, prefix: str, path: Path | str) -> Tensor:
+    layout = adapter.layout
     expected = {prefix + name for target in layout.targets for name in _names(target.name)}
     found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
     if found != expected:
@@ -214,7 +235,7 @@ def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: st
             f"{path} does not fit the adapter's target modules; missing {missing}, unexpected {extra}"
         )
     row_P = torch.zeros(layout.size)
-    for target in layout.targets:
+    for target, rank in zip(layout.targets, adapter.ranks, strict=True):
         a_RI, b_OR = layout.views(row_P, target.name)
         places = a_RI[:rank], b_OR[:, :rank]
         for name, place in zip(_names(target.name), places, strict=True):
@@ -247,14 +268,16 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def _read_step(path: Path) -> int:
+def _read_counts(path: Path) -> tuple[int, int]:
+    """Return the number of steps and of training passes; earlier versions did not write the latter."""
     state = read_json(path)
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
-    step = state.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"{path}: step: got {step!r}, allowed: an integer ≥ 0")
-    return step
+    counts = {"step": state.get("step"), "passes": state.get("passes", 0)}
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise CheckpointError(f"{path}: {name}: got {count!r}, allowed: an integer ≥ 0")
+    return counts["step"], counts["passes"]
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

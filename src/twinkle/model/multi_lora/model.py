@@ -118,15 +118,19 @@ class MultiLoraTransformersModel(LoraVerbs):
         config = _fields("config_or_dir", config_or_dir)
         if config.get("target_modules") is None:
             config["target_modules"] = self.target_modules
-        rank = config.get("r", 8)
-        if isinstance(rank, int) and rank > self.max_r:
-            raise InvalidInputError("r", rank, f"at most {self.max_r}; construct the model with a larger max_r")
+        spec = spec_from_peft(config)
+        allowed = f"at most {self.max_r}; construct the model with a larger max_r"
+        if spec.rank > self.max_r:
+            raise InvalidInputError("r", spec.rank, allowed)
+        for pattern, rank in spec.rank_pattern.items():
+            if rank > self.max_r:
+                raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, allowed)
         group = self._new_group(adapter_name, config, gradient_accumulation_steps)
         if seed is None:
             seed = adapter_seed(adapter_name)
         if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
             seed = int(torch.randint(2**62, ()))
-        self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
+        self.trainer.create_adapter(adapter_name, replace(spec, seed=seed))
         self.optimizer_group[adapter_name] = group
 
     @at_once

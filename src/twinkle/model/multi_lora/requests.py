@@ -12,6 +12,7 @@ from twinkle.metric import Accuracy
 from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus
 from twinkle.model.library.sequences import SequenceBatch
 from twinkle.model.multi_lora.library_objective import LibraryObjective, cross_entropy_weights, outputs_of
+from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.types import Datum, FloatArray, TokenValues, TrainItem, TrainResult
 
 _NONE = np.zeros(0, np.float32)
@@ -32,8 +33,9 @@ class TrainRequest:
 class LoraRequests:
     """Makes requests of the Trainer from batches, and outputs of verbs from its results."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, ranks: Ranks = ALONE) -> None:
         self._max_length = max_length
+        self._ranks = ranks
 
     def forward_item(
         self,
@@ -43,13 +45,17 @@ class LoraRequests:
         temperature: float,
         *,
         without_adapter: bool,
+        training: bool,
     ) -> TrainItem:
+        """Return the request of a forward pass. ``training``: with dropout, as the backward pass that may follow."""
         return TrainItem(
             group.adapter_name,
             self._data(batch),
             temperature=temperature,
             statistics=_needs_statistics(group, status),
             base_model=without_adapter,
+            training=training and not without_adapter,
+            numbers=self._numbers(batch),
         )
 
     def train_request(
@@ -65,6 +71,7 @@ class LoraRequests:
             objective=objective if weights is None else None,
             temperature=temperature,
             statistics=_needs_statistics(group, group.train_status),
+            numbers=self._numbers(batch),
         )
 
         def num_tokens() -> float:
@@ -84,6 +91,11 @@ class LoraRequests:
         values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
         entropy = group.loss_instance.require_entropy
         return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
+
+    def _numbers(self, batch: SequenceBatch) -> range:
+        """Return numbers for the sequences of this rank that no sequence of another rank has."""
+        count, ranks = len(batch.lengths), self._ranks
+        return range(ranks.number, ranks.number + count * ranks.size, ranks.size)
 
     def _data(self, batch: SequenceBatch, weights: list[FloatArray] | None = None) -> list[Datum]:
         longest = max(batch.lengths, default=0)

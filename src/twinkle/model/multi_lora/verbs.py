@@ -91,7 +91,7 @@ class LoraVerbs(TwinkleModel):
         """
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
-        self._requests = LoraRequests(max_length)
+        self._requests = LoraRequests(max_length, ranks)
         self._guard = guard
         tokenizer = self.tokenizer_id if process_state else None
         self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
@@ -125,7 +125,9 @@ class LoraVerbs(TwinkleModel):
         _check_asked(return_logits, task)
         group = self._group(adapter_name)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
-        item = self._requests.forward_item(group, status, batch, temperature, without_adapter=disable_lora)
+        item = self._requests.forward_item(
+            group, status, batch, temperature, without_adapter=disable_lora, training=training
+        )
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             outputs = self._requests.outputs(group, status, batch, result)

@@ -146,7 +146,8 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
             np.save(directory / f"{name}.npy", array, allow_pickle=False)
     if beside is not None:
         (directory / _BESIDE).write_bytes(beside)
-    meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
+    counts = {"step": snapshot.step, "passes": snapshot.passes}
+    meta = {"spec": asdict(snapshot.spec), **counts, "layout": snapshot.layout}
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
@@ -158,7 +159,8 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
         arrays = {name: _read_array(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
-    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays)
+    passes = meta.get("passes", 0)  # earlier versions did not count them
+    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays, passes=passes)
 
 
 def _read_array(file: Path) -> Any:
