@@ -116,7 +116,7 @@ def test_refuses_what_would_change_the_shared_base_model(name: str, value: objec
 
 
 def test_names_all_offending_fields_at_once() -> None:
-    config = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True, use_dora=True, lora_dropout=0.1)
+    config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True, lora_dropout=0.1)
     with pytest.raises(UnsupportedError, match=r": lora_bias=True, use_dora=True$"):
         spec_from_peft({**config.to_dict(), "lora_bias": True})
 
