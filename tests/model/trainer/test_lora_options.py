@@ -29,11 +29,13 @@ from tests.support.models.sampling import run, toy_tokenizer
 from tests.support.models.tiny_models import tiny_model, tiny_trainer
 from twinkle.errors import CheckpointError
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.model.adapters.checkpoint import with_one_rank
 from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.model.decoder.lora.dropout import DropoutDraw, RowDropout
 from twinkle.model.trainer.shard_requests import RequestShards
 from twinkle.model.types import ObjectiveValue, TokenValues
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
+from twinkle.sampler.received_weights import as_tensors
 
 BASE = toy_llama()
 STEPS = 3
@@ -385,6 +387,24 @@ def test_a_sampler_reads_what_is_saved(tmp_path: Path) -> None:
 def assert_same_results(left: object, right: TrainResult) -> None:
     assert isinstance(left, TrainResult)
     assert_logprobs_close(left.logprobs, right.logprobs)
+
+
+def test_an_adapter_for_programs_that_know_no_patterns() -> None:
+    trainer, tokens = trained_together()[0], random_datum(BASE, "cross_entropy", 17, 3).tokens
+    sampler, requests = TorchSampler(trainer, toy_tokenizer()), []
+    for name in ("rank pattern", "alpha pattern"):
+        config, weights = with_one_rank(trainer.peft_config(name), as_tensors(trainer.weights(name)))
+        shapes = {tuple(tensor.shape)[0 if "lora_A" in key else 1] for key, tensor in weights.items()}
+        assert (shapes, config["rank_pattern"], config["alpha_pattern"]) == ({config["r"]}, {}, {})
+        sampler.publish(name, name)
+        sampler.receive_version(f"{name} as one", config, weights)
+        requests += [
+            SampleRequest(each, each, tokens, SamplingParams(max_tokens=1), prompt_logprobs=True)
+            for each in (name, f"{name} as one")
+        ]
+    results = run(sampler, requests)
+    for name in ("rank pattern", "alpha pattern"):
+        assert_numbers_close(results[name].prompt_logprobs[1:], results[f"{name} as one"].prompt_logprobs[1:])
 
 
 def test_patterns_whose_order_matters_are_written_so_that_it_does_not(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model.adapters.adapter import Adapter
@@ -101,6 +102,26 @@ def read_spec(directory: Path) -> LoraSpec:
 def spec_of(config: Mapping[str, object]) -> LoraSpec:
     """Return the spec of a trained adapter from the contents of its adapter_config.json."""
     return spec_from_peft({**config, **_FOR_NEW_WEIGHTS})
+
+
+def with_one_rank(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return an equivalent adapter without rank and alpha patterns, for programs that do not know them.
+
+    Each module's scaling is multiplied into its B, and all A and B are padded with zeros to the largest rank.
+    """
+    spec = spec_of(config)
+    modules = [name.partition(".lora_")[0].removeprefix("base_model.model.") for name in tensors]
+    scalings, most = spec.module_scalings(modules), max(spec.module_ranks(modules))
+    padded = {}
+    for (name, tensor), scaling in zip(tensors.items(), scalings, strict=True):
+        if ".lora_A." in name:
+            padded[name] = pad(tensor, (0, 0, 0, most - tensor.shape[0]))
+        else:
+            padded[name] = pad(tensor * scaling, (0, most - tensor.shape[1]))
+    plain = {"r": most, "lora_alpha": most, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    return {**config, **plain}, padded
 
 
 def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
@@ -273,11 +294,13 @@ def _read_counts(path: Path) -> tuple[int, int]:
     state = read_json(path)
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
-    counts = {"step": state.get("step"), "passes": state.get("passes", 0)}
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise CheckpointError(f"{path}: {name}: got {count!r}, allowed: an integer ≥ 0")
-    return counts["step"], counts["passes"]
+    return _count(path, "step", state.get("step")), _count(path, "passes", state.get("passes", 0))
+
+
+def _count(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"{path}: {name}: got {value!r}, allowed: an integer ≥ 0")
+    return value
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -104,7 +104,10 @@ def _is_excluded(name: str, excluded: Sequence[str] | str | None) -> bool:
 
 
 def _transformed(spec: LoraSpec, chosen: tuple[Target, ...]) -> tuple[Target, ...]:
-    """Return the targets in the layers that ``layers_to_transform`` names; other targets are left out, as in PEFT."""
+    """Return the targets in the layers that ``layers_to_transform`` names, and those whose full names are given.
+
+    Other targets are left out, as in PEFT.
+    """
     layers = spec.layers_to_transform
     if layers is None or layers == [] or layers == ():
         return chosen
@@ -115,7 +118,7 @@ def _transformed(spec: LoraSpec, chosen: tuple[Target, ...]) -> tuple[Target, ..
     kept = []
     for target in chosen:
         found = next((match for pattern in patterns if (match := pattern.match(target.name))), None)
-        if found is not None and int(found["index"]) in wanted:
+        if target.name in (spec.target_modules or ()) or (found is not None and int(found["index"]) in wanted):
             kept.append(target)
     if not kept:
         raise InvalidInputError("layers_to_transform", layers, "numbers of layers that have target modules")

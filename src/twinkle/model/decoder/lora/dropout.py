@@ -24,7 +24,9 @@ from twinkle.model.decoder.transfer import to_device
 _STEP = 0x9E3779B9  # odd and irregular: multiples of it, for consecutive numbers, spread over all 32-bit integers
 _FACTORS = (0x7FEB352D, 0x846CA68B)  # with shifts of 16, 15 and 16 bits a good 32-bit hash: C. Wellons, "lowbias32"
 _SHIFTS = (16, 15, 16)
-_ELEMENTS = 1 << 20  # of the mask that are computed at once: this limits the memory of its integers
+# Elements of the mask that are computed at once, which limits the memory of their integers. An H200 takes 0.5 ms for
+# 3000 rows of 4096 features with this number, and 3.3 ms with a sixteenth of it.
+_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class RowDropout:
         dropped_TI = torch.empty_like(x_TI)
         feature_I = torch.arange(x_TI.shape[1], dtype=torch.int32, device=x_TI.device)
         feature_I.mul_(_signed(_STEP)).add_(_signed(_module_key(module)))
-        chunk = max(1, _ELEMENTS // x_TI.shape[1])
+        chunk = max(1, _ELEMENTS[x_TI.device.type] // x_TI.shape[1])
         for start in range(0, len(x_TI), chunk):
             rows = self.rows(start, start + chunk)
             hash_CI = _mixed_in_place(rows.keys_T1 ^ feature_I)
