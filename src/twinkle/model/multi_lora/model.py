@@ -12,6 +12,7 @@ from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
 from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.multi_lora.verbs import LoraVerbs
@@ -122,9 +123,10 @@ class MultiLoraTransformersModel(LoraVerbs):
         allowed = f"at most {self.max_r}; construct the model with a larger max_r"
         if spec.rank > self.max_r:
             raise InvalidInputError("r", spec.rank, allowed)
-        for pattern, rank in spec.rank_pattern.items():
+        names = [target.name for target in select_targets(spec, self.trainer.architecture)] if spec.rank_pattern else []
+        for name, rank in zip(names, spec.module_ranks(names), strict=True):
             if rank > self.max_r:
-                raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, allowed)
+                raise InvalidInputError(f"the rank of {name}", rank, allowed)
         group = self._new_group(adapter_name, config, gradient_accumulation_steps)
         if seed is None:
             seed = adapter_seed(adapter_name)
