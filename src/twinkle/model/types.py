@@ -4,11 +4,13 @@ Plain frozen dataclasses over numpy; this file imports neither torch nor transfo
 build requests without them.
 """
 
+import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +29,17 @@ EMPTY: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The shape of one adapter. Its scaling is ``alpha / rank``, as in PEFT.
+    """The shape of one adapter, and its options, which have the meaning of PEFT's.
 
     ``target_modules`` overrides the ``train_*`` switches: names matched as PEFT matches them (a module's last path
     components), a regular expression for full names, or ``"all-linear"`` for the linear layers of attention and
     feed-forward blocks. With ``seed=None`` a seed is drawn at random, and recorded in the adapter's spec.
+
+    ``dropout`` is the probability with which training drops an element of the adapter's input. ``rank_pattern`` and
+    ``alpha_pattern`` give modules another rank or alpha; their keys are regular expressions for the end of a module's
+    name, of which the first that matches counts. ``exclude_modules`` (names or a regular expression, like
+    ``target_modules``) and ``layers_to_transform`` (numbers of layers; ``layers_pattern`` names the list of layers)
+    choose fewer modules. ``init_weights``: one of ``INIT_WEIGHTS``.
     """
 
     rank: int
@@ -41,10 +49,51 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = False
     target_modules: Sequence[str] | str | None = None
+    dropout: float = 0.0
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    exclude_modules: Sequence[str] | str | None = None
+    layers_to_transform: Sequence[int] | int | None = None
+    layers_pattern: Sequence[str] | str | None = None
+    init_weights: bool | str = True
 
     @property
     def scaling(self) -> float:
-        return self.alpha / self.rank
+        """Return the scaling of modules that no pattern matches: alpha / rank, with rsLoRA alpha / √rank."""
+        return self._scaling(self.rank, self.alpha)
+
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest rank that a module of the adapter may have."""
+        return max((self.rank, *self.rank_pattern.values()))
+
+    def module_ranks(self, names: Sequence[str]) -> list[int]:
+        """Return the rank of each module, by its name in the base model."""
+        return first_matches(self.rank_pattern, names, self.rank)
+
+    def module_scalings(self, names: Sequence[str]) -> list[float]:
+        """Return the scaling of each module, by its name in the base model."""
+        alphas = first_matches(self.alpha_pattern, names, self.alpha)
+        return [self._scaling(rank, alpha) for rank, alpha in zip(self.module_ranks(names), alphas, strict=True)]
+
+    def _scaling(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+# How the weights of a new adapter are initialized. True: A kaiming-uniform, B zero. False: A and B kaiming-uniform, so
+# that the adapter has an effect from the start. "gaussian": A normal with deviation 1 / rank, B zero. "orthogonal":
+# A and B random with B A = 0, for even ranks.
+INIT_WEIGHTS: tuple[bool | str, ...] = (True, False, "gaussian", "orthogonal")
+
+
+N = TypeVar("N", int, float)
+
+
+def first_matches(patterns: Mapping[str, N], names: Sequence[str], default: N) -> list[N]:
+    """Return the value of the first pattern that matches the end of each name, as PEFT's ``get_pattern_key`` does."""
+    compiled = [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in patterns.items()]
+    return [next((value for pattern, value in compiled if pattern.match(name)), default) for name in names]
 
 
 @dataclass(frozen=True)
@@ -147,6 +196,10 @@ class TrainItem:
     asks for entropies and predictions. ``base_model`` computes without the adapter; only ``forward`` accepts it.
     ``output`` asks for all logits of the sequences, at most ``max_logits`` numbers, or for the hidden state of each
     sequence's last token ("embeddings", without log-probabilities and without a named loss).
+
+    ``training``: let ``forward`` drop the same elements of the adapter's inputs as the adapter's next
+    ``forward_backward``; without it, ``forward`` uses no dropout. ``numbers``: if the data are only some of a request's
+    sequences, the number of each within the request; the elements that are dropped depend on it. Empty: 0, 1, 2 …
     """
 
     adapter_id: str
@@ -159,6 +212,8 @@ class TrainItem:
     base_model: bool = False
     output: OutputKind = "logps"
     max_logits: int = MAX_LOGITS
+    training: bool = False
+    numbers: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -186,8 +241,9 @@ class AdapterSnapshot:
     """All state needed to continue training exactly: weights, optimizer state, step count, gradient of an open window.
 
     The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.decoder.lora.stacks`); ``gradient``
-    is None between windows. ``optimizer`` names the optimizer whose state this is; ``exp_avg`` and ``exp_avg_sq`` hold
-    its rows (see :mod:`twinkle.model.adapters.optimizer`), and ``scalars`` its single numbers.
+    is None between windows. ``passes`` counts the adapter's training passes, which decide what its dropout drops.
+    ``optimizer`` names the optimizer whose state this is; ``exp_avg`` and ``exp_avg_sq`` hold its rows (see
+    :mod:`twinkle.model.adapters.optimizer`), and ``scalars`` its single numbers.
     """
 
     spec: LoraSpec
@@ -199,6 +255,7 @@ class AdapterSnapshot:
     gradient: FloatArray | None
     optimizer: str = "Adam"
     scalars: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,13 @@ class LoraConfig:
     lora_alpha: int = 8
     target_modules: str | Iterable[str] | None = "all-linear"
     lora_dropout: float = 0.0
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    exclude_modules: str | Iterable[str] | None = None
+    layers_to_transform: int | Iterable[int] | None = None
+    layers_pattern: str | Iterable[str] | None = None
+    init_lora_weights: bool | str = True
 
 
 @runtime_checkable

@@ -146,13 +146,9 @@ def config_of(stub):
 
 
 def test_configs_in_all_forms(stub, model):
-    assert config_of(stub) == {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": "all-linear",
-        "lora_dropout": 0.0,
-        "_TWINKLE_TYPE_": "LoraConfig",
-    }
+    config = config_of(stub)
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, "all-linear")
+    assert (config["lora_dropout"], config["_TWINKLE_TYPE_"]) == (0.0, "LoraConfig")
     assert stub.bodies(f"{M}/add_adapter_to_model")[-1]["gradient_accumulation_steps"] == 2
     model.add_adapter_to_model("b", {"r": 2}, save_dir="/srv/x", seed=5)
     assert config_of(stub) == {"r": 2, "target_modules": "all-linear", "_TWINKLE_TYPE_": "LoraConfig"}
@@ -160,6 +156,25 @@ def test_configs_in_all_forms(stub, model):
     assert (body["save_dir"], body["seed"]) == ("/srv/x", 5)
     with pytest.raises(InvalidRequestError, match="config: got 3"):
         model.add_adapter_to_model("c", 3)
+
+
+def test_the_options_of_configs_are_sent_and_have_pefts_defaults(stub, model):
+    peft = pytest.importorskip("peft")
+    options = {
+        "lora_dropout": 0.05,
+        "use_rslora": True,
+        "rank_pattern": {"v_proj": 4, "q_proj": 2},
+        "alpha_pattern": {"q_proj": 3},
+        "exclude_modules": ["o_proj"],
+        "layers_to_transform": [0],
+        "init_lora_weights": "gaussian",
+    }
+    for name, kind in (("own", LoraConfig), ("peft", peft.LoraConfig)):
+        model.add_adapter_to_model(name, kind(target_modules=["q_proj", "v_proj"], **options))
+        config = config_of(stub)
+        assert {field: config[field] for field in options} == options
+        assert list(config["rank_pattern"]) == ["v_proj", "q_proj"], "the first pattern that matches counts"
+    assert all(getattr(peft.LoraConfig(), field) == getattr(LoraConfig(), field) for field in options)
 
 
 def test_pefts_config(stub, model):

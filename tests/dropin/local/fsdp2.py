@@ -3,13 +3,13 @@
 import torch
 from peft import LoraConfig
 from tqdm import tqdm
-from twinkle.kernel import kernelize
 
 import twinkle
 from twinkle import DeviceMesh, Platform, get_device_placement, get_logger
 from twinkle.cli import CLI
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.kernel import kernelize
 from twinkle.model import TransformersModel
 from twinkle.preprocessor import SelfCognitionProcessor
 

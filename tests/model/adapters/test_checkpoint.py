@@ -575,7 +575,7 @@ from twinkle.model.types import LoraSpec
 directory, when, overwrite = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwrite"
 layout = RowLayout(8, (Target("model.layers.0.q_proj", 16, 16),))
 stack = Stack(layout, torch.float32, torch.device("cpu"))
-adapter = Adapter.fresh("a", LoraSpec(8, seed=0), stack, initial_row(layout, 8, 0))
+adapter = Adapter.fresh("a", LoraSpec(8, seed=0), stack, initial_row(layout, [8] * len(layout.targets), 0))
 arguments = dict(target_modules=["q_proj"], base_model="tiny", optimizer=True)
 if overwrite:
     checkpoint.save_adapter(adapter, directory, overwrite=False, **arguments)

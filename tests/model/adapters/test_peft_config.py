@@ -51,6 +51,7 @@ def test_fields_left_out_have_the_defaults_of_peft() -> None:
         ({"b", "a"}, ("a", "b")),
         ("all-linear", "all-linear"),
         ("All-Linear", "all-linear"),
+        (["all-linear"], "all-linear"),
         (r".*\.q_proj", r".*\.q_proj"),
     ],
 )
@@ -79,18 +80,13 @@ def test_alpha_is_a_finite_number(value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bias", "all"),
-        ("exclude_modules", ["lm_head"]),
-        ("init_lora_weights", False),
-        ("init_lora_weights", "gaussian"),
-        ("layers_to_transform", 0),
-        ("lora_dropout", 0.05),
-        ("modules_to_save", ["lm_head"]),
+        ("init_lora_weights", "eva"),
+        ("init_lora_weights", None),
+        ("lora_bias", True),
         ("peft_type", "IA3"),
-        ("rank_pattern", {"q_proj": 4}),
+        ("target_parameters", ["experts.gate_up_proj"]),
         ("task_type", "SEQ_CLS"),
         ("use_dora", True),
-        ("use_rslora", True),
         ("field_of_tomorrow", 1),
         ("field_of_tomorrow", "on"),
     ],
@@ -101,10 +97,71 @@ def test_refuses_what_we_do_not_implement(name: str, value: object) -> None:
     assert str(error.value).endswith(f": {name}={value!r}")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bias", "all"),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [5]),
+    ],
+)
+def test_refuses_what_would_change_the_shared_base_model(name: str, value: object) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        spec_from_peft({"target_modules": "all-linear", name: value})
+    reason = "would change weights of the base model, which all adapters share"
+    assert str(error.value).endswith(f"(TransformersModel hands them to PEFT): {name}={value!r} ({reason})")
+
+
 def test_names_all_offending_fields_at_once() -> None:
-    config = peft.LoraConfig(target_modules=["q_proj"], use_rslora=True, lora_dropout=0.1, bias="lora_only")
-    with pytest.raises(UnsupportedError, match=r"bias='lora_only', lora_dropout=0\.1, use_rslora=True$"):
-        spec_from_peft(config.to_dict())
+    config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True, lora_dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r": lora_bias=True, use_dora=True$"):
+        spec_from_peft({**config.to_dict(), "lora_bias": True})
+
+
+def test_reads_the_options_of_lora_config() -> None:
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"],
+        lora_dropout=0.05,
+        use_rslora=True,
+        rank_pattern={"v_proj": 4, "q_proj": 16},
+        alpha_pattern={"v_proj": 2},
+        exclude_modules=["o_proj", "k_proj"],
+        layers_to_transform=[2, 0],
+        layers_pattern="layers",
+        init_lora_weights="gaussian",
+    )
+    spec = spec_from_peft(config.to_dict())
+    assert (spec.dropout, spec.use_rslora, spec.init_weights) == (0.05, True, "gaussian")
+    assert list(spec.rank_pattern.items()) == [("v_proj", 4), ("q_proj", 16)]
+    assert (spec.alpha_pattern, spec.exclude_modules) == ({"v_proj": 2.0}, ("k_proj", "o_proj"))
+    assert (spec.layers_to_transform, spec.layers_pattern) == ((0, 2), "layers")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_dropout", 1.0),
+        ("lora_dropout", -0.1),
+        ("lora_dropout", "0.1"),
+        ("lora_dropout", float("nan")),
+        ("use_rslora", "yes"),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern['q_proj']", {"q_proj": 0}),
+        ("rank_pattern['q_proj']", {"q_proj": 2.5}),
+        ("alpha_pattern['q_proj']", {"q_proj": "x"}),
+        ("exclude_modules", [1]),
+        ("layers_to_transform", ["0"]),
+        ("layers_to_transform", True),
+        ("layers_pattern", 3),
+    ],
+)
+def test_wrong_options_name_the_field(name: str, value: object) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        spec_from_peft({"target_modules": ["q_proj"], name.partition("[")[0]: value})
+    assert error.value.field == name
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def block_bytes(layout: RowLayout) -> int:
 
 def add(pool: AdapterPool, adapter_id: str, layout: RowLayout, seed: int = 0) -> Adapter:
     spec = LoraSpec(layout.rank - 1, seed=seed)
-    row_P = initial_row(layout, spec.rank, seed)
+    row_P = initial_row(layout, [spec.rank] * len(layout.targets), seed)
     row_P[layout.a_size :] = torch.randn(layout.size - layout.a_size, generator=torch.Generator().manual_seed(seed))
     adapter = Adapter.fresh(adapter_id, spec, pool.stack_for(layout), row_P)
     pool.add(adapter)

@@ -9,8 +9,9 @@ from transformers import Gemma3Config
 from tests.support.models.tiny_models import FAMILIES, random_model, tiny_model, tiny_trainer
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model import LoraSpec
+from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.model.decoder.architecture import Architecture, read_architecture
-from twinkle.model.decoder.targets import MAX_RANK, check_spec, select_targets, short_names
+from twinkle.model.decoder.targets import MAX_RANK, check_ranks, check_spec, select_targets, short_names
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -127,6 +128,54 @@ def test_we_pick_what_peft_picks(family: str, wanted: str | list[str]) -> None:
     assert sorted(ours) == sorted(theirs)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj", "0.mlp.up_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["proj", "self_attn"]},
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 0},
+        {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1, 7]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0], "exclude_modules": ["k_proj"]},
+    ],
+)
+def test_we_leave_out_what_peft_leaves_out(llama: Architecture, fields: dict) -> None:
+    config = peft.LoraConfig(**fields)
+    theirs = peft.get_peft_model(tiny_model("llama"), config).targeted_module_names
+    ours = select_targets(spec_from_peft(config.to_dict()), llama)
+    assert sorted(target.name for target in ours) == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules"),
+        ({"layers_to_transform": [5]}, "layers_to_transform"),
+        ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "layers_to_transform"),
+    ],
+)
+def test_no_module_is_left(llama: Architecture, fields: dict, field: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        names(llama, target_modules=["q_proj"], **fields)
+    assert error.value.field == field
+
+
+def test_ranks_are_refused_by_module(llama: Architecture) -> None:
+    spec = LoraSpec(
+        4, target_modules=["q_proj", "up_proj"], rank_pattern={"1.mlp.up_proj": 9}, init_weights="orthogonal"
+    )
+    targets = select_targets(spec, llama)
+    with pytest.raises(
+        InvalidInputError, match=r"^the rank of model\.layers\.1\.mlp\.up_proj: got 9, allowed: an even"
+    ):
+        check_ranks(spec, targets)
+    with pytest.raises(
+        InvalidInputError, match=r"^the rank of model\.layers\.1\.mlp\.up_proj: got 9, allowed: at most 8"
+    ):
+        check_ranks(spec, targets, most=8)
+
+
 # --- names in adapter_config.json -------------------------------------------------------------------------------------
 
 
@@ -222,11 +271,21 @@ def test_lora_config_that_cannot_be_used_makes_no_adapter() -> None:
         ("target_modules", ["q_proj", 3], 'module names, "all-linear", a pattern or None'),
         ("target_modules", {"q_proj": 1}, 'module names, "all-linear", a pattern or None'),
         ("target_modules", b"q_proj", 'module names, "all-linear", a pattern or None'),
+        ("dropout", 1, "a number in [0, 1)"),
+        ("dropout", math.nan, "a number in [0, 1)"),
+        ("use_rslora", 1, "True or False"),
+        ("rank_pattern", {"": 3}, "a mapping of module names or patterns"),
+        ("rank_pattern['q']", {"q": MAX_RANK + 1}, f"an integer in [1, {MAX_RANK}]"),
+        ("alpha_pattern['q']", {"q": 0}, "a finite number > 0"),
+        ("exclude_modules", [1], "module names, a pattern or None"),
+        ("layers_to_transform", "0", "numbers of layers, counted from 0, or None"),
+        ("layers_pattern", "layers", "nothing without layers_to_transform"),
+        ("init_weights", "pissa", "one of (True, False, 'gaussian', 'orthogonal')"),
     ],
 )
 def test_wrong_specs_name_the_field(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidInputError) as error:
-        check_spec(LoraSpec(**{"rank": 8, field: value}))
+        check_spec(LoraSpec(**{"rank": 8, field.partition("[")[0]: value}))
     assert error.value.field == field
     assert error.value.allowed == allowed
 

@@ -62,6 +62,38 @@ def masked(labels: Tensor, values: Tensor) -> Tensor:
     return torch.where(labels != -100, values, 0.0)
 
 
+# --- LoRA options -----------------------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_drop_what_forward_backward_drops(model):
+    """Also over several passes, and with an evaluation in between; test_lora_options.py compares with PEFT."""
+    config = peft.LoraConfig(**{**LORA, "lora_dropout": 0.4, "use_rslora": True, "init_lora_weights": False})
+    for name in ("b", "c"):
+        model.add_adapter_to_model(name, config, seed=3)
+        model.set_optimizer("AdamW", lr=1e-2, adapter_name=name)
+    for step in range(2):
+        batch = features(9, 14, seed=step)
+        together = model.forward_backward(inputs=batch, adapter_name="b")
+        parted = model.forward(inputs=batch, adapter_name="c")
+        torch.testing.assert_close(parted["logps"], together["logps"], atol=1e-5, rtol=1e-5)
+        evaluated = model.forward_only(inputs=batch, adapter_name="b")["logps"]
+        assert (evaluated - together["logps"]).abs().max() > 1e-3
+        assert torch.equal(model.forward_only(inputs=batch, adapter_name="b")["logps"], evaluated)
+        model.calculate_loss(adapter_name="c")
+        model.backward(adapter_name="c")
+        assert_close(gradients(model, "c"), gradients(model, "b"))
+        for name in ("b", "c"):
+            model.clip_grad_and_step(adapter_name=name)
+
+
+def test_a_rank_above_max_r_is_refused_by_module(model):
+    config = peft.LoraConfig(**{**LORA, "rank_pattern": {"0.self_attn.q_proj": 64}})
+    with pytest.raises(InvalidInputError, match=r"^the rank of model\.layers\.0\.self_attn\.q_proj: got 64, .* max_r$"):
+        model.add_adapter_to_model("b", config)
+    model.add_adapter_to_model("b", peft.LoraConfig(**{**LORA, "rank_pattern": {"0.self_attn.q_proj": 32}}))
+    assert "rank_pattern: {'0.self_attn.q_proj': 32}" in model.get_train_configs(adapter_name="b")
+
+
 # --- one pass ---------------------------------------------------------------------------------------------------------
 
 

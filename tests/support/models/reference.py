@@ -85,9 +85,13 @@ class ReferenceResult:
 class Reference:
     """One tenant's PEFT adapter, starting from ``weights`` (by PEFT's names, as the trainer reports them)."""
 
-    def __init__(self, base: PreTrainedModel, spec: LoraSpec, weights: Arrays) -> None:
+    def __init__(
+        self, base: PreTrainedModel, spec: LoraSpec, weights: Arrays, config: peft.LoraConfig | None = None
+    ) -> None:
+        """``config``: used as it is, instead of one with the spec's rank and alpha for the modules of ``weights``."""
         modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights})
-        config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules, lora_dropout=0.0)
+        if config is None:
+            config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules, lora_dropout=0.0)
         self.model = peft.get_peft_model(copy.deepcopy(base), config)
         self._parameters = {
             name.replace(".default.", "."): parameter

@@ -34,7 +34,8 @@ class Adapter:
 
     ``exp_avg_P`` and ``exp_avg_sq_P`` hold the state of the ``optimizer`` (for Adam, its moments), ``scalars`` those of
     its numbers that are the same for all weights. A frozen adapter has no such state. ``slot``: its place in its stack,
-    None while it is paged out to the host.
+    None while it is paged out to the host. ``passes``: the number of requests whose gradient was added, which decides
+    what the next one drops (dropout).
     """
 
     adapter_id: str
@@ -51,6 +52,7 @@ class Adapter:
     last_used: int = 0
     frozen: bool = False
     divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
+    passes: int = 0
 
     @classmethod
     def fresh(cls, adapter_id: str, spec: LoraSpec, stack: Stack, weights_P: Tensor) -> "Adapter":
@@ -82,6 +84,17 @@ class Adapter:
     @property
     def layout(self) -> RowLayout:
         return self.stack.layout
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the rank of each target module."""
+        return tuple(self.spec.module_ranks([target.name for target in self.layout.targets]))
+
+    @cached_property
+    def scalings(self) -> tuple[float, ...]:
+        """Return the factor of B of each target module; only one factor if it is the same for all."""
+        scalings = tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
+        return scalings[:1] if len(set(scalings)) == 1 else scalings
 
     @property
     def compute_copy(self) -> Tensor:
@@ -148,7 +161,16 @@ class Adapter:
         """Write the weights to ``row_P`` in its dtype (the compute dtype), with B multiplied by the scaling."""
         split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
-        torch.mul(weights_P[split:], self.spec.scaling, out=row_P[split:])
+        if len(self.scalings) == 1:
+            torch.mul(weights_P[split:], self.scalings[0], out=row_P[split:])
+            return
+        row_P[split:].copy_(weights_P[split:])
+        self.scale_b(row_P)
+
+    def scale_b(self, row_P: Tensor) -> None:
+        """Multiply the B of each module in a row by the module's scaling, in place."""
+        for target, scaling in zip(self.layout.targets, self.scalings, strict=True):
+            self.layout.views(row_P, target.name)[1].mul_(scaling)
 
     def host_copy(self, optimizer: bool) -> "Adapter":
         """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, its state."""
@@ -160,6 +182,7 @@ class Adapter:
             _on_host(self.weights_P),
             *rows,
             step=self.step,
+            passes=self.passes,
             optimizer=self.optimizer,
             scalars=self.scalars,
         )

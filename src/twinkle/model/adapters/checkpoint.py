@@ -4,7 +4,7 @@
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32
     optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>: the optimizer's first and second row
                                 of state, for Adam its moments; absent if saved without the optimizer
-    trainer_state.json          step count, optimizer, spec and base model
+    trainer_state.json          counts of steps and training passes, optimizer, spec and base model
     USAGE.md                    only if the adapter trains the output head: which programs apply that part
 
 A directory appears complete or not at all: it is written under a temporary name beside its place (".NAME.*.tmp", which
@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,11 +26,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateError
 from twinkle.model.adapters.adapter import ADAM, Adapter
 from twinkle.model.adapters.optimizer import OPTIMIZERS
-from twinkle.model.adapters.peft_config import NOTE, UNIMPLEMENTED, head_note, peft_config, spec_from_peft, trains_head
+from twinkle.model.adapters.peft_config import NOTE, READ, head_note, peft_config, spec_from_peft, trains_head
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.types import EMPTY, LoraSpec
 
@@ -40,8 +41,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Fields of PEFT's config that only matter while PEFT itself trains. They are ignored when trained weights are read.
-_TRAINING_ONLY = {name: UNIMPLEMENTED[name] for name in ("init_lora_weights", "lora_dropout")}
+# Fields of PEFT's config that only matter for new weights. They are ignored when trained weights are read.
+_FOR_NEW_WEIGHTS = {"init_lora_weights": READ["init_lora_weights"]}
 # PEFT writes copies of the model's own embeddings beside LoRA on the head.
 _BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
 # Constants of Linux's renameat2(2): AT_FDCWD, and the flag that swaps two paths.
@@ -50,15 +51,16 @@ _RENAME_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
-class _OptimizerState:
-    """The part of an optimizer's state that stands in trainer_state.json."""
+class _TrainingState:
+    """The counts, and the part of the optimizer's state, that stand in trainer_state.json."""
 
     step: int = 0
+    passes: int = 0
     optimizer: str = ADAM
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
-_NEW_STATE = _OptimizerState()
+_NEW_STATE = _TrainingState()
 
 
 def save_adapter(
@@ -114,12 +116,32 @@ def read_spec(directory: Path) -> LoraSpec:
 
 def spec_of(config: Mapping[str, object]) -> LoraSpec:
     """Return the spec of a trained adapter from the contents of its adapter_config.json."""
-    return spec_from_peft({**config, **_TRAINING_ONLY})
+    return spec_from_peft({**config, **_FOR_NEW_WEIGHTS})
+
+
+def with_one_rank(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return an equivalent adapter without rank and alpha patterns, for programs that do not know them.
+
+    Each module's scaling is multiplied into its B, and all A and B are padded with zeros to the largest rank.
+    """
+    spec = spec_of(config)
+    modules = [name.partition(".lora_")[0].removeprefix("base_model.model.") for name in tensors]
+    scalings, most = spec.module_scalings(modules), max(spec.module_ranks(modules))
+    padded = {}
+    for (name, tensor), scaling in zip(tensors.items(), scalings, strict=True):
+        if ".lora_A." in name:
+            padded[name] = pad(tensor, (0, 0, 0, most - tensor.shape[0]))
+        else:
+            padded[name] = pad(tensor * scaling, (0, most - tensor.shape[1]))
+    plain = {"r": most, "lora_alpha": most, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    return {**config, **plain}, padded
 
 
 def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
     """Replace the weights of an adapter by tensors with PEFT's names."""
-    adapter.weights_P.copy_(_row(tensors, adapter.layout, adapter.spec.rank, "", "weights"))
+    adapter.weights_P.copy_(_row(tensors, adapter, "", "weights"))
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
@@ -127,26 +149,41 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
 
     Without ``optimizer`` that state starts from zero. An accumulated gradient is dropped.
     """
-    spec = read_spec(directory)
-    if (spec.rank, spec.alpha) != (adapter.spec.rank, adapter.spec.alpha):
-        raise CheckpointError(
-            f"{directory} holds rank {spec.rank}, alpha {spec.alpha:g}; "
-            f"adapter {adapter.adapter_id!r} has rank {adapter.spec.rank}, alpha {adapter.spec.alpha:g}"
-        )
-    layout, rank = adapter.layout, adapter.spec.rank
-    weights_P = _row(_read_tensors(directory / WEIGHTS), layout, rank, "", directory / WEIGHTS)
+    _check_shape(adapter, read_spec(directory), directory)
+    weights_P = _row(_read_tensors(directory / WEIGHTS), adapter, "", directory / WEIGHTS)
     state, moments = _NEW_STATE, [torch.zeros_like(weights_P) for _ in _MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
             raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
-        moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
+        moments = [_row(tensors, adapter, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
         state = _read_state(directory / STATE)
     adapter.weights_P.copy_(weights_P)
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
-    adapter.step, adapter.optimizer, adapter.scalars = state.step, state.optimizer, state.scalars
+    adapter.step, adapter.passes = state.step, state.passes
+    adapter.optimizer, adapter.scalars = state.optimizer, state.scalars
     adapter.drop_gradient()
+
+
+def _check_shape(adapter: Adapter, spec: LoraSpec, directory: Path) -> None:
+    """Raise unless weights of this spec have the same ranks and scalings as the adapter, in each of its modules."""
+    own = adapter.spec
+    if (spec.rank, spec.alpha) != (own.rank, own.alpha) and not (spec.rank_pattern or own.rank_pattern):
+        raise CheckpointError(
+            f"{directory} holds rank {spec.rank}, alpha {spec.alpha:g}; "
+            f"adapter {adapter.adapter_id!r} has rank {own.rank}, alpha {own.alpha:g}"
+        )
+    names = [target.name for target in adapter.layout.targets]
+    stored, wanted = (
+        list(zip(each.module_ranks(names), each.module_scalings(names), strict=True)) for each in (spec, own)
+    )
+    for name, (rank, scaling), (own_rank, own_scaling) in zip(names, stored, wanted, strict=True):
+        if rank != own_rank or not math.isclose(scaling, own_scaling):
+            raise CheckpointError(
+                f"{directory} holds rank {rank}, scaling {scaling:g} for {name}; "
+                f"adapter {adapter.adapter_id!r} has rank {own_rank}, scaling {own_scaling:g} there"
+            )
 
 
 def _write_files(
@@ -157,19 +194,21 @@ def _write_files(
     optimizer: bool,
     more_state: Mapping[str, object],
 ) -> None:
-    layout, rank = adapter.layout, adapter.spec.rank
-    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model))
-    save_file(named_tensors(adapter.weights_P, layout, rank), staging / WEIGHTS, metadata={"format": "pt"})
-    if trains_head(target.name for target in layout.targets):
+    layout, ranks = adapter.layout, adapter.ranks
+    names = [target.name for target in layout.targets]
+    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model, names))
+    save_file(named_tensors(adapter.weights_P, layout, ranks), staging / WEIGHTS, metadata={"format": "pt"})
+    if trains_head(names):
         (staging / NOTE).write_text(head_note(base_model))
     if optimizer:
-        moments = named_tensors(adapter.exp_avg_P, layout, rank, "exp_avg.") | named_tensors(
-            adapter.exp_avg_sq_P, layout, rank, "exp_avg_sq."
+        moments = named_tensors(adapter.exp_avg_P, layout, ranks, "exp_avg.") | named_tensors(
+            adapter.exp_avg_sq_P, layout, ranks, "exp_avg_sq."
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
     state = {
         "format": _FORMAT,
         "step": adapter.step,
+        "passes": adapter.passes,
         "optimizer": adapter.optimizer,
         "scalars": dict(adapter.scalars),
         "spec": asdict(adapter.spec),
@@ -216,10 +255,13 @@ def _names(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
-def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "") -> dict[str, Tensor]:
-    """Return the parts of a row by PEFT's parameter names, without the padding to the rank bucket."""
+def named_tensors(row_P: Tensor, layout: RowLayout, ranks: Sequence[int], prefix: str = "") -> dict[str, Tensor]:
+    """Return the parts of a row by PEFT's parameter names, without the padding to rank buckets.
+
+    ``ranks``: those of the layout's target modules.
+    """
     tensors, row_P = {}, row_P.cpu()
-    for target in layout.targets:
+    for target, rank in zip(layout.targets, ranks, strict=True):
         a_RI, b_OR = layout.views(row_P, target.name)
         a_name, b_name = _names(target.name)
         tensors[prefix + a_name] = a_RI[:rank].contiguous()
@@ -227,7 +269,8 @@ def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "")
     return tensors
 
 
-def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path | str) -> Tensor:
+def _row(tensors: Mapping[str, Tensor], adapter: Adapter, prefix: str, path: Path | str) -> Tensor:
+    layout = adapter.layout
     expected = {prefix + name for target in layout.targets for name in _names(target.name)}
     found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
     if found != expected:
@@ -236,7 +279,7 @@ def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: st
             f"{path} does not fit the adapter's target modules; missing {missing}, unexpected {extra}"
         )
     row_P = torch.zeros(layout.size)
-    for target in layout.targets:
+    for target, rank in zip(layout.targets, adapter.ranks, strict=True):
         a_RI, b_OR = layout.views(row_P, target.name)
         places = a_RI[:rank], b_OR[:, :rank]
         for name, place in zip(_names(target.name), places, strict=True):
@@ -269,20 +312,28 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def _read_state(path: Path) -> _OptimizerState:
-    """Return the optimizer state that stands beside its rows. Older checkpoints name no optimizer: they are Adam's."""
+def _read_state(path: Path) -> _TrainingState:
+    """Return the state that stands beside the rows.
+
+    Older checkpoints name no optimizer, which was Adam then, and no number of training passes.
+    """
     state = read_json(path)
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
-    step, name, scalars = state.get("step"), state.get("optimizer", ADAM), state.get("scalars", {})
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"{path}: step: got {step!r}, allowed: an integer ≥ 0")
+    step, passes = _count(path, "step", state.get("step")), _count(path, "passes", state.get("passes", 0))
+    name, scalars = state.get("optimizer", ADAM), state.get("scalars", {})
     if not isinstance(name, str) or name not in (ADAM, *OPTIMIZERS):
         raise CheckpointError(f"{path}: optimizer: got {name!r}, allowed: {', '.join((ADAM, *OPTIMIZERS))}")
     expected = set() if name == ADAM or step == 0 else set(OPTIMIZERS[name].scalars)
     if not isinstance(scalars, dict) or set(scalars) != expected or not all(map(_is_finite, scalars.values())):
         raise CheckpointError(f"{path}: scalars: got {scalars!r}, allowed: numbers named {sorted(expected)}")
-    return _OptimizerState(step, name, scalars)
+    return _TrainingState(step, passes, name, scalars)
+
+
+def _count(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"{path}: {name}: got {value!r}, allowed: an integer ≥ 0")
+    return value
 
 
 def _is_finite(value: object) -> bool:

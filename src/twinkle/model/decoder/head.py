@@ -282,7 +282,13 @@ def clip_lora(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
     inside = [index for index, rows in enumerate(overlaps) if rows > 0]
     picked = slice(inside[0], inside[-1] + 1)
     groups = Groups(tuple(overlaps[picked]))
-    clipped = BoundLora(Segment(low - start, high - start, groups), lora.a_GRI[picked], lora.b_GOR[picked])
+    clipped = replace(
+        lora,
+        segment=Segment(low - start, high - start, groups),
+        a_GRI=lora.a_GRI[picked],
+        b_GOR=lora.b_GOR[picked],
+        dropout=None if lora.dropout is None else lora.dropout.rows(low - segment.start, high - segment.start),
+    )
     if lora.da_GRI is None or lora.db_GOR is None:
         return clipped
     return replace(clipped, da_GRI=lora.da_GRI[picked], db_GOR=lora.db_GOR[picked])

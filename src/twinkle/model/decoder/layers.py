@@ -137,6 +137,7 @@ def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLa
 
 def bind_layers(segments: Sequence[SegmentLora], architecture: Architecture) -> tuple[LayerLora, ...]:
     """Return the adapters of a batch for each decoder layer. Rows outside all segments have none."""
-    table = table_for(segments, [target.name for target in architecture.linear])
+    plain = [segment for segment in segments if segment.dropout is None]
+    table = table_for(plain, [target.name for target in architecture.linear])
     prefixes = [f"{architecture.layers_path}.{index}." for index in range(architecture.layer_count)]
     return tuple(LayerLora(prefix, segments, table) for prefix in prefixes)

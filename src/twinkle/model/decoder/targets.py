@@ -1,15 +1,18 @@
 """Checks of an adapter's spec, and the choice of the linear layers that it attaches to."""
 
+import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import SystemRandom
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import Target
-from twinkle.model.types import LoraSpec
+from twinkle.model.types import INIT_WEIGHTS, LoraSpec
+
+logger = logging.getLogger(__name__)
 
 MAX_RANK = 512
 _SEED_RANGE = 2**63
@@ -23,6 +26,7 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
         raise InvalidInputError("alpha", spec.alpha, "a finite number > 0")
     if not _is_names(spec.target_modules):
         raise InvalidInputError("target_modules", spec.target_modules, 'module names, "all-linear", a pattern or None')
+    _check_options(spec)
     if spec.seed is None:
         return replace(spec, seed=SystemRandom().randrange(_SEED_RANGE))
     if not _is_int(spec.seed) or not -_SEED_RANGE <= spec.seed < _SEED_RANGE:
@@ -30,8 +34,98 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
     return spec
 
 
+def _check_options(spec: LoraSpec) -> None:
+    if not _is_number(spec.dropout) or not 0 <= spec.dropout < 1:
+        raise InvalidInputError("dropout", spec.dropout, "a number in [0, 1)")
+    if not isinstance(spec.use_rslora, bool):
+        raise InvalidInputError("use_rslora", spec.use_rslora, "True or False")
+    for field, patterns in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
+        if not isinstance(patterns, Mapping) or not all(isinstance(each, str) and each for each in patterns):
+            raise InvalidInputError(field, patterns, "a mapping of module names or patterns")
+        for pattern in patterns:
+            _compiled(field, pattern)
+    for pattern, rank in spec.rank_pattern.items():
+        if not _is_int(rank) or not 1 <= rank <= MAX_RANK:
+            raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, f"an integer in [1, {MAX_RANK}]")
+    for pattern, alpha in spec.alpha_pattern.items():
+        if not _is_number(alpha) or not 0 < alpha <= sys.float_info.max:
+            raise InvalidInputError(f"alpha_pattern[{pattern!r}]", alpha, "a finite number > 0")
+    if not _is_names(spec.exclude_modules):
+        raise InvalidInputError("exclude_modules", spec.exclude_modules, "module names, a pattern or None")
+    if isinstance(spec.exclude_modules, str):
+        _compiled("exclude_modules", spec.exclude_modules)
+    _check_layers(spec)
+    if not any(spec.init_weights is known or spec.init_weights == known for known in INIT_WEIGHTS):
+        raise InvalidInputError("init_weights", spec.init_weights, f"one of {INIT_WEIGHTS}")
+
+
+def _check_layers(spec: LoraSpec) -> None:
+    layers, pattern = spec.layers_to_transform, spec.layers_pattern
+    is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and all(map(_is_int, layers))
+    if layers is not None and not _is_int(layers) and not is_list:
+        raise InvalidInputError("layers_to_transform", layers, "numbers of layers, counted from 0, or None")
+    if not _is_names(pattern):
+        raise InvalidInputError("layers_pattern", pattern, "names of lists of layers or None")
+    if pattern and layers is None:  # this error and the next are PEFT's, too
+        raise InvalidInputError("layers_pattern", pattern, "nothing without layers_to_transform")
+    if layers is not None and isinstance(spec.target_modules, str):
+        raise InvalidInputError("layers_to_transform", layers, "nothing where target_modules is a string: name modules")
+    for each in [pattern] if isinstance(pattern, str) else pattern or ():
+        _compiled("layers_pattern", each)
+
+
+def check_ranks(spec: LoraSpec, targets: Sequence[Target], most: int = MAX_RANK) -> list[int]:
+    """Return the rank of each target; raise if one is too large, or not possible with the spec's initial weights."""
+    names = [target.name for target in targets]
+    ranks = spec.module_ranks(names)
+    for name, rank in zip(names, ranks, strict=True):
+        if rank > most:
+            raise InvalidInputError(f"the rank of {name}", rank, f"at most {most}")
+        if rank % 2 and spec.init_weights == "orthogonal":
+            raise InvalidInputError(f"the rank of {name}", rank, "an even number for init_weights 'orthogonal'")
+    return ranks
+
+
 def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
     """Return the target modules of a spec in model order, the head last."""
+    chosen = _transformed(spec, _chosen(spec, architecture))
+    kept = tuple(target for target in chosen if not _is_excluded(target.name, spec.exclude_modules))
+    if not kept:
+        raise InvalidInputError("exclude_modules", spec.exclude_modules, "names that leave some module to train")
+    if spec.exclude_modules and len(kept) == len(chosen):
+        logger.warning("exclude_modules: %r matches none of the target modules", spec.exclude_modules)
+    return kept
+
+
+def _is_excluded(name: str, excluded: Sequence[str] | str | None) -> bool:
+    if isinstance(excluded, str):
+        return bool(excluded) and re.fullmatch(excluded, name) is not None
+    return any(_matches(name, each) for each in excluded or ())
+
+
+def _transformed(spec: LoraSpec, chosen: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Return the targets in the layers that ``layers_to_transform`` names, and those whose full names are given.
+
+    Other targets are left out, as in PEFT.
+    """
+    layers = spec.layers_to_transform
+    if layers is None or layers == [] or layers == ():
+        return chosen
+    wanted = {layers} if isinstance(layers, int) else set(layers)
+    names = [spec.layers_pattern] if isinstance(spec.layers_pattern, str) else spec.layers_pattern or ()
+    patterns = [re.compile(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.") for name in names if name]
+    patterns = patterns or [re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")]
+    kept = []
+    for target in chosen:
+        found = next((match for pattern in patterns if (match := pattern.match(target.name))), None)
+        if target.name in (spec.target_modules or ()) or (found is not None and int(found["index"]) in wanted):
+            kept.append(target)
+    if not kept:
+        raise InvalidInputError("layers_to_transform", layers, "numbers of layers that have target modules")
+    return tuple(kept)
+
+
+def _chosen(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
     if spec.target_modules is None:
         return _by_switches(spec, architecture)
     if spec.target_modules == "all-linear":
@@ -84,10 +178,15 @@ def _refuse_experts(field: str, architecture: Architecture, advice: str) -> None
 
 
 def _by_pattern(pattern: str, candidates: tuple[Target, ...]) -> list[Target]:
+    compiled = _compiled("target_modules", pattern)
+    return [target for target in candidates if compiled.fullmatch(target.name)]
+
+
+def _compiled(field: str, pattern: str) -> re.Pattern[str]:
     try:
-        return [target for target in candidates if re.fullmatch(pattern, target.name)]
-    except re.error as error:
-        raise InvalidInputError("target_modules", pattern, f"a regular expression ({error})") from error
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InvalidInputError(field, pattern, f"a regular expression ({error})") from error
 
 
 def _matches(name: str, wanted: str) -> bool:

@@ -131,6 +131,16 @@ def read_load_options(options: Mapping[str, Any], mixed_precision: str | None) -
 
 
 _EXAMPLES = 3
+# Options of an adapter that are shown if they are set, with PEFT's defaults.
+_OPTIONS: Mapping[str, object] = {
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "init_lora_weights": True,
+}
 
 
 def describe(
@@ -144,6 +154,8 @@ def describe(
     if adapter_config is not None:
         lines.append(f"adapter: {group.adapter_name}")
         lines += [f"  {name}: {adapter_config[name]}" for name in ("r", "lora_alpha", "target_modules")]
+        options = [name for name, unset in _OPTIONS.items() if adapter_config.get(name, unset) != unset]
+        lines += [f"  {name}: {adapter_config[name]}" for name in options]
     count = sum(math.prod(shape) for shape in shapes.values())
     lines.append(f"trained: {count:,} parameters in {len(shapes)} tensors, such as")
     lines += [f"  {name} {shape}" for name, shape in list(shapes.items())[:_EXAMPLES]]

@@ -12,6 +12,7 @@ from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
 from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.multi_lora.verbs import LoraVerbs
@@ -124,15 +125,20 @@ class MultiLoraTransformersModel(LoraVerbs):
         config = _fields("config_or_dir", config_or_dir)
         if config.get("target_modules") is None:
             config["target_modules"] = self.target_modules
-        rank = config.get("r", 8)
-        if isinstance(rank, int) and rank > self.max_r:
-            raise InvalidInputError("r", rank, f"at most {self.max_r}; construct the model with a larger max_r")
+        spec = spec_from_peft(config)
+        allowed = f"at most {self.max_r}; construct the model with a larger max_r"
+        if spec.rank > self.max_r:
+            raise InvalidInputError("r", spec.rank, allowed)
+        names = [target.name for target in select_targets(spec, self.trainer.architecture)] if spec.rank_pattern else []
+        for name, rank in zip(names, spec.module_ranks(names), strict=True):
+            if rank > self.max_r:
+                raise InvalidInputError(f"the rank of {name}", rank, allowed)
         group = self._new_group(adapter_name, config, gradient_accumulation_steps)
         if seed is None:
             seed = adapter_seed(adapter_name)
         if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
             seed = int(torch.randint(2**62, ()))
-        self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
+        self.trainer.create_adapter(adapter_name, replace(spec, seed=seed))
         self.optimizer_group[adapter_name] = group
 
     @at_once

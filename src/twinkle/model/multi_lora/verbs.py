@@ -98,7 +98,7 @@ class LoraVerbs(TwinkleModel):
         """
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
-        self._requests = LoraRequests(trainer, max_length, max_logits)
+        self._requests = LoraRequests(trainer, max_length, max_logits, ranks)
         self._guard = guard
         tokenizer = self.tokenizer_id if process_state else None
         self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
@@ -135,7 +135,9 @@ class LoraVerbs(TwinkleModel):
         output = wanted_output(group.loss_instance, task, return_logits=return_logits)
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
         _check_labels(batch, output)
-        item = self._requests.forward_item(group, status, batch, temperature, output, without_adapter=disable_lora)
+        item = self._requests.forward_item(
+            group, status, batch, temperature, output, without_adapter=disable_lora, training=training
+        )
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             outputs = self._requests.outputs(group, status, batch, result, output)

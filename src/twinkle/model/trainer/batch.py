@@ -11,6 +11,7 @@ from itertools import groupby, islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
@@ -19,8 +20,10 @@ from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.head import HeadQuery, clip_lora
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, bind_layers
+from twinkle.model.decoder.lora.dropout import DropoutDraw, RowDropout
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
+from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import HostCopy, to_device
 from twinkle.model.objectives.custom_loss import CustomPart, Evaluation
 from twinkle.model.objectives.objective import LossPart
@@ -41,11 +44,17 @@ class Part:
     adapter: Adapter | None  # None: the base model, which is never trained
     data: tuple[CheckedDatum, ...]
     evaluation: Evaluation | None = None
-    numbers: tuple[int, ...] = ()  # of ``data`` within the request; needed where there is an evaluation
+    numbers: tuple[int, ...] = ()  # of ``data`` within the request; needed where there is an evaluation or dropout
+    dropout: DropoutDraw | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(datum.tokens) for datum in self.data)
+
+    def dropout_keys(self, draw: DropoutDraw, length: int | None = None) -> tuple[float, NDArray[np.uint32]]:
+        """Return the probability and the row keys of dropout. ``length``: that of each sequence with its padding."""
+        lengths = self.lengths if length is None else (length,) * len(self.data)
+        return draw.probability, np.concatenate([*map(draw.keys, self.numbers, lengths)])
 
     def by_width(self) -> Iterator[tuple[tuple[int, OutputKind], LossPart]]:
         """Yield ((K, output), LossPart) for each stretch of neighbouring sequences with K targets per token."""
@@ -117,7 +126,7 @@ def build_batch(
     rows_per_sequence = max(lengths) if architecture.padded else None
     adapters, head_lora = [], []
     row = head_row = 0
-    for _, run in groupby(parts, key=lambda part: None if part.adapter is None else id(part.adapter.stack)):
+    for _, run in groupby(parts, key=_segment_key):
         members = list(run)
         segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
         if rows_per_sequence is not None:
@@ -126,9 +135,13 @@ def build_batch(
         wearers = [part.adapter for part in members if part.adapter is not None]
         if not wearers:  # requests of the base model: rows outside all segments get no LoRA
             continue
-        adapters.append(_segment_lora(wearers, segment, train, copy=give_way is not None))
-        if adapters[-1].layout.has(architecture.head.name):
-            head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
+        lora = _segment_lora(wearers, segment, train, copy=give_way is not None)
+        lora = dataclasses.replace(lora, dropout=_row_dropout(members, device, rows_per_sequence))
+        adapters.append(lora)
+        if lora.layout.has(architecture.head.name):
+            dropout = lora.dropout if rows_per_sequence is None else _row_dropout(members, device)
+            bound = lora.bound(architecture.head.name)
+            head_lora.append(dataclasses.replace(bound, segment=head_segment, dropout=dropout))
     tokens = [datum.tokens for datum in data]
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.from_lengths(lengths, device)
@@ -169,18 +182,26 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
     """Collect the gradients with respect to the master weights. Called after the backward pass."""
     rows: list[Tensor] = []
     sums: list[Tensor] = []
-    scalings = (part.adapter.spec.scaling for part in parts if part.adapter is not None)
+    adapters = (part.adapter for part in parts if part.adapter is not None)
     for segment in batch.adapters:
         assert segment.gradient_GP is not None
-        scaling_G = list(islice(scalings, len(segment.gradient_GP)))
-        if set(scaling_G) != {1.0}:  # compute copies hold B times the scaling, master weights hold B alone
-            b_rows = segment.gradient_GP[:, segment.layout.a_size :]
-            b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
+        _scale_gradients(segment.layout, segment.gradient_GP, list(islice(adapters, len(segment.gradient_GP))))
         rows += segment.gradient_GP
         sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum non-finite
     indices = tuple(part.index for part in parts if part.adapter is not None)
     finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
     return Gradients(indices, tuple(rows), HostCopy.start(finite))
+
+
+def _scale_gradients(layout: RowLayout, gradient_GP: Tensor, adapters: Sequence[Adapter]) -> None:
+    """Multiply gradients of B by the scaling: compute copies hold B times the scaling, master weights hold B alone."""
+    scaling_G = [adapter.scalings[0] if len(adapter.scalings) == 1 else 1.0 for adapter in adapters]
+    if set(scaling_G) != {1.0}:
+        b_rows = gradient_GP[:, layout.a_size :]
+        b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
+    for adapter, row_P in zip(adapters, gradient_GP, strict=True):
+        if len(adapter.scalings) > 1:
+            adapter.scale_b(row_P)
 
 
 def _blocks(
@@ -216,6 +237,19 @@ def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:
             rows[:] = datum.targets
         row += len(rows)
     return targets_nK
+
+
+def _segment_key(part: Part) -> tuple[int | None, bool]:
+    """Return what the parts of one segment have in common: the stack of their adapters, and whether they drop out."""
+    return None if part.adapter is None else id(part.adapter.stack), part.dropout is not None
+
+
+def _row_dropout(
+    parts: Sequence[Part], device: torch.device, rows_per_sequence: int | None = None
+) -> RowDropout | None:
+    """Return the dropout of the rows of a segment; None if its parts have none."""
+    drawn = [part.dropout_keys(part.dropout, rows_per_sequence) for part in parts if part.dropout is not None]
+    return RowDropout.from_keys(drawn, device) if drawn else None
 
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:

@@ -24,6 +24,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.layers import GiveWay
+from twinkle.model.decoder.lora.dropout import DropoutDraw
 from twinkle.model.objectives.custom_loss import Evaluation, token_values
 from twinkle.model.objectives.objective import evaluate
 from twinkle.model.objectives.validation import CheckedItem, check_item
@@ -61,6 +62,7 @@ class _Request:
     adapter: Adapter | None  # None: the base model
     evaluation: Evaluation | None = None  # set for a request with an objective instead of a named loss
     keeps_values: bool = False
+    dropout: DropoutDraw | None = None  # None: nothing is dropped
     values: dict[int, TokenValues] = field(default_factory=dict)  # datum → its values; filled if keeps_values
     logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
     metrics: dict[str, float] = field(default_factory=dict)  # once complete
@@ -204,12 +206,30 @@ class TrainerCall:
             }
             checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest, columns=columns)
             self._check_logits(checked)
+            dropout = None if adapter is None else self._draw(item, adapter)
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
             evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
             keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
-            self._requests[index] = _Request(checked, adapter, evaluation, keeps_values)
+            self._requests[index] = _Request(checked, adapter, evaluation, keeps_values, dropout)
+
+    def _draw(self, item: TrainItem, adapter: Adapter) -> DropoutDraw | None:
+        """Return what decides the dropout of a request; None if the request has none.
+
+        The number of a training pass is the number of the adapter's passes that succeeded before it. Among requests of
+        one adapter in the same call, those before it count as if they will succeed.
+        """
+        if not self._train and not item.training:
+            return None
+        before = sum(request.adapter is adapter for request in self._requests.values()) if self._train else 0
+        sequences = item.numbers or range(len(item.data))
+        if len(sequences) != len(item.data):
+            raise InvalidInputError("numbers", item.numbers, f"nothing, or {len(item.data)} integers")
+        if not adapter.spec.dropout:
+            return None
+        assert adapter.spec.seed is not None, "check_spec draws one"
+        return DropoutDraw(adapter.spec.dropout, adapter.spec.seed, adapter.passes + before, tuple(sequences))
 
     def _check_logits(self, item: CheckedItem) -> None:
         """Raise CapacityError if the logits of one sequence, which are held at once, do not fit the memory plan."""
@@ -221,18 +241,20 @@ class TrainerCall:
             )
 
     def _plan(self) -> list[MicroBatch]:
-        """Order requests by stack, loss, width and slot, and cut them into micro-batches.
+        """Order requests by stack, dropout, loss, width and slot, and cut them into micro-batches.
 
-        In this order the rows of a stack are one contiguous range, and rows with the same loss or width are neighbours.
+        In this order the rows of a stack with dropout, and those without, are one contiguous range each, and rows with
+        the same loss or width are neighbours.
         """
 
-        def order(index: int) -> tuple[int, str, str, int, int, int]:
+        def order(index: int) -> tuple[int, str, bool, str, int, int, int]:
             request = self._requests[index]
             loss, width = f"{request.item.output} {request.item.loss.name}", request.item.width
+            drops = request.dropout is not None
             if request.adapter is None:
-                return 0, "", loss, width, -1, index
+                return 0, "", drops, loss, width, -1, index
             layout, slot = request.adapter.layout, request.adapter.slot
-            return layout.rank, layout.digest, loss, width, -1 if slot is None else slot, index
+            return layout.rank, layout.digest, drops, loss, width, -1 if slot is None else slot, index
 
         architecture = self._engine.architecture
         sequences = []
@@ -295,7 +317,7 @@ class TrainerCall:
         numbers = tuple(sequence.datum for sequence in batch.by_item[index])
         data = tuple(request.item.data[number] for number in numbers)
         evaluation = request.evaluation if self._train else None
-        return Part(index, request.item, request.adapter, data, evaluation, numbers)
+        return Part(index, request.item, request.adapter, data, evaluation, numbers, request.dropout)
 
     def _evaluate_early(self, batch: MicroBatch, index: int, limit: StepLimit | None) -> Iterator[None]:
         """Evaluate the objective of a request before its first batch, if that batch does not hold all its sequences.
@@ -316,7 +338,8 @@ class TrainerCall:
             give_way=self._give_way,
             leaves_half=self._leaves_half,
         )
-        first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
+        plain = dataclasses.replace(item, objective=None)
+        first._requests[0] = _Request(plain, request.adapter, keeps_values=True, dropout=request.dropout)
         yield from first._compute_all(limit)
         self.budget = first.budget
         outcome = first._results[0]
@@ -396,6 +419,8 @@ class TrainerCall:
         else:
             if self._ranks.size == 1:
                 request.keep_gradient()
+                if self._train and request.adapter is not None:
+                    request.adapter.passes += 1
             item = request.item
             if item.output == "embeddings":
                 logprobs = [np.zeros(0, np.float32) for _ in logprobs]
@@ -426,7 +451,9 @@ class TrainerCall:
 
     def _keep_part(self, item: TrainItem, request: _Request | None) -> None:
         if self._train:
-            self._pool.get(item.adapter_id).divide_gradient(keeps=self._ranks.number == 0)
+            adapter = self._pool.get(item.adapter_id)
+            adapter.divide_gradient(keeps=self._ranks.number == 0)
+            adapter.passes += 1  # on all ranks, also on those that have none of its sequences
             if request is not None:
                 request.keep_gradient()
 

@@ -74,7 +74,7 @@ def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: boo
     for number, rank in enumerate(ranks):
         layout = RowLayout(rank, targets)
         stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
-        row_P = initial_row(layout, rank, seed=number).to(engine.device)
+        row_P = initial_row(layout, [rank] * len(targets), seed=number).to(engine.device)
         adapter = Adapter.fresh(f"probe-{number}", LoraSpec(rank, seed=number), stack, row_P)
         if not stack.has_free_slot:
             stack.add_block()

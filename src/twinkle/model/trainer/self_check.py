@@ -118,7 +118,7 @@ def _scored(length: int) -> slice | IntArray:
 
 
 def _row(layout: RowLayout, seed: int) -> Tensor:
-    row_P = initial_row(layout, _RANK, seed)
+    row_P = initial_row(layout, [_RANK] * len(layout.targets), seed)
     generator = torch.Generator().manual_seed(seed)
     row_P[layout.a_size :].normal_(0, _B_SCALE / _RANK**0.5, generator=generator)
     return row_P

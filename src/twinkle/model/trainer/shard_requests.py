@@ -44,12 +44,7 @@ class RequestShards:
 
     def share(self, rank: int) -> list[TrainItem]:
         """Return the requests with the sequences of this rank."""
-        return [
-            replace(item, data=[datum for datum, owner in zip(item.data, owners, strict=True) if owner == rank])
-            if owners
-            else item
-            for item, owners in zip(self.items, self.owners, strict=True)
-        ]
+        return [_part(item, owners, rank) for item, owners in zip(self.items, self.owners, strict=True)]
 
     def join(self, results: Sequence[Sequence[TrainResult | TrainFailure]]) -> list[TrainResult | TrainFailure]:
         """Combine the results of all ranks into one result or failure per request."""
@@ -72,6 +67,12 @@ class RequestShards:
         checked = check_item(item, vocab_size=_ANY, max_length=_ANY)
         columns = [array.reshape(len(array), -1) for array in joined.logprobs]
         return replace(joined, metrics=evaluate(checked, columns))
+
+
+def _part(item: TrainItem, owners: Sequence[int], rank: int) -> TrainItem:
+    """Return a request with the sequences that one rank owns, and with their numbers in the whole request."""
+    own = [number for number, owner in enumerate(owners) if owner == rank]
+    return replace(item, data=[item.data[number] for number in own], numbers=tuple(own)) if owners else item
 
 
 def _units(item: TrainItem) -> list[tuple[int, list[int]]]:

@@ -41,9 +41,9 @@ from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import read_architecture
 from twinkle.model.decoder.loading import load_model
-from twinkle.model.decoder.lora.stacks import RowLayout, initial_row, rank_bucket
+from twinkle.model.decoder.lora.stacks import RowLayout, initial_row
 from twinkle.model.decoder.precision import read_dtype
-from twinkle.model.decoder.targets import check_spec, select_targets, short_names
+from twinkle.model.decoder.targets import check_ranks, check_spec, select_targets, short_names
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.trainer.call import TrainerCall
 from twinkle.model.trainer.engine import Engine
@@ -200,7 +200,7 @@ class Trainer:
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """Raise for a spec that this model can never have. May be called from any thread."""
-        select_targets(check_spec(spec), self.architecture)
+        check_ranks(check_spec(spec), select_targets(spec, self.architecture))
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         """Make a fresh adapter; returns its spec with the seed that was used."""
@@ -209,7 +209,7 @@ class Trainer:
         spec = self._parallel.ranks.gather(check_spec(spec))[0]  # a seed that was drawn at random is rank 0's on all
         adapter = self._blank(adapter_id, spec)
         assert spec.seed is not None
-        adapter.weights_P.copy_(initial_row(adapter.layout, spec.rank, spec.seed))
+        adapter.weights_P.copy_(initial_row(adapter.layout, adapter.ranks, spec.seed, spec.init_weights))
         self._pool.add(adapter)
         return spec
 
@@ -236,7 +236,7 @@ class Trainer:
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         """Return the most bytes of host memory that an adapter of this shape takes. May be called from any thread."""
-        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        layout = self._layout(spec)
         copy = self.dtype.itemsize if self.device.type == "cpu" else 0
         return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
 
@@ -258,7 +258,9 @@ class Trainer:
     def peft_config(self, adapter_id: str) -> dict[str, object]:
         """Return the contents of the adapter's adapter_config.json."""
         adapter = self._pool.get(adapter_id)
-        return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.base_name)
+        targets = adapter.layout.targets
+        names = [target.name for target in targets]
+        return peft_config(adapter.spec, short_names(targets, self.architecture), self.base_name, names)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -379,6 +381,7 @@ class Trainer:
             gradient=gradient,
             optimizer=adapter.optimizer,
             scalars=dict(adapter.scalars),
+            passes=adapter.passes,
         )
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
@@ -394,7 +397,8 @@ class Trainer:
         fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
         fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
         fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
-        fresh.step, fresh.optimizer, fresh.scalars = snapshot.step, snapshot.optimizer, dict(snapshot.scalars)
+        fresh.step, fresh.passes = snapshot.step, snapshot.passes
+        fresh.optimizer, fresh.scalars = snapshot.optimizer, dict(snapshot.scalars)
         self._pool.put(fresh)
 
     def save(
@@ -535,11 +539,15 @@ class Trainer:
             adapter.unite_gradient(self._parallel.ranks)
 
     def _blank(self, adapter_id: str, spec: LoraSpec) -> Adapter:
-        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        layout = self._layout(spec)
         return Adapter.fresh(adapter_id, spec, self._pool.stack_for(layout), torch.zeros(layout.size))
 
+    def _layout(self, spec: LoraSpec) -> RowLayout:
+        targets = select_targets(spec, self.architecture)
+        return RowLayout.for_ranks(targets, check_ranks(spec, targets))
+
     def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
-        named = checkpoint.named_tensors(row_P, adapter.layout, adapter.spec.rank)
+        named = checkpoint.named_tensors(row_P, adapter.layout, adapter.ranks)
         return {name: tensor.numpy().copy() for name, tensor in named.items()}  # a copy, not a view of the live weights
 
 

@@ -23,11 +23,15 @@ MAX_WIDTH = 256  # sum of the ranks: beyond that, the products with other versio
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The stacked LoRA of one linear layer. ``members``: indices of the versions that have LoRA on this layer."""
+    """The stacked LoRA of one linear layer.
+
+    ``members``: indices of the versions that have LoRA on this layer; ``ranks``: their ranks there, padded to buckets.
+    """
 
     a_WI: Tensor
     b_OW: Tensor
     members: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 class DenseLora:
@@ -59,9 +63,6 @@ class DenseLora:
     def get(self, name: str) -> _Stacked | None:
         return self._stacked.get(name)
 
-    def ranks(self, members: tuple[int, ...]) -> list[int]:
-        return [self.versions[member].layout.rank for member in members]
-
 
 class DenseRows:
     """The rows of one pass, with the version that each row belongs to."""
@@ -69,7 +70,7 @@ class DenseRows:
     def __init__(self, lora: DenseLora, owners_T: Tensor) -> None:
         self._lora = lora
         self._owners_T = owners_T
-        self._strangers: dict[tuple[int, ...], Tensor] = {}
+        self._strangers: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
     def has(self, name: str) -> bool:
         return self._lora.get(name) is not None
@@ -78,19 +79,19 @@ class DenseRows:
         """Return x A.T with zeros in the columns of other versions, (T, W), and B.T, (W, O)."""
         stacked = self._lora.get(name)
         assert stacked is not None, "layers without adapters are not asked"
-        h_TW = linear(x_TI, stacked.a_WI).masked_fill_(self._strangers_of(stacked.members), 0)
+        h_TW = linear(x_TI, stacked.a_WI).masked_fill_(self._strangers_of(stacked), 0)
         return h_TW, stacked.b_OW.t()
 
-    def _strangers_of(self, members: tuple[int, ...]) -> Tensor:
+    def _strangers_of(self, stacked: _Stacked) -> Tensor:
         """Return a mask (T, W), True where a column belongs to another version than the row.
 
-        It depends only on ``members``, so layers with the same members share one mask.
+        Layers with the same members and ranks share one mask.
         """
-        if members not in self._strangers:
-            ranks = torch.tensor(self._lora.ranks(members))
-            columns_W = torch.tensor(members).repeat_interleave(ranks)
-            self._strangers[members] = self._owners_T[:, None] != columns_W
-        return self._strangers[members]
+        key = stacked.members, stacked.ranks
+        if key not in self._strangers:
+            columns_W = torch.tensor(stacked.members).repeat_interleave(torch.tensor(stacked.ranks))
+            self._strangers[key] = self._owners_T[:, None] != columns_W
+        return self._strangers[key]
 
 
 @dataclass(frozen=True)
@@ -114,4 +115,5 @@ def _stack(versions: Sequence[Adapter], name: str) -> _Stacked | None:
     if not members:
         return None
     pairs = [versions[member].layout.views(versions[member].compute_copy, name) for member in members]
-    return _Stacked(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1), members)
+    a_WI, b_OW = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
+    return _Stacked(a_WI, b_OW, members, tuple(len(a) for a, _ in pairs))

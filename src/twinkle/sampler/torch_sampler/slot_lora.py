@@ -68,7 +68,8 @@ class SlotLora:
 
     @staticmethod
     def takes(version: Adapter) -> bool:
-        return version.layout.rank <= MAX_RANK
+        """Return whether graphs can run a version: its rank is small, and the same for all modules."""
+        return version.layout.ranks is None and version.layout.rank <= MAX_RANK
 
     def has(self, name: str) -> bool:
         return name in self._places

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleServerError, UnsupportedError
-from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, with_one_rank
 
 _PREFIX = "twinkle-vllm-"
 _SPARE_BYTES = 2**20
@@ -68,6 +68,7 @@ class VersionFiles:
         directory = self.root / f"v{number}"
         try:
             write(directory)
+            _remove_patterns(directory)
             modules = _leave_out(directory, unapplied)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -95,6 +96,18 @@ def write_version(config: Mapping[str, object], weights: Mapping[str, torch.Tens
     directory.mkdir()
     (directory / CONFIG).write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
+
+
+def _remove_patterns(directory: Path) -> None:
+    """Rewrite a version whose modules have different ranks or alphas; vLLM knows one rank and one alpha of an adapter.
+
+    This changes the result by rounding only.
+    """
+    config = json.loads((directory / CONFIG).read_text())
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        plain, tensors = with_one_rank(config, load_file(directory / WEIGHTS))
+        save_file(tensors, directory / WEIGHTS)
+        (directory / CONFIG).write_text(json.dumps(plain))
 
 
 def require_rank(rank: int, most: int) -> None:

@@ -116,7 +116,7 @@ class VllmSampler:
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        require_rank(self._trainer.spec(adapter_id).rank, self._max_rank)
+        require_rank(self._trainer.spec(adapter_id).largest_rank, self._max_rank)
         self._require_new(version_id)
         self._scorer.publish(version_id, adapter_id)
         size = sum(array.nbytes for array in self._trainer.weights(adapter_id).values())
@@ -124,7 +124,7 @@ class VllmSampler:
 
     def load_version(self, version_id: str, directory: str) -> None:
         source = Path(directory)
-        require_rank(checkpoint.read_spec(source).rank, self._max_rank)
+        require_rank(checkpoint.read_spec(source).largest_rank, self._max_rank)
         self._require_new(version_id)
         self._scorer.load_version(version_id, directory)
         size = (source / checkpoint.WEIGHTS).stat().st_size
@@ -132,7 +132,7 @@ class VllmSampler:
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
         """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
-        require_rank(checkpoint.spec_of(config).rank, self._max_rank)
+        require_rank(checkpoint.spec_of(config).largest_rank, self._max_rank)
         self._require_new(version_id)
         self._scorer.receive_version(version_id, config, weights)
         size = sum(tensor.nbytes for tensor in weights.values())

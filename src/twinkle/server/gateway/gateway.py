@@ -341,6 +341,9 @@ class Gateway:
         """Return the record of a run that is to be created; InvalidInputError if its rank exceeds the limit."""
         if spec.rank > self.config.limits.max_rank:
             raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
+        for pattern, rank in spec.rank_pattern.items():
+            if rank > self.config.limits.max_rank:
+                raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, f"1 to {self.config.limits.max_rank}")
         now = time.time()
         return RunRecord(
             run_id=run_id,

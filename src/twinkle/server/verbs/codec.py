@@ -21,7 +21,7 @@ from twinkle.server.services.training.recovery import refused_body
 from twinkle.server.services.training.run_kind import UNLIMITED
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest
 from twinkle.server.verbs.features import Row, as_rows, checked_rows
-from twinkle.server.verbs.settings import check_small, check_target_modules
+from twinkle.server.verbs.settings import check_modules, check_small
 from twinkle.server.verbs.verbs import kind_of, parse, payload_of
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle_client.protocol.base import TYPE_KEY
@@ -146,7 +146,7 @@ def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError(f"config: got a {str(kind)[:40]}, allowed: a LoraConfig")
     check_small("config", config)
     spec = spec_from_peft(config)
-    check_target_modules(spec.target_modules)
+    check_modules(spec)
     if not isinstance(spec.target_modules, str):
         config["target_modules"] = list(spec.target_modules or ())
     return config

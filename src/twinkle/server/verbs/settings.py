@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from twinkle.errors import InvalidInputError
+from twinkle.model.types import LoraSpec
 
 _MOST_BYTES = 65_536  # as JSON
 _DEEPEST = 16
 _LARGEST = 2**63
 _MOST_MODULES = 1024
+_MOST_PATTERNS = 256  # of one field; each is compared with the name of every module
 _LONGEST_PATTERN = 256
 _MOST_GROUPS = 2
 _MOST_REPEATS = 4
@@ -29,23 +31,39 @@ def check_small(field: str, settings: Mapping[str, object]) -> None:
         raise InvalidInputError(field, f"{size} bytes of JSON", f"at most {_MOST_BYTES}")
 
 
-def check_target_modules(wanted: Sequence[str] | None) -> None:
-    if wanted is not None and not isinstance(wanted, str) and len(wanted) > _MOST_MODULES:
-        raise InvalidInputError("target_modules", f"{len(wanted)} names", f"at most {_MOST_MODULES}")
-    if not isinstance(wanted, str):
-        return
-    repeats = wanted.count("*") + wanted.count("+")
+def check_modules(spec: LoraSpec) -> None:
+    """Check that the names and patterns with which a spec chooses modules are few, and that patterns are fast."""
+    for field in ("target_modules", "exclude_modules"):
+        wanted = vars(spec)[field]
+        if isinstance(wanted, str):
+            _check_pattern(field, wanted, 'names, "all-linear", or ' if field == "target_modules" else "names, or ")
+        elif wanted is not None and len(wanted) > _MOST_MODULES:
+            raise InvalidInputError(field, f"{len(wanted)} names", f"at most {_MOST_MODULES}")
+    layers = spec.layers_pattern or ()
+    for field, patterns in (
+        ("rank_pattern", spec.rank_pattern),
+        ("alpha_pattern", spec.alpha_pattern),
+        ("layers_pattern", [layers] if isinstance(layers, str) else layers),
+    ):
+        if len(patterns) > _MOST_PATTERNS:
+            raise InvalidInputError(field, f"{len(patterns)} patterns", f"at most {_MOST_PATTERNS}")
+        for pattern in patterns:
+            _check_pattern(field, pattern, "names, or ")
+
+
+def _check_pattern(field: str, pattern: str, names: str) -> None:
+    repeats = pattern.count("*") + pattern.count("+")
     if (
-        len(wanted) > _LONGEST_PATTERN
-        or not _PATTERN.fullmatch(wanted)
-        or wanted.count("(") > _MOST_GROUPS
+        len(pattern) > _LONGEST_PATTERN
+        or not _PATTERN.fullmatch(pattern)
+        or pattern.count("(") > _MOST_GROUPS
         or repeats > _MOST_REPEATS
     ):
         allowed = (
-            f'names, "all-linear", or a pattern of names, |, .* and .+ with at most {_MOST_GROUPS} groups, '
+            f"{names}a pattern of names, |, .* and .+ with at most {_MOST_GROUPS} groups, "
             f"{_MOST_REPEATS} repeats and {_LONGEST_PATTERN} characters"
         )
-        raise InvalidInputError("target_modules", wanted, allowed)
+        raise InvalidInputError(field, pattern, allowed)
 
 
 def _check_plain(field: str, value: object, depth: int) -> None:

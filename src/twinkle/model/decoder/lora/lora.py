@@ -43,8 +43,8 @@ class LayerAdapters(Protocol):
 class LayerLora:
     """The adapters of one decoder layer in one batch, for training and scoring.
 
-    With a ``table`` all segments are computed at once, without it segment by segment. ``key`` is a tensor that stands
-    for this object in compiled code, through which only tensors can be passed.
+    With a ``table`` all segments but those with dropout are computed at once, the others segment by segment. ``key`` is
+    a tensor that stands for this object in compiled code, through which only tensors can be passed.
     """
 
     def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
@@ -69,9 +69,8 @@ class LayerLora:
         """Compute h = x A.T and y = beta · y + h B.T, in place, for the rows that have an adapter here."""
         if self._table is not None:
             self._table.add(self._prefix + name, x_TI, h_TR, y_TO, beta=beta)
-        else:
-            for lora in self._by_segment(name):
-                add_lora(lora, x_TI, h_TR, y_TO, beta=beta)
+        for lora in self._by_segment(name):
+            add_lora(lora, x_TI, h_TR, y_TO, beta=beta)
 
     def add_gradient(
         self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
@@ -79,18 +78,18 @@ class LayerLora:
         """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place, for the same rows."""
         if self._table is not None:
             self._table.add_gradient(self._prefix + name, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
-        else:
-            for lora in self._by_segment(name):
-                add_lora_gradient(lora, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
+        for lora in self._by_segment(name):
+            add_lora_gradient(lora, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
 
     def _by_segment(self, name: str) -> list[BoundLora]:
-        """Return the adapters of a linear layer by segment.
+        """Return the adapters of a linear layer by segment, without the segments of the table.
 
         They are bound when the layer first runs, at which time the device is busy with earlier layers.
         """
         if name not in self._bound:
             full = self._prefix + name
-            self._bound[name] = [segment.bound(full) for segment in self._segments if segment.layout.has(full)]
+            own = (each for each in self._segments if self._table is None or each.dropout is not None)
+            self._bound[name] = [segment.bound(full) for segment in own if segment.layout.has(full)]
         return self._bound[name]
 
 

@@ -1,19 +1,20 @@
 """The rows of a batch by stack and request, and LoRA on them.
 
 The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target
-modules) are a contiguous :class:`Segment`, and within it the rows of one request are a group. B already includes the
-adapter's scaling (alpha / rank). Gradients are added to fp32 rows, one row per group, so the gradients of two requests
-stay separate even if both are of the same adapter.
+modules) are a contiguous :class:`Segment`, and within it the rows of one request are a group. Requests with dropout
+have segments of their own. B already includes the adapter's scaling (alpha / rank). Gradients are added to fp32 rows,
+one row per group, so the gradients of two requests stay separate even if both are of the same adapter.
 
 Shapes: T rows, I input and O output features, G groups, R rank of a stack (for h: the largest rank of the batch), P
 parameters of an adapter's row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from twinkle.model.decoder.lora.dropout import RowDropout
 from twinkle.model.decoder.lora.grouped import Groups, add_grouped_outer, grouped_mm
 from twinkle.model.decoder.lora.stacks import RowLayout
 
@@ -40,6 +41,8 @@ class BoundLora:
     b_GOR: Tensor
     da_GRI: Tensor | None = None  # None when nothing is trained
     db_GOR: Tensor | None = None
+    module: str = ""  # the layer's name in the base model, needed for dropout
+    dropout: RowDropout | None = None  # that of the segment's rows
 
 
 @dataclass(frozen=True)
@@ -50,31 +53,50 @@ class SegmentLora:
     layout: RowLayout
     weights_GP: Tensor
     gradient_GP: Tensor | None  # fp32; None when nothing is trained
+    dropout: RowDropout | None = None  # that of the segment's rows
 
     def bound(self, name: str) -> BoundLora:
         """Return the adapters of one linear layer, as views."""
-        weights = self.layout.views(self.weights_GP, name)
+        bound = BoundLora(self.segment, *self.layout.views(self.weights_GP, name), module=name, dropout=self.dropout)
         if self.gradient_GP is None:
-            return BoundLora(self.segment, *weights)
-        return BoundLora(self.segment, *weights, *self.layout.views(self.gradient_GP, name))
+            return bound
+        da_GRI, db_GOR = self.layout.views(self.gradient_GP, name)
+        return replace(bound, da_GRI=da_GRI, db_GOR=db_GOR)
 
 
 def add_lora(lora: BoundLora, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
-    """Compute h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment."""
+    """Compute h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment. x is subject to dropout."""
     segment, groups = lora.segment, lora.segment.groups
     h = segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
-    grouped_mm(h, segment.select_rows(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
+    grouped_mm(h, _input(lora, x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
     grouped_mm(segment.select_rows(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
 
 
 def add_lora_gradient(
     lora: BoundLora, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
 ) -> None:
-    """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place, in the rows of the segment."""
+    """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place, in the rows of the segment.
+
+    Where x is subject to dropout, so is dy B A.
+    """
     assert lora.da_GRI is not None and lora.db_GOR is not None, "the batch was built without room for gradients"
     segment, groups = lora.segment, lora.segment.groups
     dy, h = segment.select_rows(dy_TO), segment.select_rows(h_TR)[:, : lora.a_GRI.shape[1]]
     dh = grouped_mm(torch.empty_like(h), dy, lora.b_GOR, groups, beta=0)
-    add_grouped_outer(lora.da_GRI, dh, segment.select_rows(x_TI), groups)
+    add_grouped_outer(lora.da_GRI, dh, _input(lora, x_TI), groups)
     add_grouped_outer(lora.db_GOR, dy, h, groups)
-    grouped_mm(segment.select_rows(dx_TI), dh, lora.a_GRI, groups, beta=beta)
+    dx = segment.select_rows(dx_TI)
+    if lora.dropout is None:
+        grouped_mm(dx, dh, lora.a_GRI, groups, beta=beta)
+        return
+    of_adapter = lora.dropout.apply(grouped_mm(torch.empty_like(dx), dh, lora.a_GRI, groups, beta=0), lora.module)
+    if beta:
+        dx += of_adapter
+    else:
+        dx.copy_(of_adapter)
+
+
+def _input(lora: BoundLora, x_TI: Tensor) -> Tensor:
+    """Return the adapters' input in the rows of the segment."""
+    x = lora.segment.select_rows(x_TI)
+    return x if lora.dropout is None else lora.dropout.apply(x, lora.module)

@@ -3,6 +3,7 @@
 A :class:`RowLayout` defines where the A and B of all target modules are in one flat row: all A first, then all B, so
 that scaling, copying and optimising an adapter are operations on one or two contiguous ranges. Ranks are padded to the
 next bucket (a power of two), not to the largest rank, so one tenant with rank 128 does not make all others use as much.
+The modules of an adapter may have different ranks; each is padded to its own bucket.
 The padding is zero and stays zero, because its gradient is exactly zero.
 
 A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks that are never moved.
@@ -41,68 +42,109 @@ class Target:
 class RowLayout:
     """The places of all A, then all B, of an adapter's target modules in its flat row. ``digest`` compares layouts."""
 
-    rank: int  # the bucket
+    rank: int  # the bucket; if modules have different ones, the largest
     targets: tuple[Target, ...]
+    ranks: tuple[int, ...] | None = None  # the bucket of each module; None: all have ``rank``
+
+    @classmethod
+    def for_ranks(cls, targets: tuple[Target, ...], ranks: Sequence[int]) -> "RowLayout":
+        """Return the layout of modules that have these ranks."""
+        buckets = tuple(map(rank_bucket, ranks))
+        return cls(max(buckets), targets, None if len(set(buckets)) == 1 else buckets)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self.ranks or (self.rank,) * len(self.targets)
 
     @cached_property
     def a_size(self) -> int:
-        return sum(self.rank * target.in_features for target in self.targets)
+        return sum(rank * target.in_features for rank, target in zip(self.buckets, self.targets, strict=True))
 
     @cached_property
     def size(self) -> int:
-        return self.a_size + sum(self.rank * target.out_features for target in self.targets)
+        b_sizes = (rank * target.out_features for rank, target in zip(self.buckets, self.targets, strict=True))
+        return self.a_size + sum(b_sizes)
 
     @cached_property
-    def _offsets(self) -> dict[str, tuple[Target, int, int]]:
-        offsets, a, b = {}, 0, self.a_size
-        for target in self.targets:
-            offsets[target.name] = (target, a, b)
-            a += self.rank * target.in_features
-            b += self.rank * target.out_features
-        return offsets
+    def _places(self) -> dict[str, tuple[Target, int, int, int]]:
+        """Return for each module its target, its bucket, and where its A and its B begin."""
+        places, a, b = {}, 0, self.a_size
+        for rank, target in zip(self.buckets, self.targets, strict=True):
+            places[target.name] = (target, rank, a, b)
+            a += rank * target.in_features
+            b += rank * target.out_features
+        return places
 
     def has(self, name: str) -> bool:
-        return name in self._offsets
+        return name in self._places
 
     def offsets(self, name: str) -> tuple[int, int]:
         """Return where A and B of one module begin in the row."""
-        _, a, b = self._offsets[name]
-        return a, b
+        return self._places[name][2:]
+
+    def bucket(self, name: str) -> int:
+        """Return the bucket of one module's rank; that of the largest rank if the adapter is not on the module."""
+        return self._places[name][1] if name in self._places else self.rank
 
     def views(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Return A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
-        target, a, b = self._offsets[name]
-        a_rows = rows.narrow(-1, a, self.rank * target.in_features)
-        b_rows = rows.narrow(-1, b, self.rank * target.out_features)
+        target, rank, a, b = self._places[name]
+        a_rows = rows.narrow(-1, a, rank * target.in_features)
+        b_rows = rows.narrow(-1, b, rank * target.out_features)
         front = rows.shape[:-1]
-        return a_rows.view(*front, self.rank, target.in_features), b_rows.view(*front, target.out_features, self.rank)
+        return a_rows.view(*front, rank, target.in_features), b_rows.view(*front, target.out_features, rank)
 
     @cached_property
     def digest(self) -> str:
         """Return the name of this layout in snapshots. Rows of layouts with equal digests are interchangeable."""
-        text = repr((self.rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
+        rank = self.ranks or self.rank
+        text = repr((rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def initial_row(layout: RowLayout, rank: int, seed: int) -> Tensor:
-    """Return initial fp32 weights: A uniform in ±1/√I (kaiming with a=√5), B zero.
+def initial_row(layout: RowLayout, ranks: Sequence[int], seed: int, init: bool | str = True) -> Tensor:
+    """Return the initial fp32 weights of an adapter whose modules have these ranks. ``init``: see ``INIT_WEIGHTS``.
 
-    They depend only on the rank, the seed and the module's name and size. They are drawn on the CPU, so they do not
+    They depend only on the ranks, the seed and the modules' names and sizes. They are drawn on the CPU, so they do not
     depend on the device, the slot, the bucket or other adapters.
     """
     row_P = torch.zeros(layout.size)
-    for target in layout.targets:
-        a_RI, _ = layout.views(row_P, target.name)
-        a_RI[:rank] = initial_a(target.name, rank, target.in_features, seed)
+    for target, rank in zip(layout.targets, ranks, strict=True):
+        a_RI, b_OR = layout.views(row_P, target.name)
+        if init is True:
+            a_RI[:rank] = initial_a(target.name, rank, target.in_features, seed)
+        else:
+            a_RI[:rank], b_OR[:, :rank] = _initial_pair(target, rank, seed, init)
     return row_P
 
 
 def initial_a(module_name: str, rank: int, in_features: int, seed: int) -> Tensor:
-    """Return the initial A (R, I) of one module. ``module_name``: its name in the base model."""
+    """Return A (R, I) of one module, uniform in ±1/√I (kaiming with a=√5). ``module_name``: that in the base model."""
+    return _uniform(_generator(module_name, seed), rank, in_features)
+
+
+def _initial_pair(target: Target, rank: int, seed: int, init: bool | str) -> tuple[Tensor, Tensor]:
+    """Return A (R, I) and B (O, R) of one module, drawn from the distributions that PEFT draws them from."""
+    generator = _generator(target.name, seed)
+    inputs, outputs = target.in_features, target.out_features
+    if init == "gaussian":
+        return torch.randn(rank, inputs, generator=generator) / rank, torch.zeros(outputs, rank)
+    if init == "orthogonal":  # A and B use different rows of one orthogonal matrix, hence B A = 0
+        q_RR, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
+        a_IR = torch.randn(inputs, rank // 2, generator=generator) @ q_RR[0::2] / 10
+        return a_IR.t(), torch.randn(outputs, rank // 2, generator=generator) @ q_RR[1::2] / 10
+    assert init is False, "check_spec knows all values"
+    return _uniform(generator, rank, inputs), _uniform(generator, outputs, rank)
+
+
+def _generator(module_name: str, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    bound = in_features**-0.5
-    return torch.rand(rank, in_features, generator=generator) * (2 * bound) - bound
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _uniform(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    bound = columns**-0.5
+    return torch.rand(rows, columns, generator=generator) * (2 * bound) - bound
 
 
 class Stack:

@@ -4,6 +4,7 @@ Shapes: T rows, I input and O output features, G groups of all segments, M linea
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,23 +41,22 @@ class LoraTable:
         self._addresses_M4G = to_device(torch.from_numpy(addresses), device)
         self._places = {name: place for place, name in enumerate(names)}
         self._rank = max(segment.layout.rank for segment in segments)
-        spans: list[tuple[int, int, int, int]] = []
-        for segment in segments:
-            row = segment.segment.start
-            for size in segment.segment.groups.sizes:
-                spans.append((len(spans), row, row + size, segment.layout.rank))
-                row += size
-        tiles = [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, TILE_ROWS)]
-        self._spans = to_device(torch.tensor(spans, dtype=torch.int32), device)
-        self._tiles = to_device(torch.tensor(tiles, dtype=torch.int32), device)
+        # Layers with the same ranks share their spans and tiles; without rank patterns that is all layers.
+        by_ranks: dict[tuple[int, ...], _Rows] = {}
+        self._rows: dict[str, _Rows] = {}
+        for name in names:
+            ranks = tuple(segment.layout.bucket(name) for segment in segments)
+            if ranks not in by_ranks:
+                by_ranks[ranks] = _Rows.build(segments, ranks, TILE_ROWS, device)
+            self._rows[name] = by_ranks[ranks]
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
         """Compute h = x A.T and y = beta · y + h B.T, in place."""
         from twinkle.model.decoder.lora.lora_kernels import lora_down, lora_up
 
-        addresses_4G = self._addresses_M4G[self._places[name]]
-        lora_down(h_TR, x_TI, addresses_4G[_A], self._tiles, x_TI.shape[1], self._rank, a=True)
-        lora_up(y_TO, h_TR, addresses_4G[_B], self._tiles, y_TO.shape[1], self._rank, a=False, beta=beta)
+        addresses_4G, tiles = self._addresses_M4G[self._places[name]], self._rows[name].tiles
+        lora_down(h_TR, x_TI, addresses_4G[_A], tiles, x_TI.shape[1], self._rank, a=True)
+        lora_up(y_TO, h_TR, addresses_4G[_B], tiles, y_TO.shape[1], self._rank, a=False, beta=beta)
 
     def add_gradient(
         self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
@@ -64,13 +64,34 @@ class LoraTable:
         """Add to the gradients of A and B, and compute dx = beta · dx + dy B A, in place."""
         from twinkle.model.decoder.lora.lora_kernels import add_lora_outer, lora_down, lora_up
 
-        addresses_4G = self._addresses_M4G[self._places[name]]
+        addresses_4G, rows = self._addresses_M4G[self._places[name]], self._rows[name]
         inputs, outputs = x_TI.shape[1], dy_TO.shape[1]
         dh_TR = torch.empty_like(h_TR)
-        lora_down(dh_TR, dy_TO, addresses_4G[_B], self._tiles, outputs, self._rank, a=False)
-        lora_up(dx_TI, dh_TR, addresses_4G[_A], self._tiles, inputs, self._rank, a=True, beta=beta)
-        add_lora_outer(dh_TR, x_TI, addresses_4G[_DA], self._spans, inputs, self._rank, a=True)
-        add_lora_outer(dy_TO, h_TR, addresses_4G[_DB], self._spans, outputs, self._rank, a=False)
+        lora_down(dh_TR, dy_TO, addresses_4G[_B], rows.tiles, outputs, self._rank, a=False)
+        lora_up(dx_TI, dh_TR, addresses_4G[_A], rows.tiles, inputs, self._rank, a=True, beta=beta)
+        add_lora_outer(dh_TR, x_TI, addresses_4G[_DA], rows.spans, inputs, self._rank, a=True)
+        add_lora_outer(dy_TO, h_TR, addresses_4G[_DB], rows.spans, outputs, self._rank, a=False)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of each group, whole and in tiles, with the rank that the group has on some of the layers."""
+
+    spans: Tensor  # (G, 4) int32: group, first row, end, rank
+    tiles: Tensor  # (n, 4) int32
+
+    @classmethod
+    def build(
+        cls, segments: Sequence[SegmentLora], ranks: Sequence[int], tile_rows: int, device: torch.device
+    ) -> "_Rows":
+        spans: list[tuple[int, int, int, int]] = []
+        for segment, rank in zip(segments, ranks, strict=True):
+            row = segment.segment.start
+            for size in segment.segment.groups.sizes:
+                spans.append((len(spans), row, row + size, rank))
+                row += size
+        tiles = [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, tile_rows)]
+        return cls(*(to_device(torch.tensor(each, dtype=torch.int32), device) for each in (spans, tiles)))
 
 
 def _addresses(segment: SegmentLora, names: Sequence[str]) -> np.ndarray:

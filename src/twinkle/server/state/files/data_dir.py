@@ -149,6 +149,7 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
     meta = {
         "spec": asdict(snapshot.spec),
         "step": snapshot.step,
+        "passes": snapshot.passes,
         "layout": snapshot.layout,
         "optimizer": snapshot.optimizer,
         "scalars": dict(snapshot.scalars),
@@ -164,8 +165,9 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
         arrays = {name: _read_array(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
-    optimizer = {name: meta[name] for name in ("optimizer", "scalars") if name in meta}  # older snapshots: Adam's
-    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays, **optimizer)
+    # Older snapshots are Adam's, and have no number of passes.
+    newer = {name: meta[name] for name in ("passes", "optimizer", "scalars") if name in meta}
+    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays, **newer)
 
 
 def _read_array(file: Path) -> Any:
