@@ -98,6 +98,13 @@ def test_texts_of_equal_roles_are_joined_by_a_blank_line():
     }
 
 
+def test_chunks_made_by_hand_may_leave_out_what_is_usual():
+    chunks = Chunks([{"content": "one", "role": "user"}, {"content": "two", "role": "user", "raw": None}])
+    assert chunks.to_trajectory() == {"messages": [{"role": "user", "content": "one\n\ntwo"}]}
+    with pytest.raises(InvalidInputError, match="type: got 'table', allowed: text, image, video, audio"):
+        Chunks([{"type": "table", "content": 1}]).to_trajectory()
+
+
 CONDENSED = Chunks(
     [
         text("short", condensed=True, original="long"),

@@ -190,11 +190,3 @@ def test_it_is_a_sampler(endpoint):
 def test_wrong_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         RouterSampler(Local(), **{"fallback_endpoint": "http://127.0.0.1:9", **options})
-
-
-def test_routed_answers_cannot_be_trained_on():
-    from twinkle.model.library.sequences import as_feature_list
-
-    routed = RoutedSequence("stop", [], decoded="remote")
-    with pytest.raises(InvalidInputError, match="None is the feature of an answer without tokens"):
-        as_feature_list([{"input_ids": [1]}, routed.new_input_feature])

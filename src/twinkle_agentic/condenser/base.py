@@ -46,7 +46,7 @@ def may_condense(
     """Return whether a chunk is a text that may be replaced: long enough, of these rounds, not condensed already."""
     raw = chunk.get("raw") or {}
     return (
-        chunk["type"] == "text"
+        chunk.get("type", "text") == "text"
         and not raw.get("condensed")
         and raw.get("kind") != "tool_call"
         and chunk.get("role") not in skip_roles

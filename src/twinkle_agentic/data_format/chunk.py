@@ -86,7 +86,7 @@ class Chunks:
         media: dict[str, list[Any]] = {}
         last: tuple[object, ...] | None = None
         for chunk in self.chunks:
-            if chunk["type"] != "text" and not chunk.get("raw"):
+            if _type(chunk) != "text" and not chunk.get("raw"):
                 media.setdefault(_medium_list(chunk), []).append(chunk["content"])
                 continue
             owner = _message_key(chunk)
@@ -147,15 +147,20 @@ def _medium(block: Mapping[str, Any]) -> Any:
 
 
 def _medium_list(chunk: Chunk) -> str:
-    if chunk["type"] not in _MEDIA:
-        raise InvalidInputError("type", chunk["type"], f"text, {', '.join(_MEDIA)}")
-    return _MEDIA[chunk["type"]]
+    medium = chunk.get("type")
+    if medium not in _MEDIA:
+        raise InvalidInputError("type", medium, f"text, {', '.join(_MEDIA)}")
+    return _MEDIA[medium]
+
+
+def _type(chunk: Chunk) -> str:
+    return chunk.get("type", "text")
 
 
 def _is_block(chunk: Chunk) -> bool:
     raw = chunk.get("raw") or {}
     is_tool = chunk.get("role") == "tool" or raw.get("kind") == "tool_call"
-    return chunk["type"] == "text" and bool(raw.get("condensed")) and not is_tool
+    return _type(chunk) == "text" and bool(raw.get("condensed")) and not is_tool
 
 
 def _message_key(chunk: Chunk) -> tuple[object, ...]:
@@ -184,7 +189,7 @@ def _append(message: Message, chunk: Chunk, opening: str, closing: str) -> None:
     if "list" in raw:
         message.setdefault(raw["list"], []).append(chunk["content"])
         return
-    if chunk["type"] != "text":
+    if _type(chunk) != "text":
         block = dict(raw.get("block") or {"type": chunk["type"], chunk["type"]: chunk["content"]})
         message["content"] = [*_blocks(message["content"]), block]
         return

@@ -172,9 +172,8 @@ class AutoTools:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return (
-            f"starting, process {self._server.pid}, log {folder / 'server.log'}; get_cluster_info shows when it is up"
-        )
+        self._server_url = f"http://127.0.0.1:{port}"
+        return f"starting {self._server_url}, log {folder / 'server.log'}; get_cluster_info shows when it is up"
 
     def shutdown_server(self) -> str:
         if self._server is None or self._server.poll() is not None:
@@ -238,6 +237,7 @@ def _server_config(model_id: str, port: int) -> dict[str, Any]:
     if not 0 < port < 65536:
         raise invalid("port", port, "1 to 65535")
     return {
+        "runtime": "embedded",
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
             {"name": "server", "import_path": "server"},

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.agents.chat_endpoint import ChatEndpoint
 from tests.support.paths import SOURCE
+from twinkle.server.config import load_config
 from twinkle_client.auto import agent as agent_module
 from twinkle_client.auto import tools as tools_module
 from twinkle_client.auto.agent import Agent, converse, printable
@@ -171,6 +172,35 @@ def test_wrong_calls_are_told_to_the_model(runs, name, arguments, message):
     person = Person()
     assert AutoTools(runs, person).call(name, arguments).startswith(message)
     assert person.shown == []
+
+
+def test_a_server_is_started_with_a_valid_configuration(runs, monkeypatch):
+    started = []
+
+    class Process:
+        pid = 4242
+
+        def __init__(self, command, **options):
+            started.append(command)
+
+        def poll(self):
+            return None
+
+    monkeypatch.setattr(tools_module.subprocess, "Popen", Process)
+    monkeypatch.setattr(tools_module, "_gpus", list)
+    person = Person()
+    tools = AutoTools(runs, person)
+    answer = call(tools, "start_server", model_id="Qwen/Qwen3-0.6B", port=8123)
+    assert answer.startswith("starting http://127.0.0.1:8123, log ")
+    ((python, *module, path),) = started
+    assert (python, module) == (sys.executable, ["-m", "twinkle.server", "launch", "-c"])
+    config, notes = load_config(path)
+    assert config.runtime == "embedded"
+    assert [served.names[0] for served in config.served_models] == ["Qwen/Qwen3-0.6B"]
+    assert not notes
+    assert '"model_id": "Qwen/Qwen3-0.6B"' in person.shown[0]
+    assert call(tools, "start_server", model_id="x").startswith("Error: a server is running already, process 4242")
+    assert json.loads(call(tools, "get_cluster_info"))["server"] == "http://127.0.0.1:8123"
 
 
 def test_what_the_machine_has(runs):
