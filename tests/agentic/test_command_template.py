@@ -98,6 +98,8 @@ def test_several_arguments_and_formats(shell):
         "echo {}",
         "echo {0}",
         "echo {x:{y}}",
+        "awk '{print $1}' {x}",
+        "echo {x} }",
     ],
 )
 def test_templates_that_a_shell_could_read_otherwise(template):

@@ -42,7 +42,7 @@ class CommandTemplate:
         """Check the template; raise InvalidInputError if its placeholders cannot be filled safely."""
         self._pieces: list[tuple[str, str | None, str, str | None, str]] = []  # text, name, spec, conversion, quote
         quote = ""
-        for text, name, spec, conversion in _FORMATTER.parse(template):
+        for text, name, spec, conversion in _parsed(template):
             quote = _quote_after(text, quote, template)
             if name is not None:
                 _check_placeholder(name, spec or "", template)
@@ -61,6 +61,13 @@ class CommandTemplate:
             if name is not None:
                 command += f"{quote}{_quoted(_value(name, spec, conversion, arguments))}{quote}"
         return command
+
+
+def _parsed(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    try:
+        return list(_FORMATTER.parse(template))
+    except ValueError as error:
+        raise InvalidInputError("command_template", template, f"a text for str.format ({error})") from error
 
 
 def _quoted(text: str) -> str:
@@ -88,8 +95,8 @@ def _quote_after(text: str, quote: str, template: str) -> str:
 
 
 def _check_placeholder(name: str, spec: str, template: str) -> None:
-    if not re.match(r"[A-Za-z_]\w*", name) or "{" in spec:
-        allowed = "a template whose placeholders are names of arguments, such as {path}"
+    if not re.fullmatch(r"[A-Za-z_]\w*(?:[.\[].*)?", name) or "{" in spec:
+        allowed = "a template whose placeholders are names of arguments, such as {path}; write {{ and }} for braces"
         raise InvalidInputError("command_template", template, allowed)
 
 
