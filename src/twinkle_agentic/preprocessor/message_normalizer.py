@@ -41,6 +41,7 @@ _CLINE_OPEN = re.compile(rf"<({_CLINE_TOOLS})>")
 _CLINE_FIELD = re.compile(r"<([A-Za-z_]{1,40})>")
 _CLINE_RESULT = re.compile(rf"\[(?:{_CLINE_TOOLS})\b[^\]\n]{{0,500}}\] Result:\s?")
 _REACT_LINE = re.compile(r"^[ \t]{0,8}(Thought|Action Input|Action|Observation|Final Answer)[ \t]{0,8}:", re.MULTILINE)
+_VCP_OPEN, _VCP_CLOSE = "<<<[TOOL_REQUEST]>>>", "<<<[END_TOOL_REQUEST]>>>"
 _VCP_RESULT = "[[VCP调用结果信息汇总"
 
 
@@ -182,7 +183,7 @@ class _CallReader:
         text = text_of(message)
         results, rest = _results(text)
         if message["role"] == "tool":
-            self._tool("\n".join(results) if results and not rest else text)
+            self._tool("\n".join(results) if results and not rest else text, message)
             return
         if not results or len(results) > len(self._open):
             self._made.append(message)
@@ -192,19 +193,21 @@ class _CallReader:
         if rest or has_media(message):
             self._made.append({**message, "content": rest})
 
-    def _tool(self, text: str) -> None:
+    def _tool(self, text: str, message: Message | None = None) -> None:
         answered = {"tool_call_id": self._open.popleft()} if self._open else {}
-        self._made.append({"role": "tool", **answered, "content": text})
+        self._made.append({**(message or {}), "role": "tool", **answered, "content": text})
 
 
 def _after_thoughts(text: str) -> tuple[str, str]:
-    """Return the text up to the end of its last thought, where no calls are read, and the text behind it."""
+    """Return the text up to the end of its last thought, where no calls are read, and the text behind it.
+
+    A thought without an end reaches to the end of the text, and nothing of such a text is searched for calls.
+    """
     end = text.rfind("</think>")
     if end >= 0:
         end += len("</think>")
         return text[:end], text[end:]
-    start = text.find("<think>")
-    return (text[start:], text[:start]) if start >= 0 else ("", text)
+    return (text, "") if "<think>" in text else ("", text)
 
 
 def _parts(text: str) -> list[_Part]:
@@ -253,14 +256,14 @@ def _json_call(text: str) -> _Call | None:
 
 def _vcp(text: str) -> list[_Part]:
     parts: list[_Part] = []
-    for kind, piece in _blocks(text, "<<<[TOOL_REQUEST]>>>", "<<<[END_TOOL_REQUEST]>>>"):
+    for kind, piece in _blocks(text, _VCP_OPEN, _VCP_CLOSE):
         fields = dict(_vcp_fields(piece)) if kind == "block" else {}
         name = fields.pop("tool_name", "")
         if name:
             fields.pop("maid", None)  # who asks
             parts.append(_Call(name, json.dumps(fields, ensure_ascii=False)))
-        elif kind == "text":
-            parts.append(piece)
+        else:
+            parts.append(piece if kind == "text" else f"{_VCP_OPEN}{piece}{_VCP_CLOSE}")
     return parts
 
 

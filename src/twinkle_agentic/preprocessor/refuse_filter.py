@@ -12,8 +12,10 @@ _NOT = (
     r"(?:can(?:'|’)?t|cannot|can not|am unable to|am not able to|won(?:'|’)?t|will not|must decline to|must refuse to)"
 )
 _HELP = (
-    r"(?:assist|help|comply|provide|fulfil|fulfill|answer|discuss|engage|create|generate|write|do that|do this|"
-    r"support|continue with|share|offer|participate|give you)"
+    r"(?:assist|help|comply|fulfil|fulfill|answer (?:that|this|your)|discuss|engage|do (?:that|this)|continue with|"
+    r"participate|"
+    r"(?:provide|create|generate|write|share|offer|support|give you) (?:\w+ )?"
+    r"(?:that|this|such|any|content|code|instructions|information|advice|details|help|guidance|assistance)\b)"
 )
 _ENGLISH = (
     rf"\bI(?:'m| am)? (?:\w+ )?{_NOT} (?:\w+ )?{_HELP}",

@@ -86,7 +86,8 @@ def test_hermes():
         user("And now?"),
         said("ok"),
     ]
-    assert normalized(user("q"), said(text), {"role": "tool", "content": "here"})[2] == tool("here", "call_1")
+    answered = normalized(user("q"), said(text), {"role": "tool", "name": "find", "content": "here"})[2]
+    assert answered == {**tool("here", "call_1"), "name": "find"}
     broken = said("<tool_call>{not json}</tool_call>")
     assert normalized(user("q"), broken) == [user("q"), broken]
 
@@ -120,6 +121,8 @@ def test_vcp():
         "好的。\n<<<[TOOL_REQUEST]>>>\nmaid:「始」小克「末」,\ntool_name:「始」Search「末」,\n"
         "query:「始」猫, 狗「末」\n<<<[END_TOOL_REQUEST]>>>"
     )
+    nameless = said("<<<[TOOL_REQUEST]>>>query:「始」猫「末」<<<[END_TOOL_REQUEST]>>>" + text)
+    assert normalized(user("q"), nameless)[1]["content"].startswith("<<<[TOOL_REQUEST]>>>query")
     result = "[[VCP调用结果信息汇总:\n- 找到两只猫\nVCP调用结果结束]]"
     assert normalized(user("找猫"), said(text), user(result), said("两只。")) == [
         user("找猫"),
@@ -155,6 +158,8 @@ def test_a_final_answer_after_calls_is_text():
 def test_calls_are_not_read_in_thoughts_nor_beside_real_calls():
     thought = said('<think>Maybe <tool_call>{"name": "f"}</tool_call>?</think>No.')
     assert normalized(user("q"), thought) == [user("q"), thought]
+    unclosed = said('<tool_call>{"name": "f"}</tool_call><think>Was that right')
+    assert normalized(user("q"), unclosed) == [user("q"), unclosed]
     behind = said('<think>Yes.</think><tool_call>{"name": "f"}</tool_call>')
     assert normalized(user("q"), behind)[1] == said("<think>Yes.</think>", ("call_1", "f", {}))
     real = said('<tool_call>{"name": "f"}</tool_call>', ("x", "g", {}))

@@ -1,6 +1,7 @@
 """QualityPreprocessor: steps in order, both forms of rows, Dataset.map in two processes, and its log."""
 
 import json
+from importlib import import_module
 
 import pytest
 
@@ -104,6 +105,16 @@ def test_values_that_json_does_not_know_are_logged(tmp_path):
     log = tmp_path / "log"
     QualityPreprocessor([HardFilter()], log)([{"messages": [], "name": "a\ud800b", "at": {1}}])
     assert json.loads(log.read_text())["row"]["name"] == "a\ud800b"
+
+
+def test_each_class_is_a_name_of_the_package_and_of_its_module():
+    package = import_module("twinkle_agentic.preprocessor")
+    for name in package.__all__:
+        made = getattr(package, name)
+        assert getattr(import_module(made.__module__), name) is made
+    own = {"pii_presidio_filter": "PIIPresidioFilter", "refuse_filter": "RefuseFilter", "token_soup": "TokenSoupFilter"}
+    for module, name in own.items():
+        assert getattr(import_module(f"twinkle_agentic.preprocessor.{module}"), name) is getattr(package, name)
 
 
 def test_mistakes_are_named(tmp_path):

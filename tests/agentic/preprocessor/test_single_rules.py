@@ -122,6 +122,9 @@ REFUSALS = [
 ANSWERS = [
     "The witness said that she could not help the police.",
     "You can't help it: entropy grows.",
+    "I cannot write my name in snow, I cannot give you spring.",
+    "I won't lie: the policy says no, but you may ask.",
+    "I can't overstate how important this is.",
     "<think>I cannot help with that.</think>Sure, here is the recipe.",
     "他无法提供证据，因此败诉。",
     "この関数は値を返すことができません。",
