@@ -222,7 +222,7 @@ def tinker_lora(run: Run, server: HubServer, base: Path) -> None:
 
 
 def tinker_self_cognition(run: Run, server: HubServer, base: Path) -> None:
-    _cross_entropy_training(run, server, base, count=9)
+    _cross_entropy_training(run, server, base, count=6)
     assert re.search(r"Saved checkpoint to \S+/weights/twinkle-lora-2", run.output)
 
 

@@ -29,7 +29,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "twinkle/sample": {},
     "twinkle/upload_to_hub": _UPLOAD,
     "tinker/lora": {},
-    "tinker/self_cognition": {"ROWS": 24},
+    "tinker/self_cognition": {"ROWS": 16},
     "tinker/dpo": {"ROWS": 12},
     "tinker/short_math_grpo": {"ROWS": 8, "MAX_NEW_TOKENS": 24},
     "tinker/sample": {},
@@ -86,17 +86,18 @@ class HubServer(Server):
         return folder
 
 
-def run_all(server: HubServer, folder: Path, python: Path | None = None) -> dict[str, Run]:
+def run_all(server: HubServer, folder: Path, hub: Path, python: Path | None = None) -> dict[str, Run]:
     """Run all client scripts one after another and return what each of them did.
 
-    python: the interpreter of another environment; by default the scripts run with our packages.
+    hub: the folder in the place of ModelScope. python: the interpreter of another environment; by default the scripts
+    run with our packages.
     """
     jobs = {name: _job(name, folder) for name in CONSTANTS}
     file = folder / "jobs.json"
     file.write_text(json.dumps(list(jobs.values())))
     variables = {
         **environment(),
-        "DROPIN_HUB": str(server.hub),
+        "DROPIN_HUB": str(hub),
         "TMPDIR": str(server.tmp),
         "TWINKLE_MODEL_ID": MODEL,
         "TWINKLE_SERVER_URL": server.url,
