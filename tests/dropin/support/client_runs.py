@@ -108,6 +108,7 @@ def run_all(server: HubServer, folder: Path, hub: Path, python: Path | None = No
         done = run_forked(command, variables, cwd=folder, timeout=800)
     else:
         del variables["PYTHONPATH"]  # it leads to our packages
+        variables["PYTHONWARNINGS"] = "ignore"  # a warning shows the line of the source that it is about
         done = subprocess.run(
             [python, *command], env=variables, cwd=folder, capture_output=True, text=True, timeout=800
         )
