@@ -28,4 +28,4 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def runs(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """What each client script did with our client."""
-    return run_all(server, tmp_path_factory.mktemp("runs"))
+    return run_all(server, tmp_path_factory.mktemp("runs"), server.hub)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.dropin.support.client_checks import CHECKS, assert_done
 from tests.dropin.support.client_runs import KIT_PYTHON, HubServer, Run, run_all
+from tests.dropin.support.hub_folder import write_multimodal_hub
 
 pytestmark = pytest.mark.kit
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.kit
 def kit_runs(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     if not KIT_PYTHON.exists():
         pytest.skip("twinkle-kit is not installed; `make test-kit` does that")
-    return run_all(server, tmp_path_factory.mktemp("kit"), KIT_PYTHON)
+    hub = tmp_path_factory.mktemp("kit-hub")
+    write_multimodal_hub(hub, server.hub)
+    return run_all(server, tmp_path_factory.mktemp("kit"), hub, KIT_PYTHON)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
 from tests.dropin.support.local_runs import RATE, LocalRun, run_local
-from tests.dropin.support.plain_adapter import PlainAdapter, base_model, cross_entropy, dpo, logps
+from tests.dropin.support.plain_adapter import PlainAdapter, base_model, batch_logps, cross_entropy, dpo
 from twinkle import exists
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.preprocessor import EmojiDPOProcessor, SelfCognitionProcessor
@@ -128,7 +128,7 @@ def test_dpo_lora(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     for batch, metric in zip(_batches(pairs, 12, 4), metrics, strict=True):
         rows = [pair[side] for pair in batch for side in ("positive", "negative")]
         with torch.no_grad():
-            references = [logps(base, row["input_ids"], row["labels"]) for row in rows]
+            references = batch_logps(base, rows)
         loss, margin = _dpo_loss(plain, rows, references)
         assert float(metric["loss"]) == pytest.approx(float(loss), abs=1.5e-4)
         assert float(metric["rewards/margins"]) == pytest.approx(margin, abs=1.5e-4)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from twinkle.dataloader.batches import BatchPlan, GivenBatches
 from twinkle.dataloader.draw import EpochOrder, SamplerOrder, Table
-from twinkle.dataloader.mesh import WHOLE, DataMesh, is_stream
+from twinkle.dataloader.mesh import DataMesh, is_stream, own_mesh
 from twinkle.errors import InvalidInputError, StreamError
 from twinkle.hub.construction import construct
 from twinkle.infra import current_seed, remote_class, remote_function
@@ -28,6 +28,7 @@ class DataLoader:
     """Iterates over a dataset in batches: lists of rows, or the results of a processor.
 
     ``batch_size`` counts the rows of all processes; with a ``device_mesh``, each process gets its slice of every batch.
+    The driver of a Ray cluster gets whole batches, because the verbs of a model divide them among its workers.
     A batch with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. A ``for`` loop
     over the loader is one epoch, or after :meth:`skip_consumed_samples` the rest of one; with ``shuffle=True``, each
     epoch has its own order, which depends on ``seed`` and the number of the epoch. ``generator`` is another way to give
@@ -70,7 +71,7 @@ class DataLoader:
         pin_memory_device: str = "",
         in_order: bool = True,
     ) -> None:
-        self._mesh = WHOLE if device_mesh is None else device_mesh
+        self._mesh = own_mesh(device_mesh)
         processes = self._mesh.data_world_size
         if not isinstance(batch_size, int) or batch_size < 1 or batch_size % processes:
             raise InvalidInputError("batch_size", batch_size, f"a multiple of {processes}, the processes that share it")

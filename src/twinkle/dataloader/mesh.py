@@ -1,11 +1,13 @@
 """The part of a device mesh that a data loader uses: how a batch is divided among processes."""
 
 import sys
+from dataclasses import dataclass
 from typing import Protocol
 
 from twinkle.dataset import Dataset, IterableDataset, IterablePackingDataset
+from twinkle.infra import Platform, current_settings
 
-__all__ = ["WHOLE", "DataMesh", "is_stream"]
+__all__ = ["WHOLE", "DataMesh", "is_stream", "own_mesh"]
 
 
 class DataMesh(Protocol):
@@ -33,6 +35,26 @@ class _Whole:
 
 
 WHOLE: DataMesh = _Whole()
+
+
+@dataclass(frozen=True)
+class _DriverMesh:
+    """The mesh of the driver of a Ray cluster, which gets every batch whole: a model divides it among its workers."""
+
+    data_world_size: int
+    data_rank: int = 0
+
+    def get_slice(self, total_length: int) -> slice:
+        return slice(0, total_length)
+
+
+def own_mesh(device_mesh: DataMesh | None) -> DataMesh:
+    """Return how this process shares batches with the others of a mesh."""
+    if device_mesh is None:
+        return WHOLE
+    if current_settings().mode == "ray" and Platform.get_rank() < 0:  # workers have ranks, the driver has none
+        return _DriverMesh(device_mesh.data_world_size)
+    return device_mesh
 
 
 def is_stream(dataset: object) -> bool:

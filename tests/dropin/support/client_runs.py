@@ -18,7 +18,7 @@ KIT_PYTHON = ROOT / ".venv-kit" / "bin" / "python"
 UPLOAD = "you/your-model"
 
 # The constants of the scripts that get other values here: smaller numbers, so that all scripts take seconds, and what a
-# user fills in. In this order the scripts run.
+# user fills in. The scripts start in this order.
 _UPLOAD = {"HUB_MODEL_ID": UPLOAD, "HUB_TOKEN": "ms-token"}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "twinkle/self_cognition": {"ROWS": 60},
@@ -26,14 +26,14 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "twinkle/short_math_grpo": {"ROWS": 8, "MAX_NEW_TOKENS": 24},
     "twinkle/multi_turn_rollout": {"MAX_NEW_TOKENS": 24},
     "twinkle/embedding": {},
-    "twinkle/sample": {},
-    "twinkle/upload_to_hub": _UPLOAD,
     "tinker/lora": {},
-    "tinker/self_cognition": {"ROWS": 24},
+    "tinker/self_cognition": {"ROWS": 16},
     "tinker/dpo": {"ROWS": 12},
     "tinker/short_math_grpo": {"ROWS": 8, "MAX_NEW_TOKENS": 24},
-    "tinker/sample": {},
+    "twinkle/upload_to_hub": _UPLOAD,
     "tinker/upload_to_hub": _UPLOAD,
+    "twinkle/sample": {},
+    "tinker/sample": {},
 }
 # Constants with the address of a checkpoint, and the script that saves it.
 ADDRESSES = {
@@ -86,17 +86,18 @@ class HubServer(Server):
         return folder
 
 
-def run_all(server: HubServer, folder: Path, python: Path | None = None) -> dict[str, Run]:
-    """Run all client scripts one after another and return what each of them did.
+def run_all(server: HubServer, folder: Path, hub: Path, python: Path | None = None) -> dict[str, Run]:
+    """Run all client scripts, a few at once, and return what each of them did.
 
-    python: the interpreter of another environment; by default the scripts run with our packages.
+    hub: the folder in the place of ModelScope. python: the interpreter of another environment; by default the scripts
+    run with our packages.
     """
     jobs = {name: _job(name, folder) for name in CONSTANTS}
     file = folder / "jobs.json"
     file.write_text(json.dumps(list(jobs.values())))
     variables = {
         **environment(),
-        "DROPIN_HUB": str(server.hub),
+        "DROPIN_HUB": str(hub),
         "TMPDIR": str(server.tmp),
         "TWINKLE_MODEL_ID": MODEL,
         "TWINKLE_SERVER_URL": server.url,
@@ -107,12 +108,14 @@ def run_all(server: HubServer, folder: Path, python: Path | None = None) -> dict
         done = run_forked(command, variables, cwd=folder, timeout=800)
     else:
         del variables["PYTHONPATH"]  # it leads to our packages
+        variables["PYTHONWARNINGS"] = "ignore"  # a warning shows the line of the source that it is about
         done = subprocess.run(
             [python, *command], env=variables, cwd=folder, capture_output=True, text=True, timeout=800
         )
     assert done.returncode == 0, done.stderr
     ended = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"script"')]
-    return {name: _read(job, end["code"]) for (name, job), end in zip(jobs.items(), ended, strict=True)}
+    codes = {end["script"]: end["code"] for end in ended}
+    return {name: _read(job, codes[job["script"]]) for name, job in jobs.items()}
 
 
 def _job(name: str, folder: Path) -> dict[str, Any]:

@@ -6,11 +6,12 @@ so that rewards differ and rollouts have several turns.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3_5Config
 
 from twinkle import hub
 
@@ -37,6 +38,18 @@ def write_hub(folder: Path) -> Path:
     _write_rows(folder / "datasets/hjh0119/shareAI-Llama3-DPO-zh-en-emoji", _preferences())
     _write_rows(folder / "datasets/modelscope/gsm8k/main", _word_problems())
     _write_subset(folder / "datasets/modelscope/gsm8k")
+    return model
+
+
+def write_multimodal_hub(folder: Path, hub_folder: Path) -> Path:
+    """Copy a hub, and describe its model as the multimodal Qwen3.5; return the model's folder.
+
+    twinkle-kit's template for Qwen3.5 accepts no other model. It reads the configuration and the tokenizer only.
+    """
+    shutil.copytree(hub_folder, folder, dirs_exist_ok=True)
+    model = folder / "models" / MODEL
+    config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
+    (model / "config.json").write_text(config.to_json_string(use_diff=False))
     return model
 
 

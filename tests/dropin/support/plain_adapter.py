@@ -8,6 +8,7 @@ import peft
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 IGNORE = -100
@@ -26,8 +27,8 @@ class PlainAdapter:
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
 
     def row_logps(self, rows: Rows) -> list[Tensor]:
-        """Return log p(label) of each position whose label counts, for each row, one row at a time."""
-        return [logps(self.model, row["input_ids"], row["labels"]) for row in rows]
+        """Return log p(label) of each position whose label counts, for each row."""
+        return batch_logps(self.model, rows)
 
     def clip(self, norm: float | None) -> float:
         """Clip the gradient and return its norm from before."""
@@ -35,12 +36,17 @@ class PlainAdapter:
         return float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
 
 
-def logps(model: Any, tokens: Sequence[int], labels: Sequence[int]) -> Tensor:
-    """Return log p(label) of each position whose label counts. Labels are shifted already."""
-    wanted = torch.tensor(labels)
-    logits = model(input_ids=torch.tensor(tokens)[None]).logits[0].float()
-    every = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[:, None])[:, 0]
-    return every[wanted != IGNORE]
+def batch_logps(model: Any, rows: Rows) -> list[Tensor]:
+    """Return log p(label) of each position whose label counts, in one batch padded on the right.
+
+    Labels are shifted already.
+    """
+    ids = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    mask = pad_sequence([torch.ones(len(row["input_ids"])) for row in rows], batch_first=True)
+    labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORE)
+    logits = model(input_ids=ids, attention_mask=mask).logits.float()
+    every = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return [row[wanted != IGNORE] for row, wanted in zip(every, labels, strict=True)]
 
 
 def counted(row: dict[str, Any], values: Sequence[float]) -> Tensor:

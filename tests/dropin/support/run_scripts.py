@@ -1,7 +1,8 @@
 """Run scripts of this folder and record what they call: ``python run_scripts.py JOBS``
 
 JOBS is a JSON file with a list of jobs: ``script``, ``settings``, ``addresses``, ``record`` and ``log``. Each script
-runs in a process of its own, forked from this one, which has imported what they all import.
+runs in a process of its own, forked from this one, which has imported what they all import. A job waits for the jobs
+whose records it needs.
 
 This program runs with our packages and with twinkle-kit, of which it uses the public names only. ``settings`` are
 constants at the top of the script that get other values: numbers of rows, steps and tokens, and addresses that a user
@@ -26,6 +27,7 @@ from typing import Any
 
 NATIVE = ("forward_backward", "forward_only", "clip_grad_and_step", "calculate_metric", "save", "get_train_configs")
 TINKER = ("forward", "forward_backward", "optim_step", "save_state")
+AT_ONCE = 3  # uploads wait for their next question to the server most of the time
 IMPORTED = (
     "datasets",
     "peft",
@@ -175,19 +177,30 @@ def run(job: dict[str, Any]) -> None:
 
 
 def main(jobs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Fork a process for each job and wait for it; in the child return the job."""
+    """Fork a process for each job, a few at once, and wait for all; in a child return its job."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
     if _has("twinkle-kit"):
         sys.tracebacklimit = 0  # its sources stay closed, and a traceback shows lines of them
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             import_module(name)
+    running: dict[int, dict[str, Any]] = {}
+
+    def wait() -> None:
+        child, status = os.wait()
+        ended = {"script": running.pop(child)["script"], "code": os.waitstatus_to_exitcode(status)}
+        print(json.dumps(ended), flush=True)
+
     for job in jobs:
+        needed = set(job["addresses"].values())
+        while len(running) >= AT_ONCE or needed & {each["record"] for each in running.values()}:
+            wait()
         child = os.fork()
         if child == 0:
             return job
-        _, status = os.waitpid(child, 0)
-        print(json.dumps({"script": job["script"], "code": os.waitstatus_to_exitcode(status)}), flush=True)
+        running[child] = job
+    while running:
+        wait()
     return None
 
 

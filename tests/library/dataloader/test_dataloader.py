@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from twinkle import DeviceMesh
 from twinkle.dataloader import DataLoader, DeviceMeshIterableFetcher, DeviceMeshSampler, RetrySampler
 from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset
 from twinkle.errors import DataError, InvalidInputError, StreamError, UnknownNameError
@@ -73,6 +74,19 @@ def test_each_process_gets_its_part_of_every_batch(make):
     assert parts[0][-1] == [8, 9]
     # by default every process must get a row
     assert len(xs(DataLoader(make(9), batch_size=4, device_mesh=Mesh(2, 0)))) == 2
+
+
+@pytest.mark.parametrize("make", [table, stream])
+def test_the_driver_of_a_ray_cluster_gets_whole_batches(make, monkeypatch):
+    """A model divides them among its workers. In a worker, which has a rank, a loader gives the worker's part."""
+    mesh = DeviceMesh.from_sizes(fsdp_size=2)
+    monkeypatch.setenv("TWINKLE_MODE", "ray")
+    assert xs(DataLoader(make(8), batch_size=4, device_mesh=mesh)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(InvalidInputError, match="batch_size: got 3, allowed: a multiple of 2"):
+        DataLoader(make(8), batch_size=3, device_mesh=mesh)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert xs(DataLoader(make(8), batch_size=4, device_mesh=mesh)) == [[2, 3], [6, 7]]
 
 
 def test_shuffling_differs_by_epoch_and_seed_and_not_by_chance():
