@@ -40,11 +40,10 @@ VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
 POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,cli/test_operator_commands.py cli/test_postgres_backup.py protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
 PREPROCESS_VENV := .venv-preprocess
-PREPROCESS_EXTRAS := datajuicer,pii
+PREPROCESS_EXTRAS := datajuicer,pii,spacy
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
-SPACY_VENV := .venv-spacy
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -58,7 +57,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-environments test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-spacy test-dashboard \
+	test-environments test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-dashboard \
 	test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
@@ -127,6 +126,7 @@ test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the unmodified client of twinkle-
 
 test-preprocess: $(PREPROCESS_VENV)/.setup-stamp ## the preprocessor's steps with the real data_juicer, Presidio and spaCy
 	@$(PREPROCESS_VENV)/bin/pytest -q -m preprocess tests/agentic/preprocessor
+	@$(PREPROCESS_VENV)/bin/pytest -q tests/agentic/test_keyword_condenser.py
 
 test-environments: $(ENVIRONMENTS_VENV)/.setup-stamp ## agents on local servers that speak OpenEnv's and E2B's protocols
 	@$(ENVIRONMENTS_VENV)/bin/pytest -q tests/agentic/services
@@ -141,9 +141,6 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
 	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented tests/dropin
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
-
-test-spacy: $(SPACY_VENV)/.setup-stamp ## KeywordCondenser with spaCy itself, without a language model
-	@$(SPACY_VENV)/bin/pytest -q tests/agentic/test_keyword_condenser.py
 
 test-postgres: $(STAMP) ## state and recovery on PostgreSQL (Debian's package), in a temporary database cluster
 	@$(VENV)/bin/python tests/support/servers/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
@@ -226,11 +223,6 @@ $(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(PREPROCESS_VENV))
 	@$(call install_torch,$(PREPROCESS_VENV))
 	@$(call pip_install,$(PREPROCESS_VENV),-e ./client -e '.[$(PREPROCESS_EXTRAS)]' 'pytest>=9')
-	@touch $@
-
-$(SPACY_VENV)/.setup-stamp: $(PROJECTS) Makefile
-	@$(call make_venv,$(SPACY_VENV))
-	@$(call pip_install,$(SPACY_VENV),-e ./client -e '.[spacy]' 'pytest>=9')
 	@touch $@
 
 $(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
