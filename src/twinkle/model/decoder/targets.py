@@ -61,7 +61,7 @@ def _check_options(spec: LoraSpec) -> None:
 
 def _check_layers(spec: LoraSpec) -> None:
     layers, pattern = spec.layers_to_transform, spec.layers_pattern
-    is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and all(map(_is_int, layers))
+    is_list = isinstance(layers, Sequence) and all(map(_is_int, layers))
     if layers is not None and not _is_int(layers) and not is_list:
         raise InvalidInputError("layers_to_transform", layers, "numbers of layers, counted from 0, or None")
     if not _is_names(pattern):
