@@ -165,15 +165,8 @@ def test_ranks_are_refused_by_module(llama: Architecture) -> None:
     spec = LoraSpec(
         4, target_modules=["q_proj", "up_proj"], rank_pattern={"1.mlp.up_proj": 9}, init_weights="orthogonal"
     )
-    targets = select_targets(spec, llama)
-    with pytest.raises(
-        InvalidInputError, match=r"^the rank of model\.layers\.1\.mlp\.up_proj: got 9, allowed: an even"
-    ):
-        check_ranks(spec, targets)
-    with pytest.raises(
-        InvalidInputError, match=r"^the rank of model\.layers\.1\.mlp\.up_proj: got 9, allowed: at most 8"
-    ):
-        check_ranks(spec, targets, most=8)
+    with pytest.raises(InvalidInputError, match=r"^the rank of model\.layers\.1\.mlp\.up_proj: got 9, .* an even"):
+        check_ranks(spec, select_targets(spec, llama))
 
 
 # --- names in adapter_config.json -------------------------------------------------------------------------------------

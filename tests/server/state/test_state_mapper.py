@@ -26,9 +26,13 @@ OP = OpRecord("r", 3, OpKind.FORWARD_BACKWARD, b"digest", BlobRef(1, 2, 3), acce
 DONE = replace(OP, outcome=BlobRef(4, 5, 6), encoding=Encoding.JSON, failed=True, ending=Ending.RAN)
 CHECKPOINT = CheckpointRecord("r", "weights", "c", "t", "r:1", "checkpoints/c", 1.0, 10, public=True)
 LOSS = CustomLossRecord("l", "s", 0, "t", b"\x00digest", b"body\xff", None, 3.0)
-SPEC = (
+OLD_SPEC = (
     '{"rank": 8, "alpha": 32.0, "seed": null, "train_attn": true, "train_mlp": true, "train_unembed": false, '
     '"target_modules": ["q", "k"]}'
+)
+SPEC = OLD_SPEC.removesuffix("}") + (
+    ', "dropout": 0.0, "use_rslora": false, "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": null, '
+    '"layers_to_transform": null, "layers_pattern": null, "init_weights": true}'
 )
 
 CASES = {
@@ -49,6 +53,20 @@ def test_a_record_is_stored_as_ever_and_comes_back(name: str) -> None:
     assert {column: row[column] for column in stored} == stored
     assert set(row) - {CHECKSUM} == {column.name for column in checked_columns(table)}
     assert mapper.record(row) == record
+
+
+def test_a_spec_without_options_of_later_versions_is_read() -> None:
+    mapper = RecordMapper(RunRecord, RUNS)
+    assert mapper.record(mapper.row(RUN) | {"spec": OLD_SPEC}) == RUN
+
+
+def test_options_come_back_in_their_order() -> None:
+    options = {"rank_pattern": {"z": 1, "a": 2}, "alpha_pattern": {"z": 1.5}, "exclude_modules": ("o",), "dropout": 0.1}
+    record = replace(RUN, spec=LoraSpec(rank=1, target_modules=("q",), layers_to_transform=(0, 1), **options))
+    mapper = RecordMapper(RunRecord, RUNS)
+    spec = mapper.record(mapper.row(record)).spec
+    assert spec == record.spec
+    assert list(spec.rank_pattern) == ["z", "a"], "the first pattern that matches counts"
 
 
 def test_a_mode_of_target_modules_stays_text() -> None:

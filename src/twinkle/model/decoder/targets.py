@@ -55,13 +55,13 @@ def _check_options(spec: LoraSpec) -> None:
     if isinstance(spec.exclude_modules, str):
         _compiled("exclude_modules", spec.exclude_modules)
     _check_layers(spec)
-    if not any(spec.init_weights is known or spec.init_weights == known for known in INIT_WEIGHTS):
+    if not isinstance(spec.init_weights, bool | str) or spec.init_weights not in INIT_WEIGHTS:
         raise InvalidInputError("init_weights", spec.init_weights, f"one of {INIT_WEIGHTS}")
 
 
 def _check_layers(spec: LoraSpec) -> None:
     layers, pattern = spec.layers_to_transform, spec.layers_pattern
-    is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and all(map(_is_int, layers))
+    is_list = isinstance(layers, Sequence) and all(map(_is_int, layers))
     if layers is not None and not _is_int(layers) and not is_list:
         raise InvalidInputError("layers_to_transform", layers, "numbers of layers, counted from 0, or None")
     if not _is_names(pattern):
@@ -74,13 +74,11 @@ def _check_layers(spec: LoraSpec) -> None:
         _compiled("layers_pattern", each)
 
 
-def check_ranks(spec: LoraSpec, targets: Sequence[Target], most: int = MAX_RANK) -> list[int]:
-    """Return the rank of each target; raise if one is too large, or not possible with the spec's initial weights."""
+def check_ranks(spec: LoraSpec, targets: Sequence[Target]) -> list[int]:
+    """Return the rank of each target; raise if one is not possible with the spec's initial weights."""
     names = [target.name for target in targets]
     ranks = spec.module_ranks(names)
     for name, rank in zip(names, ranks, strict=True):
-        if rank > most:
-            raise InvalidInputError(f"the rank of {name}", rank, f"at most {most}")
         if rank % 2 and spec.init_weights == "orthogonal":
             raise InvalidInputError(f"the rank of {name}", rank, "an even number for init_weights 'orthogonal'")
     return ranks
@@ -92,9 +90,14 @@ def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, 
     kept = tuple(target for target in chosen if not _is_excluded(target.name, spec.exclude_modules))
     if not kept:
         raise InvalidInputError("exclude_modules", spec.exclude_modules, "names that leave some module to train")
-    if spec.exclude_modules and len(kept) == len(chosen):
-        logger.warning("exclude_modules: %r matches none of the target modules", spec.exclude_modules)
     return kept
+
+
+def warn_of_no_effect(spec: LoraSpec, architecture: Architecture) -> None:
+    """Log a warning if a spec excludes modules that it would not have trained anyway; PEFT warns of that, too."""
+    everything = select_targets(replace(spec, exclude_modules=None), architecture)
+    if spec.exclude_modules and len(select_targets(spec, architecture)) == len(everything):
+        logger.warning("exclude_modules: %r matches none of the target modules", spec.exclude_modules)
 
 
 def _is_excluded(name: str, excluded: Sequence[str] | str | None) -> bool:

@@ -11,6 +11,7 @@ that succeeded everywhere are added to adapters.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -132,6 +133,7 @@ class TrainerCall:
         self._ranks = ranks
         self._requests: dict[int, _Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
+        self._begun: Counter[str] = Counter()  # requests of each adapter that passed their checks
 
     def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         for index, item in enumerate(items):
@@ -199,6 +201,7 @@ class TrainerCall:
                 raise InvalidInputError("base_model", True, "False: the base model is not trained")
             if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
                 self._results[index] = TrainResult([], {"loss:sum": 0.0})
+                self._begun[item.adapter_id] += 1
                 return
             columns: dict[OutputKind, int] = {
                 "logits": architecture.head.out_features,
@@ -207,6 +210,7 @@ class TrainerCall:
             checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest, columns=columns)
             self._check_logits(checked)
             dropout = None if adapter is None else self._draw(item, adapter)
+            self._begun[item.adapter_id] += 1
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
@@ -222,7 +226,7 @@ class TrainerCall:
         """
         if not self._train and not item.training:
             return None
-        before = sum(request.adapter is adapter for request in self._requests.values()) if self._train else 0
+        before = self._begun[item.adapter_id] if self._train else 0
         sequences = item.numbers or range(len(item.data))
         if len(sequences) != len(item.data):
             raise InvalidInputError("numbers", item.numbers, f"nothing, or {len(item.data)} integers")

@@ -43,7 +43,7 @@ from twinkle.model.decoder.architecture import read_architecture
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.lora.stacks import RowLayout, initial_row
 from twinkle.model.decoder.precision import read_dtype
-from twinkle.model.decoder.targets import check_ranks, check_spec, select_targets, short_names
+from twinkle.model.decoder.targets import check_ranks, check_spec, select_targets, short_names, warn_of_no_effect
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.trainer.call import TrainerCall
 from twinkle.model.trainer.engine import Engine
@@ -209,6 +209,7 @@ class Trainer:
         spec = self._parallel.ranks.gather(check_spec(spec))[0]  # a seed that was drawn at random is rank 0's on all
         adapter = self._blank(adapter_id, spec)
         assert spec.seed is not None
+        warn_of_no_effect(spec, self.architecture)
         adapter.weights_P.copy_(initial_row(adapter.layout, adapter.ranks, spec.seed, spec.init_weights))
         self._pool.add(adapter)
         return spec

@@ -15,6 +15,7 @@ _MOST_PATTERNS = 256  # of one field; each is compared with the name of every mo
 _LONGEST_PATTERN = 256
 _MOST_GROUPS = 2
 _MOST_REPEATS = 4
+_MOST_REPEATS_AT_END = 2  # of a pattern for the end of a name: the part before it repeats, too
 # Python's matcher may backtrack for ever, and blocks all other threads meanwhile. So only a dot may repeat, and no
 # group may: then there is little to backtrack.
 _PATTERN = re.compile(r"(?:[\w^$()|-]|\\\.|\.[*+]?)*")
@@ -48,20 +49,26 @@ def check_modules(spec: LoraSpec) -> None:
         if len(patterns) > _MOST_PATTERNS:
             raise InvalidInputError(field, f"{len(patterns)} patterns", f"at most {_MOST_PATTERNS}")
         for pattern in patterns:
-            _check_pattern(field, pattern, "names, or ")
+            _check_pattern(field, pattern, "names, or ", _MOST_REPEATS_AT_END)
+        if sum(map(_repeats, patterns)) > _MOST_REPEATS:
+            allowed = f"at most {_MOST_REPEATS} .* and .+ in all patterns together"
+            raise InvalidInputError(field, f"{sum(map(_repeats, patterns))} repeats", allowed)
 
 
-def _check_pattern(field: str, pattern: str, names: str) -> None:
-    repeats = pattern.count("*") + pattern.count("+")
+def _repeats(pattern: str) -> int:
+    return pattern.count("*") + pattern.count("+")
+
+
+def _check_pattern(field: str, pattern: str, names: str, most_repeats: int = _MOST_REPEATS) -> None:
     if (
         len(pattern) > _LONGEST_PATTERN
         or not _PATTERN.fullmatch(pattern)
         or pattern.count("(") > _MOST_GROUPS
-        or repeats > _MOST_REPEATS
+        or _repeats(pattern) > most_repeats
     ):
         allowed = (
             f"{names}a pattern of names, |, .* and .+ with at most {_MOST_GROUPS} groups, "
-            f"{_MOST_REPEATS} repeats and {_LONGEST_PATTERN} characters"
+            f"{most_repeats} repeats and {_LONGEST_PATTERN} characters"
         )
         raise InvalidInputError(field, pattern, allowed)
 

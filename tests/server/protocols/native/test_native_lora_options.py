@@ -127,6 +127,8 @@ def test_what_cannot_be_computed_is_refused_by_name(fragile: Server) -> None:
     assert "rank_pattern['q_proj']: got 100000" in refusal(rank_pattern={"q_proj": 100_000})
     assert "rank_pattern: got '(a+)+b'" in refusal(rank_pattern={"(a+)+b": 4})
     assert "exclude_modules: got '(a*)*b'" in refusal(exclude_modules="(a*)*b")
+    assert "rank_pattern: got '.*.*.*x'" in refusal(rank_pattern={".*.*.*x": 4})
+    assert "alpha_pattern: got '6 repeats'" in refusal(alpha_pattern={f"{each}.*.*": 4 for each in "abc"})
     assert "alpha_pattern: got '300 patterns'" in refusal(alpha_pattern={f"m{number}": 1 for number in range(300)})
     assert "lora_dropout: got 1.5" in refusal(lora_dropout=1.5)
     assert "rank_pattern: got [1]" in refusal(rank_pattern=[1])
