@@ -1,6 +1,8 @@
 """The multi-LoRA model, compared with plain transformers, PEFT and torch.optim, in fp32 on a small random Llama."""
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -435,6 +437,31 @@ def test_a_loss_that_is_not_finite_keeps_nothing(model):
         model.forward_backward(inputs=features(6), adapter_name=A)
     assert_close(gradients(model), before, 0.0)
     assert model.optimizer_group[A].cur_step == 1
+
+
+def test_resuming_uses_the_state_that_is_there(model, tmp_path, monkeypatch):
+    """Files that are missing are named in one line, and their state starts anew; the rest is restored."""
+    model.set_optimizer("AdamW", lr=5e-3, adapter_name=A)
+    model.set_lr_scheduler("StepLR", step_size=1, adapter_name=A)
+    model.forward_backward(inputs=features(7), adapter_name=A)
+    model.clip_grad_and_step(adapter_name=A)
+    where = Path(str(model.save("mid", str(tmp_path), adapter_name=A, save_optimizer=True)))
+    for name in ("optimizer.pt", "scheduler.pt", "optimizer.safetensors"):
+        (where / name).unlink()
+    saved = model.get_state_dict(adapter_name=A)
+    add(model, "b-1", seed=5)
+    model.set_optimizer("AdamW", lr=7e-3, adapter_name="b-1")
+    model.set_lr_scheduler("StepLR", step_size=1, adapter_name="b-1")
+    said: list[str] = []
+    logger = SimpleNamespace(warning=said.append)
+    monkeypatch.setattr("twinkle.model.library.training_state.get_logger", lambda: logger)
+    progress = model.resume_from_checkpoint(where, adapter_name="b-1")
+    assert len(said) == 1
+    assert "optimizer.pt and no scheduler.pt and no moments" in said[0]
+    assert progress["cur_step"] == 1
+    assert model.trainer.step_count("b-1") == 0
+    assert model.optimizer_group["b-1"].lr == [7e-3]
+    assert_close(model.get_state_dict(adapter_name="b-1"), saved, 0.0)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

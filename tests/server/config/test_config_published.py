@@ -10,8 +10,10 @@ import httpx
 import pytest
 import yaml
 
+from twinkle.errors import TwinkleServerError
 from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
+from twinkle.server.config.rules import refuse_a_file_for_several_machines
 
 QUEUE = {"rps_limit": 100, "tps_limit": 100_000}
 
@@ -201,6 +203,14 @@ def test_the_files_of_the_mock_backend_launch(own_server, published):
     server = own_server(config)
     assert httpx.get(f"{server.url}/api/v1/healthz", trust_env=False).status_code == 200
     assert (server.data_dir / "state.db").exists()
+
+
+def test_a_file_for_several_machines_is_refused_at_the_launch(load):
+    config, _ = load(mock_redis())
+    refuse_a_file_for_several_machines(config.database_url, {"10.0.0.1"})
+    with pytest.raises(TwinkleServerError, match=r"2 machines \(10.0.0.1, 10.0.0.2\).*postgresql://"):
+        refuse_a_file_for_several_machines(config.database_url, ["10.0.0.2", "10.0.0.1"])
+    refuse_a_file_for_several_machines("postgresql://h/d", {"10.0.0.1", "10.0.0.2"})
 
 
 def test_what_became_of_its_rates(load) -> None:

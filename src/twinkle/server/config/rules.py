@@ -5,12 +5,12 @@ embedded one is one process on one device. Values that are valid but cannot be l
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from pydantic_core import InitErrorDetails
 
-from twinkle.errors import ConfigError, ConfigProblem, InvalidInputError, UserError
+from twinkle.errors import ConfigError, ConfigProblem, InvalidInputError, TwinkleServerError, UserError
 from twinkle.extras import missing
 from twinkle.hub import parse_model_id
 from twinkle.hub.model_id import ModelScopeId
@@ -358,6 +358,15 @@ def package_notes(applications: Applications) -> list[str]:
         from_hub = [(at, args) for at, args in loaded if isinstance(parse_model_id(args.model_id), ModelScopeId)]
         notes += [str(missing("modelscope", f"{path_of((*at, 'model_id'))}: {args.model_id}")) for at, args in from_hub]
     return notes
+
+
+def refuse_a_file_for_several_machines(database_url: str, machines: Collection[str]) -> None:
+    """Raise TwinkleServerError if the state is in a SQLite file and a cluster has several ``machines`` (addresses)."""
+    if len(machines) > 1 and database_url.startswith("sqlite:"):
+        raise TwinkleServerError(
+            f"persistence: the cluster has {len(machines)} machines ({', '.join(sorted(machines))}), and a SQLite file "
+            "works on one machine only. Set persistence.url: postgresql://… and a data_dir that all of them share"
+        )
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:

@@ -102,6 +102,31 @@ def test_logits_come_back_up_to_the_limit(server, local):
     assert "at most 6144 (max_logits_per_request)" in said
 
 
+def test_sampling_parameters_of_vllm(server):
+    """Penalties change the samples of the native route and of OpenAI's; with ignore_eos no end token ends them."""
+    tenant = NativeTenant(server.url, "tml-sampling", MODEL)
+    prompt, penalties = ROWS[0]["input_ids"], {"presence_penalty": 2.0, "frequency_penalty": 2.0, "min_p": 0.01}
+    greedy = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+
+    def native(**more: Any) -> list[int]:
+        body = {"inputs": [{"input_ids": prompt}], "sampling_params": {**greedy, **more}}
+        answer = tenant.http.post(f"/api/v1/sampler/{MODEL}/twinkle/sample", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["samples"][0]["sequences"][0]["tokens"]
+
+    plain, penalised = native(), native(**penalties, repetition_penalty=1.3)
+    assert len(plain) == len(penalised) == 12
+    assert plain != penalised
+    body = {"model": MODEL, "prompt": prompt, "logprobs": 0, **greedy}
+    texts = []
+    for more in ({}, {**penalties, "repetition_penalty": 1.3}):
+        answer = tenant.http.post("/v1/completions", json={**body, **more})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 12
+        texts.append(answer.json()["choices"][0]["text"])
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

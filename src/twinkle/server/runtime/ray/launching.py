@@ -23,6 +23,7 @@ from twinkle.server.config.demand import (
     Demand,
     demands_of,
 )
+from twinkle.server.config.rules import refuse_a_file_for_several_machines
 from twinkle.server.runtime.process import listen, url_of
 from twinkle.server.runtime.ray.deployments import application_for
 from twinkle.server.runtime.ray.gpu_reservations import release, reserve
@@ -101,7 +102,8 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
 
     At the end, also after an error, :func:`remove` is called.
     """
-    _check_database(config, {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    refuse_a_file_for_several_machines(config.database_url, machines)
     total = ray.cluster_resources()
     has_gpus = total.get("GPU", 0.0) > 0
     demands = demands_of(config.applications, has_gpus)
@@ -137,15 +139,6 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         yield url
     finally:
         remove(config, cluster)
-
-
-def _check_database(config: ServerConfig, machines: set[str]) -> None:
-    """Raise TwinkleServerError if the cluster has several machines and the state is in a file of one of them."""
-    if len(machines) > 1 and config.database_url.startswith("sqlite:"):
-        raise TwinkleServerError(
-            f"persistence: the cluster has {len(machines)} machines ({', '.join(sorted(machines))}), and a SQLite file "
-            "works on one machine only. Set persistence.url: postgresql://… and a data_dir that all of them share"
-        )
 
 
 def remove(config: ServerConfig, cluster: Cluster) -> None:
