@@ -100,7 +100,7 @@ PACKAGES = {
     "PIIPresidioFilter RefuseFilter TokenSoupFilter ScoreFilter QualityPreprocessor ChrMinScorer SIFDScorer "
     "PassNScorer ParaphraseScorer LLMBackend OpenAIBackend SamplerBackend",
     "twinkle_client.auto": "",
-    "twinkle_client.skills": "",
+    "twinkle_client.skills": "LocalSkillProvider ModelScopeSkillProvider Skill SkillManager SkillProvider",
 }
 
 # Names that tests of the existing Twinkle import from parts inside its server are left out.
