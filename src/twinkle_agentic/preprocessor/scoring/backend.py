@@ -60,6 +60,10 @@ class OpenAIBackend(LLMBackend):
         self.model = model
         self.timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: httpx.Client | None = None  # shared by all threads; reading certificates for a new one is slow
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_client": None}  # connections stay with their process
 
     def chat_batch(self, batch: Sequence[Messages], sampling_params: SamplingParams | None = None) -> list[str]:
         options = _openai_options(sampling_params or SamplingParams())
@@ -92,10 +96,10 @@ class OpenAIBackend(LLMBackend):
         return scored
 
     def _post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        with (
-            httpx.Client(headers=self._headers, timeout=self.timeout) as client,
-            ThreadPoolExecutor(_CONCURRENCY) as pool,
-        ):
+        if self._client is None:
+            self._client = httpx.Client(headers=self._headers, timeout=self.timeout)
+        client = self._client
+        with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(lambda body: self._post(client, path, body), bodies))
 
     def _post(self, client: httpx.Client, path: str, body: Mapping[str, Any]) -> Any:
