@@ -10,6 +10,7 @@
 The .pt files hold only tensors and plain values. They are read with ``weights_only``, which runs no code.
 """
 
+import logging
 import pickle
 import random
 import shutil
@@ -30,7 +31,8 @@ from twinkle.model.adapters.checkpoint import STATE, read_json
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.parallel import Ranks
 from twinkle.model.trainer.sharding import sharded_state, whole_state
-from twinkle.utils.logger import get_logger
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -110,9 +112,8 @@ def missing_files(directory: Path, group: OptimizerGroup) -> list[str]:
 def say_missing(directory: Path, missing: Sequence[str]) -> None:
     """Log one line about the state that a checkpoint does not have, if any."""
     if missing:
-        get_logger().warning(
-            f"resume_from_checkpoint: {directory} has no {' and no '.join(missing)}; that state starts anew"
-        )
+        text = "resume_from_checkpoint: %s has no %s; that state starts anew"
+        logger.warning(text, directory, " and no ".join(missing))
 
 
 def state_values(
