@@ -5,6 +5,7 @@ import re
 import pytest
 
 from twinkle_agentic.tools import ExtractCondensed, Tool, ToolManager
+from twinkle_agentic.tools.extract_condensed import TOOL_NAME
 from twinkle_agentic.tools.base import Tool as SameTool
 from twinkle_agentic.tools.extract_condensed import ExtractCondensed as SameExtract
 from twinkle_agentic.tools.tool_manager import ToolManager as SameManager
@@ -116,7 +117,7 @@ CHUNKS = [
 def test_the_text_behind_a_block():
     tool = ExtractCondensed(CHUNKS)
     manager = ToolManager([tool])
-    assert ExtractCondensed.TOOL_NAME == "extract_condensed"
+    assert TOOL_NAME == "extract_condensed"
     assert manager.names() == ["extract_condensed"]
     assert tool.blocks == {1: "the first long text", 3: "the third long text"}
     assert manager(called("extract_condensed", {"blocks": 1})) == "the first long text"

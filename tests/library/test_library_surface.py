@@ -27,8 +27,6 @@ pytest.importorskip("transformers")
 
 SRC = SOURCE
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
-# Packages whose missing names are accepted, because they are being written. It becomes () when they are there.
-TO_COME: tuple[str, ...] = ("twinkle_agentic", "twinkle_client.auto", "twinkle_client.skills")
 
 _TEMPLATE = "model_id use_chat_template max_length truncation_strategy default_system enable_thinking"
 _GRPO = "epsilon epsilon_high beta entropy_coef ignore_index"
@@ -271,11 +269,6 @@ ABSENT = [
         "sample_stream get_state_keys apply_patch add_adapter_to_sampler encode_trajectory decode_response",
         "only a server streams; weights come through receive_weights; .template encodes and decodes",
     ),
-    (
-        "twinkle_agentic.rollout",
-        "APIMultiTurnRollout MultiTurnCondenseRollout",
-        "sampling through an API gives no tokens to train on; condensing conversations is not supported",
-    ),
 ]
 
 
@@ -320,10 +313,10 @@ def is_declared(module, name):
 def test_each_existing_name_is_here_or_has_a_reason(module):
     names = f"{PACKAGES.get(module, '')} {MODULES.get(module, '')}".split() or [""]
     missing = {name for name in names if not found(module, name) and not is_declared(module, name)}
-    assert not missing or module.startswith(TO_COME), sorted(missing)
+    assert not missing, sorted(missing)
 
 
-@pytest.mark.parametrize("module", [name for name in PACKAGES if name not in PATHS and not name.startswith(TO_COME)])
+@pytest.mark.parametrize("module", [name for name in PACKAGES if name not in PATHS])
 def test_names_are_public(module):
     not_yet = {path.partition(":")[2] for path, entry in PATHS.items() if isinstance(entry, NotYet)}
     here = {name for name in PACKAGES[module].split() if found(module, name)}

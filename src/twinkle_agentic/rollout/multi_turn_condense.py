@@ -9,7 +9,7 @@ from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
 from twinkle_agentic.rollout.base import Tools, Trajectory, managers_for
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout, SamplesPrompts
-from twinkle_agentic.tools.extract_condensed import ExtractCondensed, condensed_blocks
+from twinkle_agentic.tools.extract_condensed import TOOL_NAME, ExtractCondensed, condensed_blocks
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class MultiTurnCondenseRollout(MultiTurnRollout):
             success_callback,
             adapter_name=adapter_name,
         )
-        if tool_manager is not None and ExtractCondensed.TOOL_NAME in tool_manager.names():
+        if tool_manager is not None and TOOL_NAME in tool_manager.names():
             raise InvalidInputError(
-                "tool_manager", ExtractCondensed.TOOL_NAME, "a manager without this tool, which each trajectory gets"
+                "tool_manager", TOOL_NAME, "a manager without this tool, which each trajectory gets"
             )
         self._chunker = chunker
         self._condenser = condenser
@@ -138,8 +138,8 @@ def _with_tools(trajectory: Mapping[str, Any], manager: ToolManager) -> Trajecto
     if not given:
         return {**trajectory, "tools": manager.tool_infos()}
     names = {(info.get("function") or {}).get("name") for info in given}
-    own = [info for info in manager.tool_infos() if info["function"]["name"] == ExtractCondensed.TOOL_NAME]
-    return {**trajectory, "tools": given if ExtractCondensed.TOOL_NAME in names else [*given, *own]}
+    own = [info for info in manager.tool_infos() if info["function"]["name"] == TOOL_NAME]
+    return {**trajectory, "tools": given if TOOL_NAME in names else [*given, *own]}
 
 
 def _traced_texts(chunks: ChunkList) -> dict[str, Any]:

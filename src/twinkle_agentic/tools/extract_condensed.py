@@ -1,12 +1,14 @@
 """The tool with which a model reads the original text of a block that was condensed."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from twinkle.data_format import Tool as ToolInfo
 from twinkle_agentic.tools.base import Tool
 
-__all__ = ["ExtractCondensed", "condensed_blocks"]
+__all__ = ["TOOL_NAME", "ExtractCondensed", "condensed_blocks"]
+
+TOOL_NAME = "extract_condensed"
 
 Chunk = Mapping[str, Any]
 
@@ -28,8 +30,6 @@ class ExtractCondensed(Tool):
     chunks: the condensed chunks of one conversation. A model asks with the argument ``blocks`` (or ``block``), the
     number of one block. Everything else is answered with a text that begins with ``Error:``.
     """
-
-    TOOL_NAME: ClassVar[str] = "extract_condensed"
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         found = condensed_blocks(chunks)
@@ -63,7 +63,7 @@ class ExtractCondensed(Tool):
         return {
             "type": "function",
             "function": {
-                "name": self.TOOL_NAME,
+                "name": TOOL_NAME,
                 "description": "Return the full original text of a condensed <block_N>. Each block can be read once.",
                 "parameters": {"type": "object", "properties": {"blocks": number}, "required": ["blocks"]},
             },

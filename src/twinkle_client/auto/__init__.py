@@ -7,3 +7,5 @@ tools     what the model may ask for
 agent     the loop of questions, tool calls and answers
 cli       the command's options
 """
+
+__all__: list[str] = []
