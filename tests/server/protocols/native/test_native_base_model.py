@@ -54,7 +54,7 @@ def test_padding_and_packing_are_as_for_adapters(native):
         ({}, "inputs"),
         ({"inputs": ROWS, "nonsense": 1}, "nonsense"),
         ({"inputs": ROWS, "temperature": 0}, "temperature"),
-        ({"inputs": ROWS, "return_logits": True}, "return_logits"),
+        ({"inputs": ROWS, "return_logits": True}, "logits"),
         ({"inputs": [{"input_ids": [10**6], "labels": [1]}]}, "token ids"),
         ({"inputs": ROWS, "adapter_name": 5}, "adapter_name"),
     ],
