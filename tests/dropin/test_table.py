@@ -3,7 +3,7 @@
 import re
 
 from tests.dropin.support.client_checks import CHECKS
-from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, FULL, IMAGES, LOCAL, MEGATRON, Existing
+from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, FULL, IMAGES, LOCAL, MEGATRON, SYNC, Existing
 from tests.dropin.support.local_runs import ARGUMENTS
 from tests.support.paths import ROOT
 
@@ -20,7 +20,7 @@ def test_every_existing_script_is_listed() -> None:
     assert len({script.path for script in CLIENT}) == 15
     for script in (*LOCAL, *CLIENT):
         assert (script.ours is None) != (script.waits_for is None), script.path
-        assert script.waits_for in (None, EXPERTS, FULL, IMAGES, MEGATRON)
+        assert script.waits_for in (None, EXPERTS, FULL, IMAGES, MEGATRON, SYNC)
 
 
 def test_the_page_has_the_same_table() -> None:
