@@ -2,7 +2,7 @@
 
 Adam and AdamW call torch's function. The others are objects of :mod:`torch.optim`, made for one step around the
 adapter's rows: an optimizer that treats each number by itself gets the whole row as one parameter, Muon gets each A and
-B as a matrix, without the padding of its rank. Other adapters play no part in either.
+B as a matrix, without the padding of its module's rank. Other adapters play no part in either.
 
 An adapter has room for two rows of state. :data:`OPTIMIZERS` says what torch calls them for each optimizer, in the
 order ``exp_avg_P``, ``exp_avg_sq_P``.
@@ -131,8 +131,9 @@ def _tensors(adapter: Adapter, row_P: Tensor, names: StateNames) -> list[Tensor]
     """Return the tensors that an optimizer treats as parameters: views of the row, or the row itself."""
     if not names.matrices:
         return [row_P.detach()]
-    rank, pairs = adapter.spec.rank, (adapter.layout.views(row_P, target.name) for target in adapter.layout.targets)
-    return [matrix.detach() for a_RI, b_OR in pairs for matrix in (a_RI[:rank], b_OR[:, :rank])]
+    pairs = (adapter.layout.views(row_P, target.name) for target in adapter.layout.targets)
+    ranked = zip(adapter.ranks, pairs, strict=True)
+    return [matrix.detach() for rank, (a_RI, b_OR) in ranked for matrix in (a_RI[:rank], b_OR[:, :rank])]
 
 
 def _state_rows(adapter: Adapter, names: StateNames) -> list[tuple[str, list[Tensor]]]:
