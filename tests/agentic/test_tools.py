@@ -5,8 +5,8 @@ import re
 import pytest
 
 from twinkle_agentic.tools import ExtractCondensed, Tool, ToolManager
-from twinkle_agentic.tools.extract_condensed import TOOL_NAME
 from twinkle_agentic.tools.base import Tool as SameTool
+from twinkle_agentic.tools.extract_condensed import TOOL_NAME
 from twinkle_agentic.tools.extract_condensed import ExtractCondensed as SameExtract
 from twinkle_agentic.tools.tool_manager import ToolManager as SameManager
 

@@ -453,8 +453,8 @@ def test_resuming_uses_the_state_that_is_there(model, tmp_path, monkeypatch):
     model.set_optimizer("AdamW", lr=7e-3, adapter_name="b-1")
     model.set_lr_scheduler("StepLR", step_size=1, adapter_name="b-1")
     said: list[str] = []
-    logger = SimpleNamespace(warning=said.append)
-    monkeypatch.setattr("twinkle.model.library.training_state.get_logger", lambda: logger)
+    logger = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("twinkle.model.library.training_state.logger", logger)
     progress = model.resume_from_checkpoint(where, adapter_name="b-1")
     assert len(said) == 1
     assert "optimizer.pt and no scheduler.pt and no moments" in said[0]
