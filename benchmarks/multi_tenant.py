@@ -1,11 +1,12 @@
 """Training many tenants in one batch, compared with training one after another.
 
-Four columns are measured in one run, on the same sequences, with the same dtype, the same causal attention and the same
+The columns are measured in one run, on the same sequences, with the same dtype, the same causal attention and the same
 AdamW steps. Every column steps every tenant's adapter once; adapters that a column does not train get gradients before
 its timing starts:
 
     fused        our Trainer, all tenants in one call
     ideal        our Trainer, one tenant with all sequences
+    dropping     our Trainer, all tenants in one call, with lora_dropout; only with --dropout
     serial peft  Transformers + PEFT, one adapter after another
     ideal peft   Transformers + PEFT, one adapter with all sequences
 
@@ -122,6 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mixed", action="store_true", help="ranks 8, 16, 32, 128 and lengths 32 to 1024")
     parser.add_argument("--unembed", action="store_true", help="also train LoRA on the head, Tinker's default")
     parser.add_argument("--compile", action="store_true", help="compile decoder layers in our columns")
+    parser.add_argument("--dropout", type=float, default=0.0, help="lora_dropout of the column 'dropping'")
     parser.add_argument("--no-peft", action="store_true", help="measure only our columns")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens per batch of our Trainer")
     parser.add_argument("--repeat", type=int, default=5)
@@ -208,7 +210,22 @@ def our_columns(args: argparse.Namespace, tenants: list[Batch]) -> tuple[dict[st
             prepare=lambda: check(trainer.forward_backward(others)),
         ),
     }
+    if args.dropout:
+        columns["dropping"] = dropping_column(args, trainer, tenants)
     return columns, ours
+
+
+def dropping_column(args: argparse.Namespace, trainer: Trainer, tenants: list[Batch]) -> Column:
+    """Return the column ``fused`` for further adapters, which have dropout."""
+    names = [f"dropping-{i}" for i in range(args.tenants)]
+    for i, (name, rank) in enumerate(zip(names, ranks(args), strict=True)):
+        trainer.create_adapter(name, LoraSpec(rank, seed=i, train_unembed=args.unembed, dropout=args.dropout))
+    items = [TrainItem(name, data) for name, data in zip(names, tenants, strict=True)]
+    return Column(
+        lambda: check(trainer.forward_backward(items)),
+        lambda: [trainer.optim_step(name, ADAM) for name in names],
+        lambda: [trainer.zero_grad(name) for name in names],
+    )
 
 
 def make_b_nonzero(trainer: Trainer, name: str) -> None:
