@@ -481,3 +481,19 @@ def test_masks_stay_the_same_in_later_versions() -> None:
     dropped = mask(DropoutDraw(0.5, 7, 3, [2]), module="model.layers.0.mlp.up_proj", shape=(4, 16)) == 0
     rows = ["".join("01"[int(each)] for each in row) for row in dropped]
     assert rows == ["1100111101010100", "0101001100011110", "1011000001111000", "1001100001011001"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_drops_the_same_elements(dtype: torch.dtype) -> None:
+    """The CUDA kernel equals the CPU's code to the last bit, in rows of several requests and odd sizes."""
+    drawn = [(p, DropoutDraw(p, seed, 5, [0]).keys(0, n)) for seed, (p, n) in enumerate([(0.05, 37), (0.5, 61)])]
+    x, y = torch.randn(2, 98, 1041, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+    for device in ("cpu", "cuda"):
+        rows, out = RowDropout.from_keys(drawn, torch.device(device)), y.to(device, copy=True)
+        rows.add(out, x.to(device), "model.layers.1.mlp.down_proj")
+        found.append((rows.apply(x.to(device), "model.layers.0.mlp.up_proj").cpu(), out.cpu()))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)

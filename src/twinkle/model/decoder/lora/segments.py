@@ -89,11 +89,11 @@ def add_lora_gradient(
     if lora.dropout is None:
         grouped_mm(dx, dh, lora.a_GRI, groups, beta=beta)
         return
-    of_adapter = lora.dropout.apply(grouped_mm(torch.empty_like(dx), dh, lora.a_GRI, groups, beta=0), lora.module)
+    of_adapter = grouped_mm(torch.empty_like(dx), dh, lora.a_GRI, groups, beta=0)
     if beta:
-        dx += of_adapter
+        lora.dropout.add(dx, of_adapter, lora.module)
     else:
-        dx.copy_(of_adapter)
+        dx.copy_(lora.dropout.apply(of_adapter, lora.module))
 
 
 def _input(lora: BoundLora, x_TI: Tensor) -> Tensor:
