@@ -152,7 +152,11 @@ def test_malformed_requests_fail_alone(server, body, said):
 
 
 def test_optimizers_go_on_after_sigkill(server, tmp_path):
-    """Each adapter takes four steps; the second server is killed after two. The weights are equal to the bit."""
+    """Each adapter takes four steps; the second server is killed after two. The weights are equal, on a CPU to the bit.
+
+    A server that replays computes several adapters in one batch, which on a GPU changes the last bits of a gradient;
+    Muon rounds to bfloat16.
+    """
     fragile = Server(tmp_path, torch_config(MODEL)).start()
     try:
         states = []
@@ -169,7 +173,11 @@ def test_optimizers_go_on_after_sigkill(server, tmp_path):
                     tenant.verb("forward_backward", adapter_name=name, inputs=[ROWS[number % 2]])
                     tenant.verb("clip_grad_and_step", adapter_name=name)
             states.append({name: tenant.verb("get_state_dict", adapter_name=name) for name in SETTINGS})
-        assert states[0] == states[1]
+        left, right = states
+        for name, tensors in left.items():
+            for key, values in tensors.items():
+                bound = 2e-3 if torch.cuda.is_available() else 0.0
+                assert torch.allclose(torch.tensor(values), torch.tensor(right[name][key]), rtol=0, atol=bound), key
     finally:
         fragile.close()
 
