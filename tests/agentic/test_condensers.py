@@ -69,6 +69,8 @@ def test_the_least_limit_is_512_tokens():
         ("```text\nbrief\n```", "brief"),
         ("```\nbrief\n```<|im_end|>\n", "brief"),
         ("<think>\nHm.\n</think>\n\nbrief", "brief"),
+        ("Hm.\n</think>\n\nbrief", "brief"),  # the chat template has opened the block
+        ("<think>\nHm. I was cut off", LONG),
         ("use `a` and ```b```", "use `a` and ```b```"),
     ],
 )
