@@ -190,7 +190,7 @@ PARSED = ParsedText(
 )
 
 
-def test_three_lines():
+def test_a_summary_has_three_lines():
     assert summary_lines(PARSED, 1000, 160, 3, 8) == (
         "Open: Marie Curie discovered radium in Paris.\n"
         "Rel: Marie Curie discovered radium; Curie won prize; she taught students\n"
