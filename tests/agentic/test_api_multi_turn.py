@@ -85,7 +85,7 @@ def test_the_tools_of_a_trajectory_come_first():
     assert (trajectory["tools"], params.temperature, kwargs) == (own, 0.5, {})
 
 
-def test_ends():
+def test_how_conversations_end():
     api = Scripted(
         a=[asks(1), asks(2), says("never asked for")],
         b=[says("cut", "length")],

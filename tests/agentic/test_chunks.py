@@ -44,7 +44,7 @@ def test_a_conversation_becomes_chunks():
     ]
 
 
-def test_and_back():
+def test_chunks_become_the_same_conversation_again():
     before = copy.deepcopy(CONVERSATION)
     assert NativeChunker()(CONVERSATION).to_trajectory() == before
     assert before == CONVERSATION

@@ -69,6 +69,8 @@ def test_the_least_limit_is_512_tokens():
         ("```text\nbrief\n```", "brief"),
         ("```\nbrief\n```<|im_end|>\n", "brief"),
         ("<think>\nHm.\n</think>\n\nbrief", "brief"),
+        ("Hm.\n</think>\n\nbrief", "brief"),  # the chat template has opened the block
+        ("<think>\nHm. I was cut off", LONG),
         ("use `a` and ```b```", "use `a` and ```b```"),
     ],
 )
@@ -188,7 +190,7 @@ PARSED = ParsedText(
 )
 
 
-def test_three_lines():
+def test_a_summary_has_three_lines():
     assert summary_lines(PARSED, 1000, 160, 3, 8) == (
         "Open: Marie Curie discovered radium in Paris.\n"
         "Rel: Marie Curie discovered radium; Curie won prize; she taught students\n"

@@ -139,7 +139,7 @@ def test_mistakes_about_packages(options, error, text):
         OpenEnv(**options)
 
 
-def test_results_that_are_none():
+def test_an_answer_that_is_no_result_is_refused():
     class Odd(GuessEnvironment):
         def reset(self):
             return "guess"

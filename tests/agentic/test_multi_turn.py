@@ -13,7 +13,7 @@ from tests.support.models.plain_training import LORA, MODEL
 from tests.support.texts import counting_rollout
 from tests.support.texts.conversations import save_tokenizer
 from tests.support.texts.layouts import QWEN3_SOURCE
-from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
+from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams, pack_value
 from twinkle.errors import InvalidInputError
 from twinkle.infra import DeviceMesh
 from twinkle.model import MultiLoraTransformersModel
@@ -156,7 +156,7 @@ def saved(folder):
 
 
 def marked(number, **data):
-    return {**question(number), "user_data": list(data.items())}
+    return {**question(number), "user_data": [(name, pack_value(value)) for name, value in data.items()]}
 
 
 def test_traces(template, tmp_path):

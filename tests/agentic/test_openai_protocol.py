@@ -84,6 +84,11 @@ def test_several_samples_are_a_list(endpoint, ask):
         (SamplingParams(repetition_penalty=1.25), {"frequency_penalty": 0.25}),
         (SamplingParams(repetition_penalty=0.5), {"frequency_penalty": -0.5}),
         (SamplingParams(top_k=20), {"top_k": 20}),
+        (
+            SamplingParams(frequency_penalty=0.5, presence_penalty=-1.0),
+            {"frequency_penalty": 0.5, "presence_penalty": -1.0},
+        ),
+        (SamplingParams(min_p=0.1, ignore_eos=True), {"min_p": 0.1, "ignore_eos": True}),
         (SamplingParams(stop=[1, 2]), {"stop_token_ids": [1, 2]}),
         ({"max_new_tokens": 7}, {"max_tokens": 7}),
     ],
@@ -115,8 +120,13 @@ def test_what_has_no_effect_is_logged_once(sent, caplog):
 
 
 def test_unknown_parameters_are_refused(sent):
-    with pytest.raises(UnknownNameError, match="unknown sampling parameter 'min_p'; known: "):
-        sent({"min_p": 0.1})
+    with pytest.raises(UnknownNameError, match="unknown sampling parameter 'typical_p'; known: "):
+        sent({"typical_p": 0.1})
+
+
+def test_two_parameters_for_one_field_are_refused(sent):
+    with pytest.raises(InvalidInputError, match=r"frequency_penalty: got 0\.5, allowed: 0, because repetition_penalty"):
+        sent(SamplingParams(frequency_penalty=0.5, repetition_penalty=1.5))
 
 
 def test_conversations_of_rollouts_are_written_as_the_protocol_wants_them(sent):

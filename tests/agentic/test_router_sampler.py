@@ -150,12 +150,12 @@ def test_the_local_answer_stays_if_the_other_fails(endpoint, answer, caplog):
     assert "gave no answer" in caplog.text
 
 
-def test_nobody_listens():
+def test_the_local_answer_stays_if_the_other_server_is_down():
     router = RouterSampler(Local([QUARTERS]), "http://127.0.0.1:9", threshold=0.0, timeout=5.0)
     assert texts(router.sample([ASK])) == [["local"]]
 
 
-def test_calls_and_tools_travel(endpoint):
+def test_calls_and_tools_are_sent_to_the_other_model(endpoint):
     tools = [{"type": "function", "function": {"name": "add"}}]
     calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
     messages = [*ASK["messages"], {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -169,7 +169,7 @@ def test_calls_and_tools_travel(endpoint):
     assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 
-def test_it_is_a_sampler(endpoint):
+def test_a_router_is_used_like_its_sampler(endpoint):
     local = Local([CERTAIN])
     router = RouterSampler(local, endpoint.url)
     router.set_template("Qwen3Template", enable_thinking=False)

@@ -141,7 +141,7 @@ def test_the_text_behind_a_block():
         (3, "Error: block 3 was extracted before"),
     ],
 )
-def test_what_is_refused_there(given, text):
+def test_blocks_that_cannot_be_extracted(given, text):
     tool = ExtractCondensed(CHUNKS)
     assert tool("extract_condensed", {"blocks": 3}) == "the third long text"
     answer = tool("extract_condensed", {"blocks": given})

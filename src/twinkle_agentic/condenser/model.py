@@ -12,6 +12,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle_agentic.condenser.base import SKIPPED_ROLES, Condenser, condensed, may_condense, require_ratio
 from twinkle_agentic.data_format import Chunk, Chunks
+from twinkle_agentic.data_format.thinking import split_thinking
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -27,7 +28,6 @@ _TASK_FOR_QUESTION = (
     "Rewrite the passage in at most {budget} characters. Keep above all what helps to answer this question: {query}\n"
     "Answer with the new text alone.\n\n{text}"
 )
-_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 _SPECIAL = re.compile(r"<\|[^<>|\s]+\|>|</?s>|<(?:bos|eos|pad)>")
 _FENCED = re.compile(r"\A```[^\n`]*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -154,7 +154,8 @@ class ModelCondenser(Condenser):
             text = self.template.decode(sequence.tokens)
         for token in () if self.template is None else self.template.tokenizer.all_special_tokens:
             text = text.replace(token, "")
-        text = _SPECIAL.sub("", _THINKING.sub("", text)).strip()
+        _, answer = split_thinking(text)
+        text = _SPECIAL.sub("", answer).strip()
         fenced = _FENCED.match(text)
         return fenced[1].strip() if fenced else text
 

@@ -1,5 +1,5 @@
-"""The pieces of a conversation that chunkers make and condensers shorten. Imports only ``twinkle``'s data formats."""
+"""Chunks, the pieces of a conversation; thoughts in texts; trace files for people to read. Imports only the library."""
 
-from twinkle_agentic.data_format.chunk import Chunk, Chunks, RawChunk, chunks_of_messages
+from twinkle_agentic.data_format.chunk import Chunk, Chunks, RawChunk, chunks_of_messages, condensed_blocks
 
-__all__ = ["Chunk", "Chunks", "RawChunk", "chunks_of_messages"]
+__all__ = ["Chunk", "Chunks", "RawChunk", "chunks_of_messages", "condensed_blocks"]

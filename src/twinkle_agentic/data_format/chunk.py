@@ -5,7 +5,7 @@ condensers replace the text of some by a shorter one, and :meth:`Chunks.to_traje
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, cast
 from twinkle.data_format import Message, Trajectory
 from twinkle.errors import InvalidInputError
 
-__all__ = ["Chunk", "Chunks", "RawChunk", "chunks_of_messages"]
+__all__ = ["Chunk", "Chunks", "RawChunk", "chunks_of_messages", "condensed_blocks"]
 
 _MEDIA: dict[Literal["image", "video", "audio"], Literal["images", "videos", "audios"]] = {
     "image": "images",
@@ -71,7 +71,7 @@ class Chunks:
 
     def blocks(self) -> dict[int, Chunk]:
         """Return the condensed chunks by the number that :meth:`to_trajectory` writes around their texts."""
-        return dict(enumerate(filter(_is_block, self.chunks), start=1))
+        return condensed_blocks(self.chunks)
 
     def to_trajectory(self, block_wrapper: tuple[str, str] = ("<block_{n}>", "</block_{n}>")) -> Trajectory:
         """Return a trajectory with the messages of these chunks and, if there are any, its images, videos and audios.
@@ -99,6 +99,11 @@ class Chunks:
             _append(messages[-1], chunk, opening, closing)
         trajectory: dict[str, Any] = {"messages": messages, **media}
         return Trajectory(**trajectory)  # type: ignore[typeddict-item]
+
+
+def condensed_blocks(chunks: Iterable[Chunk]) -> dict[int, Chunk]:
+    """Return the condensed chunks by the number N of their ``<block_N>``: from 1, without those of tools."""
+    return dict(enumerate(filter(_is_block, chunks), start=1))
 
 
 def chunks_of_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:

@@ -1,7 +1,7 @@
 """Steps that filter and rewrite conversations before training, and ``QualityPreprocessor``, which runs them.
 
-A step is called with rows (a list of dicts, or a dict of columns) and returns (kept, dropped). The steps may import the
-library, but neither environments, rollouts nor tools of this package.
+A step is called with rows (a list of dicts, or a dict of columns) and returns (kept, dropped). The steps import
+the library and, of this package, only ``data_format`` and ``protocol``.
 """
 
 from twinkle_agentic.preprocessor.dead_loop_filter import DeadLoopFilter

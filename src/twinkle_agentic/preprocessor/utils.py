@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from twinkle.data_format import pack_value
 from twinkle.data_format.columns import columns_to_rows
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.utils.logger import get_logger
+from twinkle_agentic.data_format.thinking import split_thinking
 
 __all__ = [
     "ROLES",
@@ -31,7 +32,6 @@ __all__ = [
     "reasoning_of",
     "rewrite_rows",
     "rewrite_texts",
-    "split_thinking",
     "text_of",
     "thoughts_and_answer",
     "tool_calls_of",
@@ -46,7 +46,6 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
-_OPEN, _CLOSE = "<think>", "</think>"
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -215,32 +214,6 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     """Return ``reasoning_content``, "" without one. A table fills it with None in messages of other roles."""
     reasoning = message.get("reasoning_content")
     return reasoning if isinstance(reasoning, str) else ""
-
-
-def split_thinking(text: str) -> tuple[str, str]:
-    """Return what is inside the ``<think>`` blocks of a text, and what is outside.
-
-    A block without an end reaches to the end of the text. A text that closes a block before it opens one begins
-    inside it: some chat templates write the opening tag into the prompt.
-    """
-    thoughts: list[str] = []
-    answer: list[str] = []
-    for inside, piece in _pieces(text):
-        (thoughts if inside else answer).append(piece)
-    return "".join(thoughts), "".join(answer).strip()
-
-
-def _pieces(text: str) -> Iterator[tuple[bool, str]]:
-    first_open, first_close = text.find(_OPEN), text.find(_CLOSE)
-    inside = first_close >= 0 and (first_open < 0 or first_close < first_open)
-    place = 0
-    while place < len(text):
-        tag = _CLOSE if inside else _OPEN
-        found = text.find(tag, place)
-        yield inside, text[place:] if found < 0 else text[place:found]
-        if found < 0:
-            return
-        place, inside = found + len(tag), not inside
 
 
 def cjk_count(text: str) -> int:

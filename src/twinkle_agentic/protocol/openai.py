@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.chat.chat_completion import Choice
 
-__all__ = ["OpenAI", "request_messages"]
+__all__ = ["OpenAI", "request_fields", "request_messages"]
 
 # What a request's message may hold. reasoning_content: servers of reasoning models read it back; others refuse it.
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -51,9 +51,8 @@ class OpenAI(API):
     ) -> ApiMessage | list[ApiMessage]:
         """Return the answer to the trajectory's messages: a list if ``num_samples`` is greater than one.
 
-        ``max_tokens``, ``temperature``, ``top_p``, ``stop`` and ``seed`` are sent as they are, ``repetition_penalty`` p
-        as ``frequency_penalty`` p − 1, ``num_samples`` as ``n``, and ``top_k`` and stops that are token ids in
-        ``extra_body``, because OpenAI has no field for them: a server that does not know them refuses them.
+        :func:`request_fields` says how the parameters are sent. What OpenAI has no field for is sent in ``extra_body``:
+        a server that does not know it refuses it.
         ``logprobs`` and ``prompt_logprobs`` are not asked for, because a message has no place for them. Without
         sampling_params, the server's defaults count. ``options`` (``extra_body``, ``timeout`` …) are passed to
         ``chat.completions.create`` and replace a field of the same name; ``extra_body`` is merged.
@@ -64,8 +63,11 @@ class OpenAI(API):
             request["tools"] = trajectory["tools"]
         if params is not None:
             self._tell_of_logprobs(params)
-            request |= _fields(params)
-        extra = {**request.get("extra_body", {}), **(options.get("extra_body") or {})}
+            fields, extensions = request_fields(params)
+            request |= fields
+        else:
+            extensions = {}
+        extra = {**extensions, **(options.get("extra_body") or {})}
         request |= options
         if extra:
             request["extra_body"] = extra
@@ -85,17 +87,41 @@ class OpenAI(API):
             )
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
-    given = {"max_tokens": params.max_tokens, "seed": params.seed, "stop": params.stop_strings or None}
-    fields |= {name: value for name, value in given.items() if value is not None}
+def request_fields(params: SamplingParams) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two groups of a request's fields: OpenAI's own, and extensions of other servers, with vLLM's names.
+
+    ``num_samples`` is sent as ``n``, and ``repetition_penalty`` p as ``frequency_penalty`` p − 1, so that a request
+    cannot have both. ``top_k``, ``min_p``, ``ignore_eos`` and stops that are token ids are extensions. A parameter
+    without effect is left out, and so are ``logprobs`` and ``prompt_logprobs``.
+    """
+    frequency_penalty = params.frequency_penalty
     if params.repetition_penalty != 1.0:
-        fields["frequency_penalty"] = params.repetition_penalty - 1.0
-    if params.num_samples > 1:
-        fields["n"] = params.num_samples
-    extra = {"top_k": None if params.top_k == -1 else params.top_k, "stop_token_ids": params.stop_token_ids or None}
-    extra = {name: value for name, value in extra.items() if value is not None}
-    return {**fields, "extra_body": extra} if extra else fields
+        if frequency_penalty:
+            raise InvalidInputError(
+                "frequency_penalty", frequency_penalty, "0, because repetition_penalty is sent as frequency_penalty"
+            )
+        frequency_penalty = params.repetition_penalty - 1.0
+    fields = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "max_tokens": params.max_tokens,
+        "seed": params.seed,
+        "stop": params.stop_strings or None,
+        "n": params.num_samples if params.num_samples > 1 else None,
+        "presence_penalty": params.presence_penalty or None,
+        "frequency_penalty": frequency_penalty or None,
+    }
+    extensions = {
+        "top_k": None if params.top_k == -1 else params.top_k,
+        "min_p": params.min_p or None,
+        "ignore_eos": params.ignore_eos or None,
+        "stop_token_ids": params.stop_token_ids or None,
+    }
+    return _without_none(fields), _without_none(extensions)
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def request_messages(trajectory: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

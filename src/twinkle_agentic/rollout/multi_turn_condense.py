@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
+from twinkle_agentic.data_format import condensed_blocks
 from twinkle_agentic.rollout.base import Tools, Trajectory, managers_for
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout, SamplesPrompts
-from twinkle_agentic.tools.extract_condensed import TOOL_NAME, ExtractCondensed, condensed_blocks
+from twinkle_agentic.tools.extract_condensed import TOOL_NAME, ExtractCondensed
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 if TYPE_CHECKING:

@@ -76,8 +76,10 @@ class TinkerSampler:
 
 
 def _refuse_unsupported(params: SamplingParams) -> None:
-    if params.repetition_penalty != 1.0:
-        raise UnsupportedError("repetition_penalty: only 1.0, the tinker SDK has no such parameter")
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "ignore_eos"):
+        default = getattr(SamplingParams, name)
+        if getattr(params, name) != default:
+            raise UnsupportedError(f"{name}: only {default}, the tinker SDK has no such parameter")
     if params.prompt_logprobs is not None:
         raise UnsupportedError("prompt_logprobs: only None; compute_logprobs of the tinker SDK scores prompts")
     if params.logprobs is not None and params.logprobs > 1:

@@ -1,4 +1,4 @@
-"""Tools, which a model can call, and the manager that runs them. They import the library's data formats."""
+"""Tools, which a model can call, and the manager that runs them. They import ``data_format``."""
 
 from twinkle_agentic.tools.base import Tool
 from twinkle_agentic.tools.extract_condensed import ExtractCondensed

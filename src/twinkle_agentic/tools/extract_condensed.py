@@ -4,24 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from twinkle.data_format import Tool as ToolInfo
+from twinkle_agentic.data_format import Chunk, condensed_blocks
 from twinkle_agentic.tools.base import Tool
 
-__all__ = ["TOOL_NAME", "ExtractCondensed", "condensed_blocks"]
+__all__ = ["TOOL_NAME", "ExtractCondensed"]
 
 TOOL_NAME = "extract_condensed"
-
-Chunk = Mapping[str, Any]
-
-
-def condensed_blocks(chunks: Iterable[Chunk]) -> dict[int, Chunk]:
-    """Return the condensed chunks by the number N of their ``<block_N>``: from 1, without those of tools."""
-    return dict(enumerate((chunk for chunk in chunks if _is_block(chunk)), start=1))
-
-
-def _is_block(chunk: Chunk) -> bool:
-    raw = chunk.get("raw") or {}
-    of_a_tool = chunk.get("role") == "tool" or raw.get("kind") == "tool_call"
-    return chunk.get("type", "text") == "text" and bool(raw.get("condensed")) and not of_a_tool
 
 
 class ExtractCondensed(Tool):

@@ -48,7 +48,7 @@ def test_invalid_and_no_assistant():
     assert reason(user(), said(), user(), said(), min_turns=4) is None
 
 
-def test_shape():
+def test_system_messages_come_first_and_the_last_reply_ends_a_row():
     rows = [
         {
             "messages": [

@@ -7,7 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from twinkle.data_format import SamplingParams
-from twinkle.errors import UnsupportedError
 from twinkle_agentic.preprocessor import OpenAIBackend, SamplerBackend
 from twinkle_agentic.preprocessor.scoring.backend import BackendError
 
@@ -72,8 +71,24 @@ def test_chat(server):
         "seed": 1,
     }
     assert model.chat(questions[0]) == "Q0"
-    with pytest.raises(UnsupportedError, match="top_k"):
-        model.chat(questions[0], SamplingParams(top_k=5))
+    model.chat(questions[0], SamplingParams(top_k=5, presence_penalty=0.5, stop=[2]))
+    sent = server.seen[-1][2]
+    assert (sent["top_k"], sent["presence_penalty"], sent["stop_token_ids"]) == (5, 0.5, [2])
+
+
+def test_messages_of_a_table(server):
+    # Arrow fills fields that a message does not have with None, and stores the arguments of calls as objects.
+    call = {"id": None, "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "q", "tool_calls": None, "tool_call_id": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "tool_call_id": None},
+        {"role": "tool", "content": "1", "tool_calls": None, "tool_call_id": None},
+    ]
+    backend(server).chat(messages)
+    first, second, third = server.seen[0][2]["messages"]
+    assert first == {"role": "user", "content": "q"}
+    assert second["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert third["tool_call_id"] == second["tool_calls"][0]["id"]
 
 
 def test_prompt_logprobs(server):

@@ -337,6 +337,9 @@ def test_an_existing_folder_is_never_deleted(tmp_path):
         ScoreFilter(Letters(), Written(), [Wanted("good")], trace_dir=folder)([talk("q", "good", id="a")])
     assert [path.name for path in (tmp_path / "traces.1").iterdir()] == ["ok-a.json"]
     assert [path.name for path in folder.iterdir()] == ["ok-a.json"]
+    (folder / "ok-a.json").rename(folder / "step000001-unjudged-a.json")  # a rollout's trace
+    ScoreFilter(Letters(), Written(), [Wanted("good")], trace_dir=folder)
+    assert [path.name for path in (tmp_path / "traces.2").iterdir()] == ["step000001-unjudged-a.json"]
     (folder / "thesis.tex").write_text("years of work")
     with pytest.raises(InvalidInputError, match=r"traces only; this one has thesis\.tex"):
         ScoreFilter(Letters(), Written(), [Wanted("good")], trace_dir=folder)

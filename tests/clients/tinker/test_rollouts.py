@@ -28,6 +28,7 @@ def test_a_conversation_with_an_environment(service: tinker.ServiceClient) -> No
 
 def test_parameters_that_the_sdk_does_not_have() -> None:
     sampler = TinkerSampler(None, None)
-    for wrong in ({"repetition_penalty": 1.1}, {"prompt_logprobs": 1}, {"logprobs": 5}):
+    penalties = [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+    for wrong in (*penalties, {"min_p": 0.1}, {"ignore_eos": True}, {"prompt_logprobs": 1}, {"logprobs": 5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sampler.sample([], SamplingParams(**wrong))

@@ -53,7 +53,7 @@ def test_variables_that_are_read(name):
     assert any(f'"{name}"' in source.read_text() for source in sources)
 
 
-def test_the_others_are_declared():
+def test_variables_that_are_not_read_are_on_the_page():
     page = (ROOT / "docs" / "compatibility.md").read_text()
     section = page.split("## Library: environment variables")[1].split("\n## ")[0]
     assert not [name for name in DECLARED if name not in section]

@@ -94,7 +94,7 @@ def test_one_process_of_a_launch_wins(monkeypatch, tmp_path):
     assert len(list((tmp_path / "cache" / "claim").iterdir())) == 1  # the old ones are gone
 
 
-def test_everybody_wins_without_a_folder(tmp_path, monkeypatch):
+def test_every_process_may_claim_if_the_folder_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "file"))
     assert try_claim_once("key")

@@ -18,7 +18,7 @@ from twinkle.utils import (
 Pair = namedtuple("Pair", "first second")
 
 
-def test_everything_moves():
+def test_tensors_inside_containers_are_moved():
     data = {"a": [torch.zeros(2), (torch.ones(1), "text")], "b": Pair(torch.ones(1), 3), "c": OrderedDict(d=None)}
     moved = to_device(data, "meta")
     assert moved["a"][0].device.type == moved["a"][1][0].device.type == moved["b"].first.device.type == "meta"

@@ -37,7 +37,7 @@ class MultiLoraTransformersModel(LoraVerbs):
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
     An adapter whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets
     ``max_r`` and ``target_modules``. ``memory_budget_bytes``, ``max_tokens_per_batch`` and ``compiled`` are options of
-    the :class:`Trainer`. ``max_logits_per_request`` limits the numbers of the logits that ``return_logits`` and losses
+    the :class:`Trainer`. ``max_logits_per_request`` limits the logits that ``return_logits`` and losses
     on logits compute. Further keywords are those of ``from_pretrained`` that :func:`read_load_options` knows.
     """
 

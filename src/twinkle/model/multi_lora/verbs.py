@@ -94,7 +94,7 @@ class LoraVerbs(TwinkleModel):
     ) -> None:
         """process_state: whether checkpoints include the tokenizer and the states of random generators.
 
-        It is False where tenants share this process. max_logits: the most numbers of one request's logits.
+        It is False where tenants share this process. max_logits: the most logits that one request may compute.
         """
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer

@@ -285,8 +285,8 @@ class LimitsConfig(Section):
     """Size of one JSON answer that holds results. In Tinker's protocol it is estimated beforehand, and a larger result
     is available as protobuf; a larger answer to a native sampling request is refused."""
     max_logits_per_request: int = Field(default=2**20, ge=1, le=2**26)
-    """Numbers of the logits that one native request computes for `return_logits` or for a loss on logits: tokens times
-    the size of the vocabulary. A sequence of logits must also fit into half of the model's memory for activations."""
+    """Logits that one native request may compute for `return_logits` or for a loss on logits: tokens times the size of
+    the vocabulary. Those of one sequence must also fit into half of the model's memory for activations."""
     sampler_version_retention_seconds: Seconds = _DAY
     """Seconds that an unnamed sampler version is kept after its session has ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY

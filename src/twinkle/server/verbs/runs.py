@@ -71,7 +71,7 @@ class NativeRuns(RunKind):
     ) -> None:
         """Prepare without loading torch. Tenants may load checkpoints of the server and from ``allowed_dirs``.
 
-        ``max_logits``: the most numbers of the logits that one request computes.
+        ``max_logits``: the most logits (tokens times the size of the vocabulary) that one request may compute.
         """
         self.templates = Templates(model)
         self.base_model = BaseModelPasses(model, lambda: self.adapters, compute, tenants)

@@ -9,6 +9,7 @@ import httpx
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError
+from twinkle_agentic.protocol.openai import request_fields, request_messages
 
 __all__ = ["LLMBackend", "OpenAIBackend", "SamplerBackend"]
 
@@ -66,8 +67,9 @@ class OpenAIBackend(LLMBackend):
         return {**vars(self), "_client": None}  # connections stay with their process
 
     def chat_batch(self, batch: Sequence[Messages], sampling_params: SamplingParams | None = None) -> list[str]:
-        options = _openai_options(sampling_params or SamplingParams())
-        bodies = [{"messages": [dict(message) for message in messages], **options} for messages in batch]
+        fields, extensions = request_fields(sampling_params or SamplingParams())
+        options = {**fields, **extensions}
+        bodies = [{"messages": list(request_messages({"messages": messages})), **options} for messages in batch]
         answers = self._post_all("chat/completions", bodies)
         return [str(_at(answer, "choices", 0, "message").get("content") or "") for answer in answers]
 
@@ -155,15 +157,6 @@ class SamplerBackend(LLMBackend):
         if template is None:
             return sequence.decoded or ""
         return str(template.decode(sequence.tokens, skip_special_tokens=True)).strip()
-
-
-def _openai_options(params: SamplingParams) -> dict[str, Any]:
-    """Return the options of a chat request. OpenAI's protocol has no top_k and no repetition_penalty."""
-    if params.top_k != -1 or params.repetition_penalty != 1.0:
-        raise UnsupportedError("top_k and repetition_penalty: OpenAI's protocol has neither")
-    options = {"temperature": params.temperature, "top_p": params.top_p}
-    more = {"max_tokens": params.max_tokens, "seed": params.seed, "stop": params.stop_strings or None}
-    return options | {name: value for name, value in more.items() if value is not None}
 
 
 def _at(answer: Any, *path: str | int) -> Any:
