@@ -137,7 +137,9 @@ def rehearse(name: str, settings: Mapping[str, Any], step: int = 0, scalars: Map
     try:
         optimizer = _made(name, [weight], settings)
         if step > 0:
-            optimizer.state[weight] = _counters(step, scalars or {}, names) | {each: torch.zeros(2, 2) for each in names.rows}
+            optimizer.state[weight] = _counters(step, scalars or {}, names) | {
+                each: torch.zeros(2, 2) for each in names.rows
+            }
         optimizer.step()
         optimizer.step()
     except Exception as error:
