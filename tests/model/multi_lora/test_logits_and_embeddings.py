@@ -224,6 +224,11 @@ def test_limits_and_mistakes_are_named(model, monkeypatch):
             InvalidInputError,
             "return_logits",
         ),
+        (
+            lambda: model.forward_backward(inputs=[{"input_ids": [1, 2]}], adapter_name=A, task="embedding"),
+            InvalidInputError,
+            "labels: got None, allowed: one for each text",
+        ),
     ]:
         with pytest.raises(error, match=text):
             call()
