@@ -121,6 +121,8 @@ class InfonceLoss(Loss):
         self.process_group = process_group
 
     def __call__(self, inputs: Inputs, outputs: Outputs, **_: Any) -> LossOutput:
+        if "labels" not in inputs:
+            raise InvalidInputError("labels", None, "one for each text: 1 at an anchor, 0 at texts of its group")
         embeddings_ND, labels_N = embeddings_of(outputs), inputs["labels"].reshape(-1)
         if len(embeddings_ND) != len(labels_N):
             raise InvalidInputError(

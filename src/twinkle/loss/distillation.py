@@ -110,7 +110,8 @@ class GKDLoss(Loss):
         dtype = compute_dtype(student_CV)
         student_CV, teacher_CV = student_CV.to(dtype), teacher_CV.to(dtype)
         if indices_CK is not None:
-            student_CV = _never_padded(student_CV, int(indices_CK.max()) + 1).gather(-1, indices_CK)
+            known_CK = indices_CK < student_CV.shape[-1]
+            student_CV = student_CV.gather(-1, torch.where(known_CK, indices_CK, 0)).where(known_CK, NEVER)
         else:
             width = max(student_CV.shape[-1], teacher_CV.shape[-1])
             student_CV, teacher_CV = _never_padded(student_CV, width), _never_padded(teacher_CV, width)
@@ -161,8 +162,10 @@ def read_teacher(
         if topk_logprobs is None or topk_indices is None or topk_logprobs.shape != topk_indices.shape:
             shown, allowed = _shape(topk_indices), f"that of teacher_topk_logprobs, {_shape(topk_logprobs)}"
             raise InvalidInputError("teacher_topk_indices", shown, allowed)
-        if topk_indices.is_floating_point():
+        if topk_indices.is_floating_point() or topk_indices.dtype == torch.bool:
             raise InvalidInputError("teacher_topk_indices", str(topk_indices.dtype), "token ids, integers")
+        if topk_indices.numel() and int(topk_indices.min()) < 0:
+            raise InvalidInputError("teacher_topk_indices", int(topk_indices.min()), "token ids ≥ 0")
         return Teacher(topk_logprobs.detach(), topk_indices, "teacher_topk_logprobs")
     if logits is None:
         allowed = "a tensor, unless teacher_topk_logprobs and teacher_topk_indices are given"

@@ -392,6 +392,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no state": (_remove(checkpoint.STATE), r"could not read .*trainer_state\.json"),
     "cut state": (_cut(checkpoint.STATE), r"could not read .*trainer_state\.json"),
+    "deep state": (
+        lambda directory: (directory / checkpoint.STATE).write_text("[" * 100_000),
+        r"could not read .*trainer_state\.json: maximum recursion depth",
+    ),
     "step": (_edit_json(checkpoint.STATE, step=-1), r"trainer_state\.json: step: got -1, allowed: an integer ≥ 0"),
     "format": (_edit_json(checkpoint.STATE, format=2), r"trainer_state\.json: format: got 2, allowed: 1"),
 }

@@ -131,11 +131,16 @@ def test_another_optimizer_starts_from_zero(trainer, adapter):
 
 
 def test_refusals_change_nothing(trainer, adapter, tmp_path: Path):
+    """Some settings only fail in a step, and some only if there is state already: neither leaves a trace."""
+    add_gradient(trainer, adapter)
+    trainer.optimizer_step(adapter, "SGD", {"lr": 0.1, "momentum": 0.9})
     add_gradient(trainer, adapter)
     before = trainer.snapshot(adapter)
     for name, settings, error, text in [
         ("LBFGS", {"lr": 0.1}, UnknownNameError, "SGD"),
-        ("SGD", {"lr": -1.0}, InvalidInputError, "learning rate"),
+        ("SGD", {"lr": -1.0}, InvalidInputError, "settings of SGD: got .*-1.0.*learning rate"),
+        ("SGD", {"lr": 1e300, "momentum": 0.9}, InvalidInputError, "1e\\+300.*overflow"),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": -1e308}, InvalidInputError, "overflow"),
         ("RMSprop", {"lr": 0.1, "momentum": 0.9, "centered": True}, UnsupportedError, "one of them"),
     ]:
         with pytest.raises(error, match=text):

@@ -224,6 +224,11 @@ def test_limits_and_mistakes_are_named(model, monkeypatch):
             InvalidInputError,
             "return_logits",
         ),
+        (
+            lambda: model.forward_backward(inputs=[{"input_ids": [1, 2]}], adapter_name=A, task="embedding"),
+            InvalidInputError,
+            "labels: got None, allowed: one for each text",
+        ),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -241,6 +246,14 @@ def test_limits_and_mistakes_are_named(model, monkeypatch):
     ]:
         with pytest.raises(InvalidInputError, match=text):
             model.forward_backward(inputs=BATCH, adapter_name=A, **arguments)
+    model.forward(inputs=BATCH, adapter_name=A)
+    entries = {"teacher_topk_logprobs": np.zeros((4, 14, 2))}
+    expected = model.calculate_loss(**entries, teacher_topk_indices=np.full((4, 14, 2), VOCABULARY), adapter_name=A)
+    huge = np.full((4, 14, 2), 2**62)  # tokens that the student lacks take no memory, however large they are
+    assert model.calculate_loss(**entries, teacher_topk_indices=huge, adapter_name=A) == expected
+    for indices, text in ((np.full((4, 14, 2), -1), "token ids ≥ 0"), (np.ones((4, 14, 2), bool), "integers")):
+        with pytest.raises(InvalidInputError, match=f"teacher_topk_indices: .*{text}"):
+            model.calculate_loss(**entries, teacher_topk_indices=indices, adapter_name=A)
     with pytest.raises(UnknownNameError, match=r"known: .*teacher_logits"):
         model.forward_backward(inputs=BATCH, adapter_name=A, teacher=1)
     assert gradients(model) == {}

@@ -14,6 +14,7 @@ from tests.support.models.plain_training import LORA, MODEL, PlainLora, assert_c
 from twinkle.errors import (
     AdapterExistsError,
     CapacityError,
+    CheckpointError,
     InvalidInputError,
     NonFiniteError,
     UnknownNameError,
@@ -354,6 +355,9 @@ def test_resume_equals_continue(model, tmp_path, when):
     assert torch.equal(torch.rand(1), drawn)
     assert train(other, "b-1", when, 8) == expected  # bit for bit
     assert_close(other.get_state_dict(adapter_name="b-1"), model.get_state_dict(adapter_name=A), 0.0)
+    (Path(where) / "optimizer.pt").write_text("root:x:0:0:root:/root:/bin/bash\n" * 9)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        other.resume_from_checkpoint(where, adapter_name="b-1")
 
 
 def test_saved_adapters_are_pefts(model, tmp_path):

@@ -15,6 +15,7 @@ from twinkle.server.backends.text_codec import max_characters, text_groups
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import BlobRef, Ending, NativePass, Op, OpRecord, Outcome, digest
+from twinkle.server.verbs import codec
 from twinkle.server.verbs.codec import SentVerb, finite, read_op, succeeded
 from twinkle.server.verbs.features import checked_rows, numbers
 from twinkle.server.verbs.runs import NativeRuns
@@ -52,6 +53,14 @@ def test_what_is_refused_is_shown_in_short():
     with pytest.raises(InvalidInputError) as refusal:
         numbers([0.5] * 1_000_000, "x")
     assert len(str(refusal.value)) < 200
+
+
+def test_logits_are_written_row_by_row():
+    """A thread that writes JSON lets others run only between two pieces."""
+    logits = np.arange(600.0).reshape(30, 20)
+    pieces = list(codec._json({"logits": [logits, logits[:0]]}))
+    assert max(map(len, pieces)) < 200
+    assert json.loads(b"".join(pieces)) == {"logits": [logits.tolist(), []]}
 
 
 RUN = type("Run", (), {"run_id": "r"})

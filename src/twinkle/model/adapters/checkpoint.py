@@ -305,7 +305,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"could not read {path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")

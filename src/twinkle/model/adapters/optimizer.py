@@ -24,6 +24,7 @@ from twinkle.model.types import AdamParams
 
 _PIECE = 512  # numbers of a gradient whose norm is computed in fp32
 _COUNT = "step"  # torch's name for the number of steps
+_SHOWN = 200  # characters of torch's own message
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,10 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
         return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
     names = state_names(name, settings)
     norm = _finite_norm(adapter, gradient_P)
-    factory: Callable[..., Optimizer] = getattr(torch.optim, name)
     weights, gradients = _tensors(adapter, adapter.weights_P, names), _tensors(adapter, gradient_P, names)
-    try:
-        optimizer = factory(weights, **settings)
-    except ValueError as error:  # a schedule has set a value that the constructor refuses, such as a negative rate
-        raise InvalidInputError(f"settings of {name}", dict(settings), str(error)) from error
+    is_first = adapter.step == 0 or adapter.optimizer != name
+    rehearse(name, settings, 0 if is_first else adapter.step, adapter.scalars)  # a schedule may have changed them
+    optimizer = _made(name, weights, settings)
     adapter.begin_state(name)
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
@@ -125,6 +124,38 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
     adapter.drop_gradient()
     adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
+
+
+def rehearse(name: str, settings: Mapping[str, Any], step: int = 0, scalars: Mapping[str, float] | None = None) -> None:
+    """Take two steps on a small matrix, with an adapter's counters. InvalidInputError if torch fails.
+
+    torch refuses some settings only in a step, after it has changed a part of the state, and some in the second step.
+    """
+    names = state_names(name, settings)
+    weight = torch.zeros(2, 2)
+    weight.grad = torch.ones(2, 2)
+    try:
+        optimizer = _made(name, [weight], settings)
+        if step > 0:
+            optimizer.state[weight] = _counters(step, scalars or {}, names) | {
+                each: torch.zeros(2, 2) for each in names.rows
+            }
+        optimizer.step()
+        optimizer.step()
+    except Exception as error:
+        allowed = f"values that torch can compute with; it says: {str(error)[:_SHOWN]}"
+        raise InvalidInputError(f"settings of {name}", dict(settings), allowed) from error
+
+
+def _made(name: str, weights: list[Tensor], settings: Mapping[str, Any]) -> Optimizer:
+    factory: Callable[..., Optimizer] = getattr(torch.optim, name)
+    return factory(weights, **settings)
+
+
+def _counters(step: int, scalars: Mapping[str, float], names: StateNames) -> dict[str, Tensor]:
+    """Return the part of an optimizer's state that consists of single numbers."""
+    counted = {_COUNT: torch.tensor(float(step))} if names.counted else {}
+    return counted | {each: torch.tensor(scalars[each]) for each in names.scalars}
 
 
 def _tensors(adapter: Adapter, row_P: Tensor, names: StateNames) -> list[Tensor]:
@@ -144,10 +175,8 @@ def _state_rows(adapter: Adapter, names: StateNames) -> list[tuple[str, list[Ten
 
 def _give_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:
     for place, weight in enumerate(weights):
-        state: dict[str, Tensor] = {name: tensors[place] for name, tensors in _state_rows(adapter, names)}
-        if names.counted:
-            state[_COUNT] = torch.tensor(float(adapter.step))
-        optimizer.state[weight] = state | {name: torch.tensor(adapter.scalars[name]) for name in names.scalars}
+        rows = {name: tensors[place] for name, tensors in _state_rows(adapter, names)}
+        optimizer.state[weight] = _counters(adapter.step, adapter.scalars, names) | rows
 
 
 def _take_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:

@@ -73,11 +73,15 @@ def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
     """Check lr, weight_decay, eps and betas. torch does not check them when they are set on an existing optimizer."""
     for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         value = settings[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        if not is_number(value) or not 0 <= value <= sys.float_info.max:
             raise InvalidInputError(f"{prefix}{name}", value, "a number ≥ 0")
     betas = settings.get("betas", (0.9, 0.999))
-    if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
         raise InvalidInputError(f"{prefix}betas", betas, "two numbers from 0 to below 1")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) -> None:

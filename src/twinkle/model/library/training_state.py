@@ -11,7 +11,6 @@ The .pt files hold only tensors and plain values. They are read with ``weights_o
 """
 
 import logging
-import pickle
 import random
 import shutil
 from collections.abc import Sequence
@@ -184,8 +183,8 @@ def _load_optimizer(optimizer: Optimizer, path: Path) -> None:
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"could not read {path}: {error}") from error
+    except Exception as error:  # it takes the bytes of another kind of file for instructions, and may fail in any way
+        raise CheckpointError(f"could not read {path}: {type(error).__name__}: {error}") from error
 
 
 def _rng_state() -> dict[str, Any]:

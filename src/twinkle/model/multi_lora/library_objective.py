@@ -157,8 +157,6 @@ class TopkTeacher:
             return None
         logprobs, indices = given.for_batch(len(batch.lengths), max(batch.lengths))
         assert indices is not None
-        if indices.numel() and int(indices.min()) < 0:
-            raise InvalidInputError("teacher_topk_indices", int(indices.min()), "token ids ≥ 0")
         known = indices < vocab_size
         return cls(logprobs.float(), torch.where(known, indices, 0), known)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters import optimizer as row_optimizers
-from twinkle.model.library.parameter_groups import check_settings
+from twinkle.model.library.parameter_groups import check_settings, is_number
 from twinkle.model.types import AdamParams
 
 # Adam adds weight decay to the gradient, AdamW does not; the Trainer implements both with the same state.
@@ -59,10 +59,11 @@ def build_lora_optimizer(
     if options.get("fused") and options.get("foreach"):
         raise InvalidInputError("fused", True, "False with foreach: they exclude each other")
     settings = {"lr": lr, "weight_decay": weight_decay, **options}
+    _check_types(chosen, settings)
+    _check_numbers(settings)
     factory: Callable[..., Optimizer] = chosen
     if chosen.__name__ in row_optimizers.OPTIMIZERS:
-        _check_for_rows(chosen.__name__, settings)
-        _try_step(factory, settings)
+        row_optimizers.rehearse(chosen.__name__, settings)
     return factory([nn.Parameter(torch.zeros(1, 1))], **settings)  # a matrix, because Muon takes nothing else
 
 
@@ -74,7 +75,7 @@ def take_step(trainer: SteppingTrainer, adapter_id: str, optimizer: Optimizer) -
         trainer.optim_step(adapter_id, params, decoupled=decoupled)
         return
     settings = settings_of(optimizer)
-    _check_for_rows(name, settings)  # a schedule may have changed them
+    _check_numbers(settings)  # a schedule may have changed them
     trainer.optimizer_step(adapter_id, name, settings)
 
 
@@ -103,19 +104,27 @@ def adam_params(optimizer: Optimizer) -> tuple[AdamParams, bool]:
     return params, isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
 
 
-def _try_step(factory: Callable[..., Optimizer], settings: Mapping[str, Any]) -> None:
-    """Take a step on a small matrix: constructors accept some values, such as Muon's, that only a step refuses."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.ones(2, 2)
-    factory([weight], **settings).step()
+def _check_types(chosen: type[Optimizer], settings: Mapping[str, Any]) -> None:
+    """Check that settings have the types of the constructor's defaults: torch takes any value that is true as True."""
+    for name, parameter in inspect.signature(chosen).parameters.items():
+        if name not in settings or name in _REFUSED:
+            continue
+        value, default = settings[name], parameter.default
+        if isinstance(default, bool) or name in _WITHOUT_EFFECT:
+            if not isinstance(value, bool) and not (name in _WITHOUT_EFFECT and value is None):
+                raise InvalidInputError(name, value, "True or False")
+        elif isinstance(default, tuple):
+            if not isinstance(value, list | tuple) or len(value) != len(default) or not all(map(is_number, value)):
+                raise InvalidInputError(name, value, f"{len(default)} numbers")
+        elif default is not None and not is_number(value):
+            raise InvalidInputError(name, value, "a number")
 
 
-def _check_for_rows(name: str, settings: Mapping[str, Any]) -> None:
+def _check_numbers(settings: Mapping[str, Any]) -> None:
     """Check what torch does not: numbers that are not finite, and an ``eps`` of 0.
 
     An adapter's row has zeros that are not weights (the padding of its rank). Without ``eps`` they would become NaN.
     """
-    row_optimizers.state_names(name, settings)
     for field, value in settings.items():
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, int | float) and not math.isfinite(number):

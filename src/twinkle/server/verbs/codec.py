@@ -172,6 +172,8 @@ def _json(value: object) -> Iterator[bytes]:
             yield json.dumps(str(key)).encode() + b":"
             yield from _json(each)
         yield b"}" if value else b"{}"
+    elif isinstance(value, np.ndarray) and value.ndim > 1:  # logits: row by row
+        yield from _json(list(value))
     elif isinstance(value, list | tuple) and any(isinstance(each, np.ndarray) for each in value):
         for number, each in enumerate(value):
             yield b"," * (number > 0) or b"["

@@ -4,13 +4,14 @@ The library's verbs need torch, so they are loaded when a native request first n
 """
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UserError
 from twinkle.model.types import MAX_LOGITS, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
@@ -176,7 +177,7 @@ class NativeRuns(RunKind):
         return await self._load(op, run, op.payload, checkpoints)
 
     async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: CheckpointFiles) -> Outcome:
-        save_dir = self._save_dir(run, save)
+        save_dir = await checkpoints.threads.in_thread(run.tenant_id, partial(self._save_dir, run, save))
         path = await self._compute.run(partial(self._path, op, save))
         if path is None:
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
@@ -187,7 +188,7 @@ class NativeRuns(RunKind):
         if save.sampler:
             await _delete_older(run, series[_SERIES], checkpoints)
         if save_dir is not None:
-            await _copy_out(record, save_dir, checkpoints)
+            await _copy_out(record, path, save_dir, checkpoints, required=save.ttl_seconds is None)
         return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
 
     def _save_dir(self, run: RunRecord, save: NativeSave) -> Path | None:
@@ -243,10 +244,25 @@ async def _delete_older(run: RunRecord, series: str, checkpoints: CheckpointFile
         await delete_checkpoint(checkpoints.store, checkpoints.files, checkpoints.threads, old, "checkpoint_replace")
 
 
-async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: CheckpointFiles) -> None:
+async def _copy_out(
+    record: CheckpointRecord, path: CheckpointPath, save_dir: Path, checkpoints: CheckpointFiles, *, required: bool
+) -> None:
+    """Copy a checkpoint into a run's ``save_dir``. If that fails, raise UserError, or log it where not ``required``."""
     target = save_dir / directory_name(record.run_id) / record.kind / record.name
-    copy = partial(copy_whole, checkpoints.files.root / record.directory, target, private=False)
-    await checkpoints.threads.in_thread(record.tenant_id, copy)
+
+    def copy() -> None:
+        if os.path.realpath(target.parent) != str(target.parent):  # made by somebody else, and it may lead anywhere
+            raise NotADirectoryError(f"{target.parent.relative_to(save_dir)} has a symbolic link")
+        copy_whole(checkpoints.files.root / record.directory, target, private=False)
+
+    try:
+        await checkpoints.threads.in_thread(record.tenant_id, copy)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        said = f"save_dir: {path.native} is saved, but could not be copied into {str(save_dir)!r}: {reason}"
+        if required:
+            raise UserError(said) from error
+        logger.warning("%s", said)
 
 
 # --- measurements; inside a window of accumulated gradients verbs have no effect, and are not measured --------------

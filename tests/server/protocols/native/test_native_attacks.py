@@ -163,6 +163,22 @@ def test_optimizers_that_cannot_be(native, options):
     native.refusal("set_optimizer", adapter_name="a", optimizer_cls="AdamW", **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("SGD", {"momentum": 0.9, "dampening": "x"}, "dampening: got 'x', allowed: a number"),
+        ("SGD", {"momentum": 0.9, "nesterov": "no"}, "nesterov: got 'no', allowed: True or False"),
+        ("SGD", {"momentum": 0.9, "dampening": -1e308}, "settings of SGD: got {"),  # fails in the second step only
+        ("AdamW", {"betas": ["a", "b"]}, "betas: got ['a', 'b'], allowed: two numbers"),
+        ("AdamW", {"eps": 0}, "eps: got 0, allowed: a number > 0"),
+        ("Muon", {"ns_coefficients": [1, 2]}, "ns_coefficients: got [1, 2], allowed: 3 numbers"),
+    ],
+)
+def test_settings_of_optimizers_are_refused_by_name(native, name, options, said):
+    native.add_adapter("a")
+    assert said in native.refusal("set_optimizer", adapter_name="a", optimizer_cls=name, **options)
+
+
 # --- limits of one tenant ---------------------------------------------------------------------------------------------
 
 

@@ -279,6 +279,7 @@ def test_directories_that_the_owner_allows(own_server, tmp_path):
     (shared / "out").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (shared / "link").symlink_to(tmp_path / "outside")
+    (shared / "circle").symlink_to(shared / "circle")
     server = own_server(mock_config(allowed_dirs=[str(shared)]))
     native = NativeTenant(server.url, "tml-dirs", MODEL)
     run = set_up(native, save_dir=str(shared / "out"))
@@ -299,6 +300,8 @@ def test_directories_that_the_owner_allows(own_server, tmp_path):
         (Path("relative"), "allowed_dirs"),
         (tmp_path / "outside", "allowed_dirs"),
         (shared / "nothing", "a directory that exists on the server"),
+        (shared / ("x" * 10_000), "a directory that exists on the server"),
+        (shared / "circle", "allowed_dirs"),
         (copied / "trainer_state.json", "run's own folder"),
         (folder, "run's own folder"),
     ]:
@@ -307,10 +310,17 @@ def test_directories_that_the_owner_allows(own_server, tmp_path):
         refusal = other.refusal("add_adapter_to_model", adapter_name="c", config=config, save_dir=str(wrong))
         assert said in refusal
         assert "save_dir" in refusal
-    for wrong in (shared / "link", shared / ".." / "outside", Path("relative")):
+    for wrong in (shared / "link", shared / ".." / "outside", Path("relative"), shared / "circle"):
         assert "allowed_dirs" in native.refusal("load", adapter_name="a", name=str(wrong))
     missing = native.refusal("load", adapter_name="a", name=str(shared / "nothing"))
     assert "nothing" in missing
+    (shared / "out" / run).rename(shared / "moved-run")
+    (shared / "out" / run).write_text("a file where the run's folder was")
+    refusal = native.refusal("save", adapter_name="a", name="y")
+    assert f"save_dir: twinkle://{run}/weights/y is saved, but could not be copied" in refusal
+    (shared / "out" / run).unlink()
+    (shared / "out" / run).symlink_to(tmp_path / "outside")
+    assert "symbolic link" in native.refusal("save", adapter_name="a", name="y")
     (shared / "out").rename(shared / "moved")
     (shared / "out").symlink_to(tmp_path / "outside")  # a link that appears later leads nowhere else either
     assert "save_dir" in native.refusal("save", adapter_name="a", name="y")

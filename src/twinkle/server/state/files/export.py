@@ -26,7 +26,10 @@ def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
     """
     path = Path(text)
     if path.is_absolute() and "\x00" not in text:
-        resolved = path.resolve()
+        try:
+            resolved = path.resolve()
+        except (OSError, RuntimeError):  # symbolic links in a circle
+            resolved = Path()
         if any(resolved.is_relative_to(directory.resolve()) for directory in allowed):
             return resolved
     where = "an absolute path in one of the server's allowed_dirs" if allowed else "nothing: allowed_dirs is empty"
@@ -42,7 +45,11 @@ def existing_dir(field: str, text: str, allowed: Sequence[Path]) -> Path:
     inside = next(path.relative_to(each.resolve()) for each in allowed if path.is_relative_to(each.resolve()))
     if any(is_native_run(part) or is_native_run(part.rstrip("+")) for part in inside.parts):
         raise InvalidInputError(field, text, "a directory that is not part of a run's own folder")
-    if not path.is_dir():
+    try:
+        exists = path.is_dir()
+    except OSError:  # the name is too long
+        exists = False
+    if not exists:
         raise InvalidInputError(field, text, "a directory that exists on the server")
     return path
 
