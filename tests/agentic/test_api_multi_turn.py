@@ -6,6 +6,8 @@ import threading
 import pytest
 
 from twinkle.data_format import SamplingParams
+from twinkle.errors import InvalidInputError
+from twinkle.utils.logger import get_logger
 from twinkle_agentic.rollout import APIMultiTurnRollout
 from twinkle_agentic.rollout.api_multi_turn import APIMultiTurnRollout as SameRollout
 from twinkle_agentic.tools import Tool, ToolManager
@@ -106,6 +108,24 @@ def test_how_conversations_end():
     assert rows[3]["error"] == "ConnectionError: gone"
     assert [message["role"] for message in rows[3]["messages"]] == ["user", "assistant", "tool"]
     assert [each["error"] is None for each in rows] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("answer", [None, "text", [says("one of several")]])
+def test_an_api_that_returns_no_message(answer):
+    (done,) = APIMultiTurnRollout(lambda trajectory, params: answer, TOOLS)([row("a")])
+    assert "allowed: a function that returns one message" in done["error"]
+
+
+def test_traces_that_cannot_be_written_lose_no_trajectory(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    api = Scripted(a=[says("x")], b=[says("y")])
+    rollout = APIMultiTurnRollout(api, TOOLS, trace_dir=tmp_path / "traces")
+    rows = rollout([row("a", extra={("no", "JSON"): 1}), row("b")])
+    assert [each["stop_reason"] for each in rows] == ["stop", "stop"]
+    assert "could not be written; the trajectories are complete" in caplog.text
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match=r"trace_dir: got '.*file', allowed: a folder that can be made"):
+        APIMultiTurnRollout(api, TOOLS, trace_dir=tmp_path / "file")
 
 
 def test_trajectories_have_threads():

@@ -64,7 +64,7 @@ def test_a_shell_reads_every_text_as_it_is(shell, template, before, after):
 
 def test_a_text_does_not_change_the_words_around_it(shell):
     assert shell("A=1; AB=2; " + CommandTemplate("printf '%s' $A{x}").fill({"x": "B"})) == "1B"
-    assert shell(CommandTemplate("{x} true || printf no").fill({"x": "PATH=x"})) == "no"  # no assignment: a command
+    assert shell(CommandTemplate("./{x} true || printf no").fill({"x": "PATH=x"})) == "no"  # no assignment: a command
 
 
 def test_several_arguments_and_formats(shell):
@@ -93,6 +93,28 @@ def test_several_arguments_and_formats(shell):
         "/bin/sh -e -c '{x}'",
         "bash -lc {x}",
         "export A={x}",
+        "echo $[ {x} + 1 ]",
+        "sh '-c' {x}",
+        "'sh' -c {x}",
+        "$SHELL -c {x}",
+        "bash \\\n-x \\\n-c {x}",
+        "echo {x} | bash",
+        "echo {x} | sudo /bin/sh -s",
+        "bash <(echo {x})",
+        "\\eval {x}",
+        "e''val {x}",
+        "env -S {x}",
+        "trap {x} EXIT",
+        "ssh host ls {x}",
+        "printf -v {x} a",
+        "printf {x} {y} a",  # the first may be -v, and the second a subscript with a command
+        "read {x} < names",
+        "test -v {x}",
+        "[ {x} {y} ]",
+        "{x} {y}",  # 'eval' is a command, with and without quotes
+        "ls && '{x}' {y}",
+        "if ! A=1 {x} {y}; then ls; fi",
+        "A={x}; $A {y}",
         "echo \\{x}",
         "echo '{x}",
         "echo {}",
@@ -105,6 +127,24 @@ def test_several_arguments_and_formats(shell):
 def test_templates_that_a_shell_could_read_otherwise(template):
     with pytest.raises(InvalidInputError, match="command_template"):
         CommandTemplate(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "bash run.sh {x}",
+        "./run.sh {x} && $HOME/bin/tool {y}",
+        'while read line; do grep -c -- {x} "$line"; done < names',
+        "[ {x} = {y} ] && [ -n {x} ]",
+        "git log --grep={x} | grep -v bash",
+        "cat {x} | sort | tee out.sh",
+        "env A={x} python3 tool.py {y}",
+        "PATTERN={x} ./search {y}",
+        "find . -name {x} -exec wc -l {{}} +",
+    ],
+)
+def test_ordinary_templates_are_allowed(template):
+    CommandTemplate(template)
 
 
 def test_arguments_that_cannot_be_used():

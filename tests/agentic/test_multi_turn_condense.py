@@ -9,6 +9,8 @@ from tests.support.texts.conversations import save_tokenizer
 from tests.support.texts.layouts import QWEN3_SOURCE
 from twinkle.data_format import SampledSequence, SampleResponse
 from twinkle.template import Qwen3Template
+from twinkle_agentic.chunker import NativeChunker
+from twinkle_agentic.condenser import ModelCondenser
 from twinkle_agentic.rollout import MultiTurnCondenseRollout
 from twinkle_agentic.rollout.multi_turn_condense import MultiTurnCondenseRollout as SameRollout
 from twinkle_agentic.tools import ExtractCondensed, ToolManager
@@ -132,20 +134,69 @@ def test_a_callback_changes_the_condensed_trajectory(template):
     assert find.names() == []  # the manager that was given is not changed
 
 
-def test_with_the_chunker_and_the_chunks_of_this_package(template):
-    chunker = pytest.importorskip("twinkle_agentic.chunker", reason="the package has no chunkers")
-    data_format = pytest.importorskip("twinkle_agentic.data_format")
+class Shortener:
+    """A sampler for ModelCondenser: it answers with the first sentence of the passage, and keeps the prompts."""
 
-    class Condenser(FirstWord):
-        def __call__(self, conversations):
-            return [data_format.Chunks(list(pieces.chunks)) for pieces in super().__call__(conversations)]
+    def __init__(self):
+        self.prompts = []
 
+    def sample(self, inputs, sampling_params=None, **options):
+        self.prompts += [each["messages"][-1]["content"] for each in inputs]
+        return [self._answer(each["messages"][-1]["content"]) for each in inputs]
+
+    def _answer(self, prompt):
+        passage = prompt[prompt.index("Passage ") :]
+        return SampleResponse([SampledSequence("stop", [1], None, f"<think>hm</think>{passage.split('.')[0]}.", None)])
+
+
+def passages(*numbers):
+    return "".join(f"Passage {n}: it is about {n}. {f'Detail {n} is long. ' * 20}\n\n" for n in numbers)
+
+
+def test_with_this_packages_chunker_and_a_model_as_condenser(template, tmp_path):
+    """Blocks have the numbers that the prompt shows, and the tool gives back exactly the text that was condensed."""
+    shortener = Shortener()
+    chunker = NativeChunker(chunk_size=600, passage_boundary_re=r"^(?:Passage \d+:|Question)")
     rollout = MultiTurnCondenseRollout(
-        Sampler(template, EXTRACT, "ok"), template, None, chunker.NativeChunker(chunk_size=30), Condenser()
+        Sampler(template, EXTRACT.replace("1}", "2}"), EXTRACT.replace("1}", "9}"), "ok"),
+        template,
+        ToolManager({}),
+        chunker,
+        ModelCondenser(shortener, min_budget_chars=10),
+        trace_dir=tmp_path,
     )
-    (done,) = rollout([row(LONG, "a")])
-    assert done["messages"][0]["content"].startswith("<block_1>Winter</block_1>\n\n")
-    assert done["messages"][2]["content"].strip() == "Winter is cold in the north."
+    text = f"{passages(1, 2)}Question: which?"
+    done = rollout([row(text, "a"), row(passages(3), "b"), row(text, "c")])
+    assert len(shortener.prompts) == 3  # equal conversations are condensed once
+    first, second, third = done
+    assert first["messages"][0]["content"] == (
+        "<block_1>Passage 1: it is about 1.</block_1>\n\n<block_2>Passage 2: it is about 2.</block_2>\n\n"
+        "Question: which?"
+    )
+    assert first["messages"][2]["content"] == passages(2)
+    assert first["messages"][4]["content"] == "Error: there is no block 9; available: 1, 2"
+    assert second["messages"][2]["content"] == "Error: there is no block 2; available: 1"
+    assert third["messages"][2]["content"] == passages(2)  # each conversation has its own tool
+    assert [len(each["input_ids"]) == len(each["labels"]) for each in done] == [True] * 3
+    trace = json.loads((tmp_path / "unjudged-a.json").read_text())
+    assert trace["blocks"]["block_2"] == {"original": passages(2), "compressed": "Passage 2: it is about 2."}
+    assert trace["passages"] == {"passage_1": {"content": "Question: which?"}}
+
+
+def test_a_system_prompt_and_earlier_turns_stay_when_texts_are_condensed(template):
+    rollout = MultiTurnCondenseRollout(
+        Sampler(template, "unused", "ok"), template, None, NativeChunker(chunk_size=600), ModelCondenser(Shortener())
+    )
+    before = [{"role": "assistant", "content": "It says so."}, {"role": "user", "content": "Sure?"}]
+    given = [{"role": "system", "content": "s" * 300}, {"role": "user", "content": passages(1)}, *before]
+    (done,) = rollout([{"messages": given, "user_data": [("id", "a")]}])
+    assert [message["content"] for message in done["messages"]] == [
+        "s" * 300,
+        "<block_1>Passage 1: it is about 1.</block_1>",
+        "It says so.",
+        "Sure?",
+        "ok",
+    ]
 
 
 def test_mistakes(template):

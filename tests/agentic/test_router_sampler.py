@@ -185,6 +185,13 @@ def test_a_router_is_used_like_its_sampler(endpoint):
         ({"method": "margin"}, UnknownNameError, "unknown method 'margin'; known: entropy, logp"),
         ({"top_k_logprobs": 1}, InvalidInputError, "top_k_logprobs: got 1"),
         ({"fallback_endpoint": "localhost:1"}, InvalidInputError, "fallback_endpoint: got 'localhost:1'"),
+        ({"fallback_endpoint": "http://host:port"}, InvalidInputError, "fallback_endpoint: .*Invalid port"),
+        ({"fallback_endpoint": None}, InvalidInputError, "fallback_endpoint: got None"),
+        (
+            {"fallback_api_key": "clé"},
+            InvalidInputError,
+            "fallback_api_key: got .*a secret.*, allowed: a text of ASCII",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):

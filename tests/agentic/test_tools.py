@@ -84,6 +84,18 @@ def test_the_model_is_told_of_mistakes(call, text):
     assert ToolManager([Adder()])(call).startswith(text)
 
 
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_ends_no_conversation():
+    def fails(tool_name, arguments):
+        raise UnspeakableError
+
+    assert ToolManager({"add": fails})(called("add", {})) == "Error: tool 'add' raised UnspeakableError"
+
+
 def test_a_manager_without_tools_says_so():
     assert ToolManager()(called("add", {})) == "Error: unknown tool 'add'; available: (none)"
 
@@ -94,6 +106,8 @@ def test_what_is_no_tool():
     for wrong in ([len], {"x": 3}, 3, "add", {Adder()}):
         with pytest.raises(TypeError, match="tool"):
             ToolManager(wrong)
+    with pytest.raises(TypeError, match="got the class Adder, allowed: an object of it"):
+        ToolManager([Adder])
 
 
 # --- the originals of condensed texts ---------------------------------------------------------------------------------

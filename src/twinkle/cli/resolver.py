@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from twinkle.cli.args import Args
 from twinkle.cli.fields import ConfigRegistry, ValueCaster, normalized
 from twinkle.cli.sources import CLISource, DotEnvSource, EnvVarSource, YamlSource
+from twinkle.errors import InvalidInputError
 from twinkle.utils.logger import get_logger
 
 __all__ = ["CLI", "ConfigResolver"]
@@ -70,6 +71,8 @@ class CLI:
         resolver = ConfigResolver(args)
         said = CLISource(argv).load()
         yaml_file = said.pop("config", config_file)
+        if isinstance(yaml_file, bool):
+            raise InvalidInputError("config", yaml_file, "--config followed by the path of a YAML file")
         known = resolver.registry
         dot_env = {key: value for key, value in DotEnvSource(env_file).load().items() if known.resolve(key) is not None}
         resolver.apply(dot_env)

@@ -70,7 +70,13 @@ class YamlSource(ConfigSource):
             from omegaconf import OmegaConf
         except ImportError as error:
             raise missing("omegaconf", "a YAML file of options") from error
-        content = OmegaConf.to_container(OmegaConf.load(self._path), resolve=True)
+        from omegaconf.errors import OmegaConfBaseException
+        from yaml import YAMLError
+
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(self._path), resolve=True)
+        except (YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+            raise InvalidInputError("config", str(self._path), f"a YAML file ({error})") from error
         if not isinstance(content, dict):
             raise InvalidInputError("config", str(self._path), "a YAML file with a mapping at its top")
         return dict(self._flat(content, ""))

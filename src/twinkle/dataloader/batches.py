@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from twinkle.dataloader.draw import EpochOrder, RowDraw, SamplerOrder, tell_epoch
+from twinkle.dataloader.draw import EpochOrder, RowDraw, SamplerOrder, begin_epoch
 from twinkle.dataloader.mesh import WHOLE, DataMesh
 
 __all__ = ["BatchPlan", "DeviceMeshSampler", "GivenBatches", "cut"]
@@ -127,16 +127,19 @@ class GivenBatches:
         self._min_batch_size = min_batch_size
         self._read: list[list[int]] | None = None  # the batches of an epoch that has not begun, and its number
         self._read_epoch = 0
+        self._begun = 0  # epochs that were read
         self._rows: int | None = None
+        self._batches = 0
         self.position = 0
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self._epoch())
+        return self._batches if self.rows_per_epoch else 0
 
     @property
     def rows_per_epoch(self) -> int:
-        if self._rows is None:
+        if self._rows is None:  # counted once: some samplers have another order each time they are read
+            self._batches = len(self._epoch())
             self._rows = sum(map(len, self._epoch()))
         return self._rows
 
@@ -168,7 +171,7 @@ class GivenBatches:
         """Return the batches of the epoch of :attr:`position`."""
         epoch = self.position // self._rows if self._rows else 0
         if self._read is None or self._read_epoch != epoch:
-            tell_epoch(self._sampler, epoch)
+            self._begun = begin_epoch(self._sampler, epoch, self._begun)
             self._read, self._read_epoch = [], epoch
             for batch in self._sampler:
                 if len(batch) < self._min_batch_size:

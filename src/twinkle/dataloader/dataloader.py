@@ -35,9 +35,10 @@ class DataLoader:
     a seed: its initial one is used.
 
     ``sampler`` gives the numbers of an epoch's rows in order, ``batch_sampler`` the rows of each batch (then
-    ``batch_size`` has no effect). Before an epoch their ``set_epoch`` is called, if they have one. In all processes
-    they must yield the same numbers, and when a run is resumed the same as before. ``worker_init_fn`` is called in each
-    worker process after its random generators are seeded.
+    ``batch_size`` has no effect). Before an epoch their ``set_epoch`` is called, if they have one; otherwise a resumed
+    run reads over the numbers of earlier epochs. In all processes they must yield the same numbers, and when a run is
+    resumed the same as before: give a RandomSampler of torch a generator with a seed. ``worker_init_fn`` is called in
+    each worker process after its random generators are seeded.
 
     The state is the number of rows consumed over all epochs. A loop that was left early and is started again continues
     with the next epoch; the rest of the previous epoch counts as consumed, except that of a stream.
@@ -268,6 +269,8 @@ class DataLoader:
 def _chosen_seed(seed: int | None, generator: "torch.Generator | None") -> int:
     if generator is None:
         return current_seed() if seed is None else seed
+    if not hasattr(generator, "initial_seed"):
+        raise InvalidInputError("generator", generator, "a torch.Generator, or None")
     if seed is not None:
         raise InvalidInputError("seed", seed, "None beside a generator, whose initial seed is used")
     return generator.initial_seed()

@@ -4,6 +4,7 @@ Everything depends only on the seed, the epoch and the position. A run that is r
 therefore draws the same rows as a run without an interruption, without knowing what happened before.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +14,7 @@ import numpy as np
 
 from twinkle.errors import DataError, InvalidInputError
 
-__all__ = ["EpochOrder", "RetrySampler", "RowDraw", "SamplerOrder", "Table", "fetch", "tell_epoch"]
+__all__ = ["EpochOrder", "RetrySampler", "RowDraw", "SamplerOrder", "Table", "begin_epoch", "fetch"]
 
 
 class Table(Protocol):
@@ -56,12 +57,13 @@ class EpochOrder:
 class SamplerOrder:
     """The order of a sampler of the user's. Its length is the number of rows of an epoch.
 
-    ``set_epoch``, which samplers of torch for several processes have, is called before each epoch.
+    :func:`begin_epoch` prepares it for each epoch.
     """
 
     def __init__(self, sampler: Iterable[int], seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
+        self._begun = 0
 
     def __len__(self) -> int:
         assert isinstance(self._sampler, Sized)
@@ -69,7 +71,7 @@ class SamplerOrder:
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[RowDraw]:
         """Yield the draws of an epoch from position ``start`` on; raise if the sampler ends before its length."""
-        tell_epoch(self._sampler, epoch)
+        self._begun = begin_epoch(self._sampler, epoch, self._begun, len(self))
         given = 0
         for position, index in enumerate(islice(self._sampler, len(self))):
             given += 1
@@ -79,11 +81,20 @@ class SamplerOrder:
             raise DataError(f"sampler: it gave {given} row numbers, and its length is {len(self)}")
 
 
-def tell_epoch(sampler: object, epoch: int) -> None:
-    """Call the sampler's ``set_epoch``, if it has one."""
+def begin_epoch(sampler: Iterable[Any], epoch: int, begun: int, length: int | None = None) -> int:
+    """Prepare a sampler of the user's for an epoch. Return how many epochs have begun then; ``begun``: until now.
+
+    Samplers of torch for several processes have ``set_epoch``. Others, such as a RandomSampler with a generator, have
+    another order each time they are read. So when a run is resumed, the orders of the earlier epochs are read first;
+    ``length`` is how much of the sampler an epoch reads.
+    """
     set_epoch = getattr(sampler, "set_epoch", None)
     if set_epoch is not None:
         set_epoch(epoch)
+    elif not isinstance(sampler, list | tuple | range):
+        for _ in range(begun, epoch):
+            deque(islice(sampler, length), maxlen=0)
+    return max(begun, epoch) + 1
 
 
 def fetch(table: Table, draw: RowDraw, max_retries: int) -> Any:

@@ -17,20 +17,36 @@ __all__ = ["CommandTemplate"]
 _FORMATTER = Formatter()
 # Where a shell would read a quoted value as code after all, or where the quotes around a placeholder cannot be told.
 # A NUL character stands for a placeholder. A line break in a value would end a comment, and the rest would be code.
-_START = r"(?:^|[\s;&|()])"
 _REFUSED = {
     "a command substitution: $( or `": re.compile(r"\$\(|`"),
     "a here-document: <<": re.compile(r"<<"),
-    "an arithmetic expression or condition: (( or [[": re.compile(r"\(\(|\[\["),
+    "an arithmetic expression or condition: ((, [[ or $[": re.compile(r"\(\(|\[\[|\$\["),
     "a placeholder in a subscript: name[{…}]": re.compile(r"\w\[[^\]]*\0"),
     "$ before a quote or a placeholder": re.compile(r"\$['\"\0]"),
     "a parameter expansion other than ${NAME}": re.compile(r"\$\{(?!\w+\})"),
-    "a comment: #": re.compile(rf"{_START}#"),
-    "a shell that reads code from its argument: sh -c": re.compile(
-        rf"{_START}(?:\S*/)?(?:ba|da|k|z)?sh\s(?:.*\s)?-\w*c"
+    "a comment: #": re.compile(r"(?:^|[\s;&|()<>])#"),
+}
+
+# Commands that read code from their arguments or their input. They are looked for in the text without quotes and
+# backslashes (see _words), because 'eval' and \eval are eval.
+_START = r"(?:^|[\s;&|()])"
+_SHELL = r"(?:\S*/)?(?:(?:a|ba|c|da|fi|k|mk|rba|tc|z)?sh|\$SHELL|\$\{SHELL\})(?![\w./-])"
+# Words before which there is no other command: a word behind them is the name of a program or built-in command.
+_RUNNERS = r"(?:builtin|command|coproc|do|elif|else|env|exec|if|nice|nohup|sudo|then|time|until|while|xargs|!|\{)"
+_COMMAND = rf"(?:^|[;&|(\n])\s*(?:(?:{_RUNNERS}|\w+=\S*)\s+)*"
+_REFUSED_COMMANDS = {
+    "a placeholder or variable as the name of a command": re.compile(rf"{_COMMAND}(?:\0|\$\w+\s|\$\{{\w+\}}\s)"),
+    "a shell that reads code from its argument: sh -c": re.compile(rf"{_START}{_SHELL}\s(?:.*\s)?-\w*c"),
+    "a shell that reads code from a command: | sh": re.compile(
+        rf"\|&?\s*(?:(?:{_RUNNERS}|\w+=\S*)\s+)*{_SHELL}|{_START}(?:{_SHELL}|\.|source)\s+<\("
     ),
-    "a built-in command that evaluates its arguments, such as eval": re.compile(
-        rf"{_START}(?:eval|let|declare|typeset|local|export|readonly|unset)\s"
+    "a command that evaluates its arguments, such as eval, trap or ssh": re.compile(
+        rf"{_START}(?:(?:eval|let|declare|typeset|local|export|readonly|unset|trap|ssh|su|watch|parallel)\s"
+        r"|env\s(?:.*\s)?-(?:\w*S|-split))"
+    ),
+    "a placeholder as the name of a variable: read, mapfile, printf -v, test -v": re.compile(
+        rf"{_START}(?:(?:read|mapfile|readarray|getopts)\s[^;&|\n]*\0|printf\s+(?:-v|\0)"
+        r"|(?:test|\[)\s[^;&|\n]*(?:-[vR]\s*\0|\0\s+\0))"
     ),
 }
 
@@ -94,6 +110,22 @@ def _quote_after(text: str, quote: str, template: str) -> str:
     return quote
 
 
+def _words(plain: str) -> str:
+    """Return the text without quotes and backslashes; a letter that they make ordinary, such as ";", becomes "_"."""
+    words, quote, escaped = "", "", False
+    for letter in plain:
+        if escaped:
+            words += "" if letter == "\n" else re.sub(r"[\s;&|()<>#]", "_", letter)
+            escaped = False
+        elif letter == "\\" and quote != "'":
+            escaped = True
+        elif letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        else:
+            words += re.sub(r"[\s;&|()<>#]", "_", letter) if quote else letter
+    return words
+
+
 def _check_placeholder(name: str, spec: str, template: str) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*(?:[.\[].*)?", name) or "{" in spec:
         allowed = "a template whose placeholders are names of arguments, such as {path}; write {{ and }} for braces"
@@ -101,10 +133,12 @@ def _check_placeholder(name: str, spec: str, template: str) -> None:
 
 
 def _check_shell(plain: str, template: str) -> None:
-    for what, pattern in _REFUSED.items():
-        if pattern.search(plain):
-            allowed = f"a template with placeholders and without {what}; put such commands into a script"
-            raise InvalidInputError("command_template", template, allowed)
+    words = _words(plain)
+    found = [what for what, pattern in _REFUSED.items() if pattern.search(plain)]
+    found += [what for what, pattern in _REFUSED_COMMANDS.items() if pattern.search(words)]
+    if found:
+        allowed = f"a template with placeholders and without {found[0]}; put such commands into a script"
+        raise InvalidInputError("command_template", template, allowed)
 
 
 def _value(name: str, spec: str, conversion: str | None, arguments: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from twinkle.data_format import SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.utils.logger import get_logger
-from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, managers_for
+from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, made_trace_dir, managers_for, write_traces
 from twinkle_agentic.rollout.traces import TraceWriter
 
 __all__ = ["APIMultiTurnRollout"]
@@ -47,7 +47,7 @@ class APIMultiTurnRollout(Rollout):
         self.max_turns = max_turns
         self.concurrency = concurrency
         self.extra_body = dict(extra_body or {})
-        self._traces = TraceWriter(trace_dir, trace_callback, success_callback)
+        self._traces = TraceWriter(made_trace_dir(trace_dir), trace_callback, success_callback)
 
     def __call__(  # type: ignore[override]
         self,
@@ -72,7 +72,7 @@ class APIMultiTurnRollout(Rollout):
             done = list(
                 threads.map(lambda given, manager: self._converse(given, manager, params, body), trajectories, managers)
             )
-        self._traces.write(done, global_step)
+        write_traces(self._traces, done, global_step)
         return done
 
     def _converse(
@@ -86,7 +86,10 @@ class APIMultiTurnRollout(Rollout):
             tools = given.get("tools") or _tool_infos(manager)
             while turns < self.max_turns:
                 request = {**given, "messages": list(messages), **({"tools": tools} if tools else {})}
-                message = dict(self.api(request, params, **({"extra_body": dict(body)} if body else {})))
+                answer = self.api(request, params, **({"extra_body": dict(body)} if body else {}))
+                if not isinstance(answer, Mapping):
+                    raise InvalidInputError("api", type(answer).__name__, "a function that returns one message, a dict")
+                message = dict(answer)
                 finish_reason = message.pop("finish_reason", None)
                 messages.append(message)
                 turns += 1

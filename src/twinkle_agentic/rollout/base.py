@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from twinkle.errors import InvalidInputError
+from twinkle.utils.logger import get_logger
 
-__all__ = ["Rollout", "Tools", "Trajectory", "managers_for"]
+__all__ = ["Rollout", "Tools", "Trajectory", "made_trace_dir", "managers_for", "write_traces"]
 
 Trajectory = dict[str, Any]
 Tools = Callable[[Mapping[str, Any]], str]  # a ToolManager, or a function from a tool call to its answer
@@ -36,3 +38,38 @@ def managers_for(trajectories: object, given: Tools | Sequence[Tools] | None, de
         allowed = f"one, or one for each of {len(trajectories)} trajectories"
         raise InvalidInputError("tool_manager", f"{len(chosen)} of them", allowed)
     return list(chosen)
+
+
+def made_trace_dir(trace_dir: str | Path | None) -> Path | None:
+    """Make the folder of traces and return it. Raise InvalidInputError if that is not possible."""
+    if trace_dir is None:
+        return None
+    try:
+        Path(trace_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            "trace_dir", str(trace_dir), f"a folder that can be made and written ({error})"
+        ) from error
+    return Path(trace_dir)
+
+
+class _Traces(Protocol):
+    def write(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        global_step: int | None,
+        extras: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None: ...
+
+
+def write_traces(
+    traces: _Traces,
+    done: Sequence[Mapping[str, Any]],
+    global_step: int | None,
+    extras: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write traces. A failure, such as a full disk, is logged: the finished conversations must not be lost with it."""
+    try:
+        traces.write(done, global_step, extras)
+    except Exception:  # noqa: BLE001 - a trace must not end a training run
+        get_logger().error("traces of this rollout could not be written; the trajectories are complete", exc_info=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
-from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, managers_for
+from twinkle_agentic.rollout.base import Rollout, Tools, Trajectory, made_trace_dir, managers_for, write_traces
 from twinkle_agentic.rollout.traces import TraceWriter
 from twinkle_client.rollout import ClientMultiTurnRollout
 
@@ -83,7 +83,7 @@ class MultiTurnRollout(Rollout):
             max_turns,
             max_trajectory_tokens,
         )
-        self._traces = TraceWriter(trace_dir, trace_callback, success_callback)
+        self._traces = TraceWriter(made_trace_dir(trace_dir), trace_callback, success_callback)
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def __call__(  # type: ignore[override]
@@ -102,5 +102,5 @@ class MultiTurnRollout(Rollout):
         """
         managers = managers_for(trajectories, tool_manager, self.tool_manager)
         done = self._rounds(trajectories, sampling_params=sampling_params, tool_manager=managers)
-        self._traces.write(done, global_step)
+        write_traces(self._traces, done, global_step)
         return done

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
 from twinkle_agentic.data_format import condensed_blocks
-from twinkle_agentic.rollout.base import Tools, Trajectory, managers_for
+from twinkle_agentic.rollout.base import Tools, Trajectory, managers_for, write_traces
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout, SamplesPrompts
 from twinkle_agentic.tools.extract_condensed import TOOL_NAME, ExtractCondensed
 from twinkle_agentic.tools.tool_manager import ToolManager
@@ -118,7 +118,7 @@ class MultiTurnCondenseRollout(MultiTurnRollout):
             managers.append(manager)
             prompts.append(_with_tools(compressed, manager))
         done = self._rounds(prompts, sampling_params=sampling_params, tool_manager=managers)
-        self._traces.write(done, global_step, [_traced_texts(chunks) for chunks in condensed])
+        write_traces(self._traces, done, global_step, [_traced_texts(chunks) for chunks in condensed])
         return done
 
     def _condense(self, chunked: Sequence[ChunkList]) -> list[ChunkList]:

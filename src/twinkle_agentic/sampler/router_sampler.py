@@ -82,8 +82,14 @@ class RouterSampler:
             raise UnknownNameError("method", method, _METHODS)
         if method == "entropy" and top_k_logprobs < 2:
             raise InvalidInputError("top_k_logprobs", top_k_logprobs, "at least 2: one token has no entropy")
-        if not fallback_endpoint.startswith(("http://", "https://")):
+        if not str(fallback_endpoint).startswith(("http://", "https://")):
             raise InvalidInputError("fallback_endpoint", fallback_endpoint, "an address that begins with http(s)://")
+        try:
+            httpx.URL(fallback_endpoint)
+        except httpx.InvalidURL as error:
+            raise InvalidInputError("fallback_endpoint", fallback_endpoint, f"an address ({error})") from error
+        if not fallback_api_key.isascii():
+            raise InvalidInputError("fallback_api_key", "(a secret)", "a text of ASCII characters")
         self.sampler = sampler
         self.fallback_model = fallback_model
         self.method = method

@@ -45,6 +45,8 @@ class ToolManager:
 
     def register(self, tool: Tool) -> None:
         """Add a tool; it replaces a tool of the same name."""
+        if isinstance(tool, type):
+            raise TypeError(f"tool: got the class {tool.__name__}, allowed: an object of it, {tool.__name__}(…)")
         if not isinstance(tool, _Described):
             raise TypeError(f"tool: got a {type(tool).__name__}, allowed: a Tool of twinkle_agentic.tools")
         name = tool_name(tool.tool_info())
@@ -96,7 +98,7 @@ class ToolManager:
             return str(tool(name, arguments))
         except Exception as error:  # noqa: BLE001 - tools may raise anything; the model gets the error
             get_logger().debug("tool %r failed", name, exc_info=True)
-            return f"Error: tool {name!r} raised {type(error).__name__}: {error}"
+            return f"Error: tool {name!r} raised {type(error).__name__}{_reason(error)}"
 
     call = __call__
 
@@ -104,6 +106,14 @@ class ToolManager:
         """Return the only tool if it answers calls of any name, else None."""
         tools = list(self._tools.values())
         return tools[0] if len(tools) == 1 and isinstance(tools[0], Tool) and tools[0].answers_any_name else None
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's text after a colon; nothing if making that text fails too."""
+    try:
+        return f": {error}"
+    except Exception:  # noqa: BLE001 - the __str__ of a tool's own error
+        return ""
 
 
 def _arguments(given: Any) -> Any:

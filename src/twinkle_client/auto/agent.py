@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TextIO
 
-from twinkle_client.auto.chat import ChatModel, Message
+from twinkle_client.auto.chat import ChatModel, Message, without_surrogates
 from twinkle_client.auto.tools import AutoTools
 from twinkle_client.errors import TwinkleClientError
 
@@ -33,12 +33,12 @@ class Agent:
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> None:
         """Answer one question of the person. ``on_text`` gets the texts of the model and what it calls."""
-        asked = len(self.history)
+        before = list(self.history)
         self.history.append({"role": "user", "content": question})
         try:
             self._answer(on_text)
-        except TwinkleClientError:
-            del self.history[asked:]  # the question can be asked again
+        except BaseException:  # also Ctrl-C: a call without its answer would make every later request wrong
+            self.history[:] = before  # the question can be asked again
             raise
 
     def _answer(self, on_text: Callable[[str], None]) -> None:
@@ -59,11 +59,14 @@ class Agent:
         self.history.append({"role": "assistant", "content": "I stopped: too many tool calls for one question."})
 
     def _forget(self) -> None:
-        """Drop the oldest messages. What is left begins with a question: answers of tools need their calls."""
-        if len(self.history) > MAX_HISTORY:
-            del self.history[: len(self.history) - MAX_HISTORY]
-            while self.history and self.history[0]["role"] != "user":
-                del self.history[0]
+        """Drop the oldest messages. What is left begins with a question: answers of tools need their calls.
+
+        The question that is being answered stays, with all that followed it.
+        """
+        questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
+        oldest = len(self.history) - MAX_HISTORY
+        if oldest > 0:
+            del self.history[: next((place for place in questions if place >= oldest), questions[-1])]
 
 
 def printable(text: str) -> str:
@@ -75,7 +78,7 @@ def printable(text: str) -> str:
 
 
 def converse(agent: Agent, read: Callable[[], str], out: TextIO) -> None:
-    """Answer questions until ``read`` raises EOFError or returns exit, quit or q."""
+    """Answer questions until ``read`` raises EOFError or KeyboardInterrupt, or returns exit, quit or q."""
 
     def show(text: str) -> None:
         out.write(printable(text))
@@ -83,8 +86,8 @@ def converse(agent: Agent, read: Callable[[], str], out: TextIO) -> None:
 
     while True:
         try:
-            question = read().strip()
-        except EOFError:
+            question = without_surrogates(read().strip())
+        except (EOFError, KeyboardInterrupt):
             show("\n")
             return
         if question.lower() in _END:

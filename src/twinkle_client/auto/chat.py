@@ -10,7 +10,7 @@ import httpx
 from twinkle_client.client.transport import needs_certificates
 from twinkle_client.errors import ConnectionLostError, ServerError, invalid
 
-__all__ = ["ChatModel", "Message"]
+__all__ = ["ChatModel", "Message", "without_surrogates"]
 
 Message = dict[str, Any]
 
@@ -45,12 +45,16 @@ class ChatModel:
                 if not response.is_success:
                     text = response.read().decode(errors="replace")
                     raise ServerError(response.status_code, text[:500], url)
-                for delta in _deltas(response, url):
-                    if delta.get("content"):
-                        answer["content"] += delta["content"]
-                        on_text(delta["content"])
-                    for part in delta.get("tool_calls") or []:
-                        _add(calls, part)
+                try:
+                    for delta in _deltas(response, url):
+                        if delta.get("content"):
+                            text = without_surrogates(delta["content"])
+                            answer["content"] += text
+                            on_text(text)
+                        for part in delta.get("tool_calls") or []:
+                            _add(calls, part)
+                except (AttributeError, TypeError) as error:  # a list or a number in the place of an object or a text
+                    raise ServerError(response.status_code, f"an event of another form: {error}", url) from error
         except httpx.InvalidURL as error:
             raise invalid("llm_base_url", self.base_url, f"an address ({error})") from None
         except httpx.HTTPError as error:
@@ -90,5 +94,10 @@ def _add(calls: dict[int, Message], part: Message) -> None:
     )
     function = part.get("function") or {}
     call["id"] = part.get("id") or call["id"]
-    call["function"]["name"] += function.get("name") or ""
-    call["function"]["arguments"] += function.get("arguments") or ""
+    call["function"]["name"] += without_surrogates(function.get("name") or "")
+    call["function"]["arguments"] += without_surrogates(function.get("arguments") or "")
+
+
+def without_surrogates(text: str) -> str:
+    """Return the text with "?" for halves of characters, which JSON can name and which no request or file can hold."""
+    return text.encode("utf-8", "replace").decode()

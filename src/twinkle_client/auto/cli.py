@@ -25,7 +25,11 @@ _LOG_BYTES, _LOGS_KEPT = 5_000_000, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
-    log = _log_to_file(options.verbose)
+    try:
+        log = _log_to_file(options.verbose)
+    except OSError as error:
+        print(f"twinkle-auto: the log cannot be written: {error}; start it in another folder", file=sys.stderr)
+        return 1
     try:
         tools = AutoTools(Runs(), _confirmed, options.run_id)
         model = ChatModel(options.llm_base_url, options.llm_model, options.llm_api_key)
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _log_to_file(verbose: bool) -> logging.Handler:
-    handler = RotatingFileHandler("auto.log", maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8", delay=True)
+    handler = RotatingFileHandler("auto.log", maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("twinkle_client")
     logger.addHandler(handler)

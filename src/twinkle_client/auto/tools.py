@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from twinkle_client.environment import read_environment
 from twinkle_client.errors import TwinkleClientError, invalid, unknown
 
 __all__ = ["AutoTools"]
+
+_log = logging.getLogger(__name__)
 
 _HUB = "https://huggingface.co"
 _SECONDS = 10.0
@@ -89,7 +92,8 @@ class AutoTools:
         try:
             given = _arguments(name, arguments)
             result = getattr(self, name)(**given)
-        except (TwinkleClientError, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a tool meets, the model reads it and the session goes on
+            _log.debug("tool %s failed", name, exc_info=True)
             return f"Error: {error or type(error).__name__}"
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         return text[:_MOST_TEXT]
@@ -118,7 +122,9 @@ class AutoTools:
     def update_script(self, script: str, run_id: str | None = None) -> str:
         run = self._run(run_id)
         before = run.script.read_text(encoding="utf-8").splitlines(keepends=True)
-        changed = "".join(difflib.unified_diff(before, script.splitlines(keepends=True), "now", "new"))
+        after = script.splitlines(keepends=True)
+        lines = difflib.unified_diff(before, after, "now", "new")
+        changed = "".join(line if line.endswith("\n") else f"{line}\n(no line break at the end)\n" for line in lines)
         if not self._confirm(f"Change the script of {run.run_id}?\n\n{changed}"):
             return _DECLINED
         kept = self.runs.replace_script(run, script)
@@ -216,8 +222,8 @@ def _arguments(name: str, arguments: str) -> dict[str, Any]:
         raise unknown("tool", name, _TOOLS)
     try:
         given = json.loads(arguments or "{}")
-    except ValueError as error:
-        raise invalid("arguments", arguments, f"a JSON object ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid("arguments", arguments[:200], f"a JSON object ({error})") from None
     _, parameters, needed = _TOOLS[name]
     if not isinstance(given, Mapping):
         raise invalid("arguments", arguments, "a JSON object")

@@ -165,6 +165,7 @@ def test_runs_of_another_agent_are_found(runs):
         ("start_training", '{"name": "a/../b", "script": ""}', "Error: run_id: got 'a/../b'"),
         ("start_server", '{"model_id": "m", "port": 70000}', "Error: port: got 70000"),
         ("list_supported_models", "{}", "Error: "),
+        ("select_run", "[" * 100_000, "Error: arguments: got '[[["),
         ("shutdown_server", "{}", "Error: this session has started no server that is running"),
     ],
 )
@@ -172,6 +173,11 @@ def test_wrong_calls_are_told_to_the_model(runs, name, arguments, message):
     person = Person()
     assert AutoTools(runs, person).call(name, arguments).startswith(message)
     assert person.shown == []
+
+
+def test_an_address_that_is_none_is_told_to_the_model(runs, monkeypatch):
+    monkeypatch.setenv("TWINKLE_SERVER_URL", "http://127.0.0.1:port")
+    assert call(AutoTools(runs, Person()), "list_supported_models").startswith("Error: Invalid port")
 
 
 def test_a_server_is_started_with_a_valid_configuration(runs, monkeypatch):
@@ -283,6 +289,61 @@ def test_failures_are_shown_and_the_question_can_be_repeated(runs):
         ChatModel("localhost", "m")
 
 
+def test_a_long_answer_keeps_its_question(runs, monkeypatch):
+    monkeypatch.setattr(agent_module, "MAX_HISTORY", 4)
+    rounds = [calls("list_training_runs", count=3), calls("list_training_runs", count=3), 500, {"content": "2"}]
+    with ChatEndpoint({"content": "1"}, *rounds) as endpoint:
+        _, agent = talk(endpoint, runs, "a", "b", "c")
+        third = endpoint.bodies[3]["messages"]
+    assert [message["role"] for message in third] == ["system", "user", *["assistant", "tool", "tool", "tool"] * 2]
+    assert third[1]["content"] == "b"
+    assert [message["content"] for message in agent.history] == ["a", "1", "c", "2"]  # b failed, and is not asked again
+
+
+def test_an_interrupted_question_leaves_no_call_without_an_answer(runs):
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    with ChatEndpoint(
+        calls("start_training", json.dumps({"name": "a", "script": ENDS})), {"content": "Hi."}
+    ) as endpoint:
+        lines = iter(["Train", "Hello"])
+        agent = Agent(ChatModel(f"{endpoint.url}/v1", "m"), AutoTools(runs, interrupt))
+
+        def read():
+            try:
+                return next(lines)
+            except StopIteration:
+                raise KeyboardInterrupt from None  # at the prompt it ends the conversation
+
+        out = io.StringIO()
+        converse(agent, read, out)
+        assert [message["role"] for message in endpoint.bodies[1]["messages"]] == ["system", "user"]
+    assert out.getvalue() == "\n[start_training]\n\n(interrupted)\nHi.\n\n"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"choices": [[]]}, {"choices": [{"delta": [1]}]}, {"choices": [{"delta": {"content": {"a": 1}}}]}, {"choices": 3}]
+    + [{"choices": [{"delta": {"tool_calls": calls}}]} for calls in (["x"], 3, [{"function": {"name": 7}}])],
+)
+def test_events_of_another_form_are_errors_of_the_server(runs, event):
+    with ChatEndpoint(f"data: {json.dumps(event)}\n\n", {"content": "Hi."}) as endpoint:
+        shown, _ = talk(endpoint, runs, "a", "b")
+    assert shown.startswith("\nError: ")
+    assert "an event of another form" in shown
+    assert shown.endswith("Hi.\n\n")
+
+
+def test_halves_of_characters_end_no_conversation(runs):
+    """JSON can name half of a character, and a terminal's input can hold one; no request can be sent with it."""
+    half = calls("start_training", '{"name": "a", "script": "#\\ud800"}')
+    with ChatEndpoint({"content": "a\ud800"}, half, {"content": "Hi."}) as endpoint:
+        shown, _ = talk(endpoint, runs, "\udcff", "b")
+        assert [message["content"] for message in endpoint.bodies[1]["messages"][1:]] == ["?", "a?", "b"]
+    assert shown == "a?\n\n[start_training]\nHi.\n\n"
+
+
 def test_a_terminal_obeys_no_text():
     assert printable("a\tb\nc\x1b[2Jd\r\u202ee") == "a\tb\nc\\u001b[2Jd\\u000d\\u202ee"
 
@@ -313,6 +374,21 @@ def test_a_script_is_shown_before_it_runs(monkeypatch, capsys):
         assert main(["--llm-base-url", f"{endpoint.url}/v1"]) == 0
         assert endpoint.bodies[1]["messages"][-1]["content"].startswith("Error: the user declined")
     assert r"print('\u001b[8mhidden')" in capsys.readouterr().out
+
+
+def test_a_log_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "auto.log").mkdir()
+    assert main([]) == 1
+    assert "twinkle-auto: the log cannot be written: " in capsys.readouterr().err
+
+
+def test_the_lines_of_a_difference_stay_apart(runs):
+    """Without a line break at its end, the last old line would stand in one line with the first new one."""
+    person = Person()
+    tools = AutoTools(runs, person)
+    runs.create("a", "print(1)")
+    call(tools, "update_script", script="print(2)", run_id="a")
+    assert person.shown[0].endswith("-print(1)\n(no line break at the end)\n+print(2)\n(no line break at the end)\n")
 
 
 def test_options(capsys, tmp_path):

@@ -175,6 +175,15 @@ def test_maps_that_are_values_stay_whole(tmp_path, monkeypatch):
         CLI.from_args(["--config=list.yaml"])
 
 
+@pytest.mark.parametrize("content", [b"a: [1\n", b"\xff\xfe", b"a: ${nowhere}\n"])
+def test_files_that_are_no_yaml(tmp_path, content):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"config: got 'run\.yaml', allowed: a YAML file \("):
+        CLI.from_args(["--config", "run.yaml"])
+    with pytest.raises(InvalidInputError, match="config: got True, allowed: --config followed by the path"):
+        CLI.from_args(["--config"])
+
+
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.yaml"):
         CLI.from_args(["--config", "no.yaml"])

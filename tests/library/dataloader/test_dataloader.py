@@ -347,6 +347,30 @@ def test_samplers_of_the_user(options):
     assert sorted(flat(xs(shuffled))) == list(range(10))
 
 
+def with_a_generator(kind):
+    """torch's random samplers have another order each time they are read, and no set_epoch."""
+    sampler = torch.utils.data.RandomSampler(range(10), generator=torch.Generator().manual_seed(7))
+    return (
+        {"sampler": sampler}
+        if kind == "sampler"
+        else {kind: torch.utils.data.BatchSampler(sampler, 3, drop_last=False)}
+    )
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_a_random_sampler_of_torch_resumes_in_its_epoch(kind):
+    loader = DataLoader(table(), batch_size=3, **with_a_generator(kind))
+    epochs = []
+    for _ in range(3):
+        epochs.append(xs(loader))
+        assert len(loader) == 4
+    assert epochs[0] != epochs[1] != epochs[2]
+    for consumed, rest in ((10, epochs[1:]), (16, [epochs[1][2:], epochs[2]]), (23, [epochs[2][1:]])):
+        resumed = DataLoader(table(), batch_size=3, **with_a_generator(kind))
+        resumed.skip_consumed_samples(consumed)
+        assert [xs(resumed) for _ in rest] == rest
+
+
 def test_samplers_that_do_not_fit():
     with pytest.raises(InvalidInputError, match=r"batch_sampler: .* nothing beside sampler"):
         DataLoader(table(), batch_size=2, sampler=[1], batch_sampler=[[1]])
@@ -372,6 +396,8 @@ def test_a_generator_gives_the_seed():
     assert order(generator=torch.Generator().manual_seed(5)) == order(seed=5) != order(seed=6)
     with pytest.raises(InvalidInputError, match="None beside a generator"):
         order(generator=torch.Generator(), seed=5)
+    with pytest.raises(InvalidInputError, match="generator: got 5, allowed: a torch"):
+        order(generator=5)
 
 
 class Noted:
