@@ -11,7 +11,7 @@ from twinkle.data_format import SampledSequence, SampleResponse
 from twinkle.template import Qwen3Template
 from twinkle_agentic.chunker import NativeChunker
 from twinkle_agentic.condenser import ModelCondenser
-from twinkle_agentic.rollout import MultiTurnCondenseRollout
+from twinkle_agentic.rollout import MultiTurnCondenseRollout, multi_turn_condense
 from twinkle_agentic.rollout.multi_turn_condense import MultiTurnCondenseRollout as SameRollout
 from twinkle_agentic.tools import ExtractCondensed, ToolManager
 
@@ -115,6 +115,16 @@ def test_a_model_reads_condensed_texts_and_asks_for_an_original(template, tmp_pa
         "block_2": {"original": "Summer is warm in the south.", "compressed": "Summer"},
     }
     assert trace["passages"] == {"passage_1": {"content": "Why?"}}
+
+
+def test_a_manager_of_the_call_has_no_effect_and_that_is_told(template, monkeypatch):
+    told = []
+    monkeypatch.setattr(multi_turn_condense, "note_once", told.append)
+    rollout = MultiTurnCondenseRollout(Sampler(template, "ok"), template, None, by_paragraph, FirstWord())
+    rollout([])
+    assert told == []
+    rollout([], tool_manager=ToolManager())
+    assert [line.partition(" in a call")[0] for line in told] == ["tool_manager: no effect"]
 
 
 def test_a_callback_changes_the_condensed_trajectory(template):

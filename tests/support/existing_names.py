@@ -61,12 +61,12 @@ PACKAGES = {
     "resolve_model_id_alias",
     "twinkle.module.scheduler": "CosineWarmupScheduler LinearWarmupScheduler",
     "twinkle.server": "launch_server",
-    "twinkle.server.common": "input_feature_to_datum",
+    "twinkle.server.common": "input_feature_to_datum datum_to_input_feature extract_rl_features_for_loss",
     "twinkle_client": "init_twinkle_client init_tinker_client",
     "twinkle_client.model": "MultiLoraTransformersModel",
     "twinkle_client.sampler": "vLLMSampler",
     "twinkle_client.processor": "InputProcessor",
-    "twinkle_client.dataset": "Dataset",
+    "twinkle_client.dataset": "Dataset LazyDataset PackingDataset IterableDataset IterablePackingDataset",
     "twinkle_client.dataloader": "DataLoader",
     "twinkle_client.rollout": "ClientMultiTurnRollout",
     "twinkle_client.types": "CreateSessionRequest CreateSessionResponse SessionHeartbeatRequest "
@@ -169,13 +169,16 @@ MODULES = {
     "signature_info",
     "twinkle.utils.zmq_utils": "get_timeout_s_from_env configure_zmq_socket",
     "twinkle.version": "__version__ __release_datetime__",
+    "twinkle.server.cli": "main",
+    "twinkle.server.config": "ServerConfig ApplicationSpec HttpOptions ModelArgs SamplerArgs ServerArgs ProcessorArgs "
+    "PersistenceConfig TelemetryConfig ConfigParseError",
+    "twinkle.server.launcher": "ServerLauncher",
     **dict.fromkeys(
         (
             f"twinkle.server.{path}"
             for path in (
                 "cli.app",
                 "common.datum",
-                "config",
                 "config.persistence",
                 "config.telemetry",
                 "deployment",
@@ -185,7 +188,6 @@ MODULES = {
                 "gateway.openai_handlers",
                 "gateway.tinker_handlers",
                 "gateway.twinkle_handlers",
-                "launcher",
                 "model",
                 "model.app",
                 "model.backends.common",
@@ -222,8 +224,9 @@ MODULES = {
     ),
     "twinkle_client.auto.runtime": "TrainingRuntime",
     "twinkle_client.common.serialize": "serialize_object deserialize_object",
-    "twinkle_client.http": "",
-    "twinkle_client.manager": "TwinkleClient",
+    "twinkle_client.http": "http_get http_post http_delete set_base_url get_base_url set_api_key set_session_id "
+    "set_request_id",
+    "twinkle_client.manager": "TwinkleClient TwinkleClientError",
     "twinkle_client.rollout.multi_turn": "ClientMultiTurnRollout",
     "twinkle_client.skills.base": "Skill SkillProvider",
     "twinkle_client.skills.local_provider": "LocalSkillProvider",
@@ -236,7 +239,7 @@ MODULES = {
     "twinkle_client.types.server": "",
     "twinkle_client.types.session": "",
     "twinkle_client.types.training": "",
-    "twinkle_client.utils.patch_tinker": "",
+    "twinkle_client.utils.patch_tinker": "patch_tinker",
     "twinkle_agentic.chunker.base": "",
     "twinkle_agentic.chunker.native": "NativeChunker _hard_cut _split_keep",
     "twinkle_agentic.condenser.base": "",

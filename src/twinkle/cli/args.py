@@ -247,11 +247,14 @@ class Args:
         return {each.name: vars(self)[each.name] for each in fields(self) if each.name != "extra"}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of ``key`` in the first group that has it, else in ``extra``, else ``default``."""
+        """Return the value of ``key`` in the first group that has it, else in ``extra``, else ``default``.
+
+        An option of ``extra`` is found by ``my-flag``, as on the command line, and by ``my_flag``.
+        """
         for group in self.groups.values():
             if key in vars(group):
                 return vars(group)[key]
-        return self.extra.get(key, default)
+        return self.extra.get(key, self.extra.get(key.replace("-", "_"), default))
 
     def __getitem__(self, key: str) -> Any:
         missing = object()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle.errors import InvalidInputError
 from twinkle.infra import remote_class, remote_function
+from twinkle.utils.logger import note_once
 from twinkle_agentic.data_format import condensed_blocks
 from twinkle_agentic.rollout.base import Tools, Trajectory, managers_for, write_traces
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout, SamplesPrompts
@@ -96,10 +97,15 @@ class MultiTurnCondenseRollout(MultiTurnRollout):
     ) -> list[Trajectory]:
         """Return the finished trajectories, as :class:`MultiTurnRollout` does.
 
-        tool_manager: has no effect, because each trajectory has its own copy of the constructor's. kwargs: further
-        arguments for ``post_compress_callback``, which gets all arguments of this call.
+        tool_manager: has no effect, because each trajectory has its own copy of the constructor's; a log line says so.
+        kwargs: further arguments for ``post_compress_callback``, which gets all arguments of this call.
         """
         managers_for(trajectories, None, self.tool_manager)
+        if tool_manager is not None:
+            note_once(
+                "tool_manager: no effect in a call of MultiTurnCondenseRollout; each trajectory has a copy of the "
+                "constructor's"
+            )
         if kwargs and self._post_compress_callback is None:
             raise TypeError(f"unknown arguments {', '.join(kwargs)}: there is no post_compress_callback for them")
         if not trajectories:

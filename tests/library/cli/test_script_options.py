@@ -73,6 +73,14 @@ def test_switches_take_1_and_0():
     assert CLI.from_args(["--lazy-collect=0"]).infra.lazy_collect is False
 
 
+def test_own_options_are_found_as_they_are_written():
+    args = CLI.from_args(["--no-fused-ce", "--my-flag", "3"])
+    assert (args.get("fused-ce"), args["fused_ce"], args["my-flag"], args.get("my_flag")) == (False, False, 3, 3)
+    assert args.model.enable_fused_ce is True
+    with pytest.raises(KeyError, match="your-flag"):
+        args["your-flag"]
+
+
 def test_the_grammar_of_a_command_line():
     words = "train.py --key-one 1 --key_two=a=b --flag --no-x --no_y --list a,b -v --last"
     assert CLISource(words.split()).load() == {

@@ -1,4 +1,6 @@
-"""Published configurations for servers of this kind load without changes, and those of the mock backend launch.
+"""Published configurations for servers of this kind load without changes.
+
+Those without Megatron and vLLM launch, and so does the one for Transformers without its vLLM sampler.
 
 A server on the network without configured keys generates one, and Redis and JSON files become SQLite, each with a note.
 """
@@ -10,11 +12,13 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.servers.running import Server
 from twinkle.errors import TwinkleServerError
 from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
 from twinkle.server.config.rules import refuse_a_file_for_several_machines
 
+TINY = "random://llama-tiny"
 QUEUE = {"rps_limit": 100, "tps_limit": 100_000}
 
 
@@ -203,6 +207,26 @@ def test_the_files_of_the_mock_backend_launch(own_server, published):
     server = own_server(config)
     assert httpx.get(f"{server.url}/api/v1/healthz", trust_env=False).status_code == 200
     assert (server.data_dir / "state.db").exists()
+
+
+def test_the_file_for_transformers_launches_without_its_vllm_sampler(tmp_path):
+    """The rest is as published but for a tiny model on a CPU, in one process instead of on Ray, and a free port."""
+    data = json.loads(json.dumps(transformer()).replace("cuda", "cpu").replace("ms://Qwen/Qwen3.5-4B", TINY))
+    data["applications"] = [each for each in data["applications"] if each["import_path"] != "sampler"]
+    assert [each["import_path"] for each in data["applications"]] == ["server", "model", "processor"]
+    server = Server(tmp_path)
+    data["http_options"]["port"] = server.port
+    server.configure({**data, "runtime": "embedded", "data_dir": str(server.data_dir)})
+    try:
+        server.start()
+        key = (server.data_dir / "generated-key").read_text().strip()
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.get(f"{server.url}/api/v1/twinkle/get_server_capabilities", headers=headers, trust_env=False)
+        assert [each["model_name"] for each in answer.json()["supported_models"]] == ["Qwen/Qwen3.5-4B"]
+        assert (server.data_dir / "state.db").exists()
+        assert server.stop() == 0
+    finally:
+        server.close()
 
 
 def test_a_file_for_several_machines_is_refused_at_the_launch(load):
