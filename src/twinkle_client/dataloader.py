@@ -75,8 +75,8 @@ class DataLoader(RemoteObject):
 
     The options are those of the library's class; ``shuffle`` without a seed uses TWINKLE_SEED, else the client's seed.
     The options from ``device_mesh`` to ``remote_group`` are accepted but not used, because the server decides how rows
-    are loaded; a log line says so. A ``collate_fn`` must be None, because code is never sent to the server: see
-    :meth:`set_processor`.
+    are loaded; a log line says so. ``collate_fn``, ``sampler``, ``batch_sampler`` and ``worker_init_fn`` must be None,
+    because code is never sent to the server: see :meth:`set_processor`. The initial seed of a ``generator`` is a seed.
     """
 
     processor_type: ClassVar[str] = "dataloader"
@@ -92,13 +92,19 @@ class DataLoader(RemoteObject):
         seed: int | None = None,
         drop_last: bool = False,
         collate_fn: None = None,
+        sampler: None = None,
+        batch_sampler: None = None,
+        worker_init_fn: None = None,
+        generator: Any = None,
         device_mesh: object = None,
         num_workers: int | None = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
         pin_memory: bool | None = None,
         timeout: float | None = None,
-        multiprocessing_context: str | None = None,
+        multiprocessing_context: object = None,
+        pin_memory_device: str | None = None,
+        in_order: bool | None = None,
         remote_group: str | None = None,
         client: TwinkleClient | None = None,
     ) -> None:
@@ -111,12 +117,19 @@ class DataLoader(RemoteObject):
             pin_memory=pin_memory,
             timeout=timeout,
             multiprocessing_context=multiprocessing_context,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
             remote_group=remote_group,
         )
         if collate_fn is not None:
             raise invalid("collate_fn", collate_fn, "None: code is never shipped to the server; see set_processor")
+        for name, code in (("sampler", sampler), ("batch_sampler", batch_sampler), ("worker_init_fn", worker_init_fn)):
+            if code is not None:
+                raise invalid(name, code, "None: code is never shipped to the server; shuffle and seed order the rows")
         if not isinstance(dataset, Dataset):
             raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
+        if generator is not None and seed is None:
+            seed = int(generator.initial_seed())
         client = dataset.client if client is None else client
         if client is not dataset.client:
             raise InvalidRequestError("client: the dataset belongs to the session of another client")

@@ -167,6 +167,8 @@ def test_loaders_of_local_scripts(client):
     DataLoader(dataset, batch_size=1, device_mesh=object(), num_workers=4, timeout=3.0, remote_group="g")
     with pytest.raises(InvalidRequestError, match="set_processor"):
         DataLoader(dataset, batch_size=1, collate_fn=list)
+    with pytest.raises(InvalidRequestError, match="batch_sampler"):
+        DataLoader(dataset, batch_size=1, batch_sampler=[[0]])
     InputProcessor(device_mesh=object(), client=client)
 
 
