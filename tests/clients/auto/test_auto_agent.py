@@ -2,11 +2,13 @@
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.support.agents.chat_endpoint import ChatEndpoint
 from tests.support.paths import SOURCE
 from twinkle.server.config import load_config
 from twinkle_client.auto import agent as agent_module
+from twinkle_client.auto import cli
 from twinkle_client.auto import tools as tools_module
 from twinkle_client.auto.agent import Agent, converse, printable
 from twinkle_client.auto.chat import ChatModel
@@ -398,6 +401,57 @@ def test_options(capsys, tmp_path):
     assert capsys.readouterr().out.startswith("twinkle-auto ")
     assert main(["--run-id", "nothing"]) == 1
     assert "twinkle-auto: unknown run 'nothing', known: none" in capsys.readouterr().err
+
+
+def test_options_come_from_variables(monkeypatch):
+    names = ("run_id", "llm_base_url", "llm_model", "llm_api_key", "verbose")
+
+    def read(*arguments):
+        given = cli._parser().parse_args(arguments)
+        return tuple(getattr(given, name) for name in names)
+
+    assert read() == (None, "http://localhost:11434/v1", "qwen3.5", "", False)
+    values = {
+        "AUTO_RUN_ID": "r1",
+        "LLM_BASE_URL": "http://h/v1",
+        "LLM_MODEL": "m",
+        "LLM_API_KEY": "k",
+        "AUTO_VERBOSE": "1",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"TWINKLE_{name}", value)
+    assert read() == ("r1", "http://h/v1", "m", "k", True)
+    assert read("-r", "r2", "--llm-model", "other")[:3] == ("r2", "http://h/v1", "other")
+
+
+def test_the_log_is_rotated(tmp_path):
+    handler = cli._log_to_file(verbose=False)
+    try:
+        assert (handler.maxBytes, handler.backupCount) == (5_000_000, 3)
+        assert Path(handler.baseFilename) == tmp_path / "auto.log"
+    finally:
+        logging.getLogger("twinkle_client").removeHandler(handler)
+        handler.close()
+
+
+def test_the_tools_of_the_agent(runs):
+    names = {info["function"]["name"] for info in AutoTools(runs, lambda text: False).infos()}
+    assert names == {
+        "list_training_runs",
+        "get_training_status",
+        "start_server",
+        "shutdown_server",
+        "start_training",
+        "select_run",
+        "pause_training",
+        "resume_training",
+        "stop_training",
+        "update_script",
+        "list_supported_models",
+        "search_datasets",
+        "search_models",
+        "get_cluster_info",
+    }
 
 
 def test_it_is_a_module_and_needs_no_torch():
