@@ -128,8 +128,8 @@ class DataLoader(RemoteObject):
                 raise invalid(name, code, "None: code is never shipped to the server; shuffle and seed order the rows")
         if not isinstance(dataset, Dataset):
             raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
-        if generator is not None and seed is None:
-            seed = int(generator.initial_seed())
+        if generator is not None:
+            seed = _seed_of(generator, seed)
         client = dataset.client if client is None else client
         if client is not dataset.client:
             raise InvalidRequestError("client: the dataset belongs to the session of another client")
@@ -194,6 +194,14 @@ class DataLoader(RemoteObject):
         if isinstance(batch, dict) and batch.get(TYPE_KEY) == "Batch":
             return RemoteBatch(self, batch["number"], batch["length"])
         return batch
+
+
+def _seed_of(generator: Any, seed: int | None) -> int:
+    if not hasattr(generator, "initial_seed"):
+        raise invalid("generator", generator, "a torch.Generator, or None")
+    if seed is not None:
+        raise invalid("seed", seed, "None beside a generator, whose initial seed is used")
+    return int(generator.initial_seed())
 
 
 def _default_seed(client: TwinkleClient) -> int | None:
