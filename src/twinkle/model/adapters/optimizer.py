@@ -111,7 +111,7 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
     norm = _finite_norm(adapter, gradient_P)
     weights, gradients = _tensors(adapter, adapter.weights_P, names), _tensors(adapter, gradient_P, names)
     is_first = adapter.step == 0 or adapter.optimizer != name
-    rehearse(name, settings, 0 if is_first else adapter.step, adapter.scalars)  # a schedule may have changed them
+    check_steps(name, settings, 0 if is_first else adapter.step, adapter.scalars)  # a schedule may have changed them
     optimizer = _made(name, weights, settings)
     adapter.begin_state(name)
     for weight, gradient in zip(weights, gradients, strict=True):
@@ -126,7 +126,9 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
     return {"unclipped_grad_l2:mean": norm}
 
 
-def rehearse(name: str, settings: Mapping[str, Any], step: int = 0, scalars: Mapping[str, float] | None = None) -> None:
+def check_steps(
+    name: str, settings: Mapping[str, Any], step: int = 0, scalars: Mapping[str, float] | None = None
+) -> None:
     """Take two steps on a small matrix, with an adapter's counters. InvalidInputError if torch fails.
 
     torch refuses some settings only in a step, after it has changed a part of the state, and some in the second step.

@@ -63,7 +63,7 @@ def build_lora_optimizer(
     _check_numbers(settings)
     factory: Callable[..., Optimizer] = chosen
     if chosen.__name__ in row_optimizers.OPTIMIZERS:
-        row_optimizers.rehearse(chosen.__name__, settings)
+        row_optimizers.check_steps(chosen.__name__, settings)
     return factory([nn.Parameter(torch.zeros(1, 1))], **settings)  # a matrix, because Muon takes nothing else
 
 

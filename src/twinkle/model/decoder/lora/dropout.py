@@ -21,9 +21,9 @@ from torch import Tensor
 
 from twinkle.model.decoder.transfer import to_device
 
-STEP = 0x9E3779B9  # odd and irregular: multiples of it, for consecutive numbers, spread over all 32-bit integers
-FACTORS = (0x7FEB352D, 0x846CA68B)  # with shifts of 16, 15 and 16 bits a good 32-bit hash: C. Wellons, "lowbias32"
-SHIFTS = (16, 15, 16)
+_STEP = 0x9E3779B9  # odd and irregular: multiples of it, for consecutive numbers, spread over all 32-bit integers
+_FACTORS = (0x7FEB352D, 0x846CA68B)  # with shifts of 16, 15 and 16 bits a good 32-bit hash: C. Wellons, "lowbias32"
+_SHIFTS = (16, 15, 16)
 _ELEMENTS = 1 << 20  # of the mask that are computed at once on a CPU, which limits the memory of their integers
 
 
@@ -44,7 +44,7 @@ class DropoutDraw:
         """Return a key for each position of a sequence, which is ``sequences[place]``."""
         digest = hashlib.sha256(f"{self.seed}:{self.number}:{self.sequences[place]}".encode()).digest()
         start, change = np.frombuffer(digest[:8], "<u4")
-        return _mixed(np.arange(length, dtype=np.uint32) * np.uint32(STEP) + start) ^ change
+        return _mixed(np.arange(length, dtype=np.uint32) * np.uint32(_STEP) + start) ^ change
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,16 @@ class RowDropout:
         if x_TI.is_cuda:
             from twinkle.model.decoder.lora.dropout_kernels import drop  # needs Triton, which CUDA builds of torch have
 
-            drop(out_TI, x_TI, self.keys_T1, self.thresholds_T1, self.scales_T1, key, add=add)
+            rows = (self.keys_T1, self.thresholds_T1, self.scales_T1)
+            drop(out_TI, x_TI, *rows, key, step=_STEP, factors=_FACTORS, shifts=_SHIFTS, add=add)
             return
-        feature_I = torch.arange(x_TI.shape[1], dtype=torch.int32).mul_(_signed(STEP)).add_(key)
+        feature_I = torch.arange(x_TI.shape[1], dtype=torch.int32).mul_(_signed(_STEP)).add_(key)
         chunk = max(1, _ELEMENTS // x_TI.shape[1])
         for start in range(0, len(x_TI), chunk):
-            rows, out = self.rows(start, start + chunk), out_TI[start : start + chunk]
-            hash_CI = _mixed_in_place(rows.keys_T1 ^ feature_I)
-            kept_CI = torch.mul(x_TI[start : start + chunk].float(), rows.scales_T1)
-            kept_CI = kept_CI.masked_fill_(hash_CI < rows.thresholds_T1, 0).to(out.dtype)
+            part, out = self.rows(start, start + chunk), out_TI[start : start + chunk]
+            hash_CI = _mixed_in_place(part.keys_T1 ^ feature_I)
+            kept_CI = torch.mul(x_TI[start : start + chunk].float(), part.scales_T1)
+            kept_CI = kept_CI.masked_fill_(hash_CI < part.thresholds_T1, 0).to(out.dtype)
             if add:
                 out += kept_CI
             else:
@@ -116,14 +117,14 @@ def _signed(value: int) -> int:
 
 
 def _mixed(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    for factor, shift in zip(FACTORS, SHIFTS, strict=False):
+    for factor, shift in zip(_FACTORS, _SHIFTS, strict=False):
         values = (values ^ (values >> np.uint32(shift))) * np.uint32(factor)
-    return values ^ (values >> np.uint32(SHIFTS[-1]))
+    return values ^ (values >> np.uint32(_SHIFTS[-1]))
 
 
 def _mixed_in_place(values: Tensor) -> Tensor:
     """Compute :func:`_mixed` of int32 values. Torch shifts signed integers with their sign, hence the masks."""
-    for factor, shift in zip((*map(_signed, FACTORS), 1), SHIFTS, strict=True):
+    for factor, shift in zip((*map(_signed, _FACTORS), 1), _SHIFTS, strict=True):
         values ^= (values >> shift) & ((1 << (32 - shift)) - 1)
         if factor != 1:
             values *= factor

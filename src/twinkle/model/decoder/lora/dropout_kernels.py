@@ -4,25 +4,32 @@ With torch's operations, a training step of adapters with dropout takes several 
 operation of the hash reads and writes a matrix of the size of the input.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinkle.model.decoder.lora.dropout import FACTORS, SHIFTS, STEP
-
 _ROWS, _COLUMNS = 8, 512  # of a tile that one program computes
-
-_STEP = tl.constexpr(STEP)
-_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in FACTORS)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift in SHIFTS)
 
 
 def drop(
-    out_TI: Tensor, x_TI: Tensor, keys_T1: Tensor, thresholds_T1: Tensor, scales_T1: Tensor, module: int, *, add: bool
+    out_TI: Tensor,
+    x_TI: Tensor,
+    keys_T1: Tensor,
+    thresholds_T1: Tensor,
+    scales_T1: Tensor,
+    module: int,
+    *,
+    step: int,
+    factors: Sequence[int],
+    shifts: Sequence[int],
+    add: bool,
 ) -> None:
     """Write x with dropped elements 0 and the others scaled to ``out``, or ``add`` that to it.
 
-    module: the key of the module, a signed 32-bit integer. Rows of x and out must be contiguous.
+    module: the key of the module, a signed 32-bit integer. step, factors, shifts: the constants of the hash. Rows of x
+    and out must be contiguous.
     """
     rows, columns = x_TI.shape
     _drop[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
@@ -36,6 +43,12 @@ def drop(
         columns,
         out_TI.stride(0),
         x_TI.stride(0),
+        STEP=step,
+        FACTOR_1=factors[0],
+        FACTOR_2=factors[1],
+        SHIFT_1=shifts[0],
+        SHIFT_2=shifts[1],
+        SHIFT_3=shifts[2],
         ADD=add,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -55,6 +68,12 @@ def _drop(
     columns,
     out_stride,
     x_stride,
+    STEP: tl.constexpr,
+    FACTOR_1: tl.constexpr,
+    FACTOR_2: tl.constexpr,
+    SHIFT_1: tl.constexpr,
+    SHIFT_2: tl.constexpr,
+    SHIFT_3: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -65,10 +84,10 @@ def _drop(
     key = tl.load(keys + t, mask=inside_t, other=0).to(tl.uint32, bitcast=True)[:, None]
     threshold = tl.load(thresholds + t, mask=inside_t, other=0)[:, None]
     scale = tl.load(scales + t, mask=inside_t, other=0.0)[:, None]
-    value = key ^ (n.to(tl.uint32) * _STEP + module.to(tl.uint32))[None, :]
-    value = (value ^ (value >> _SHIFT_1)) * _FACTOR_1
-    value = (value ^ (value >> _SHIFT_2)) * _FACTOR_2
-    value = value ^ (value >> _SHIFT_3)
+    value = key ^ (n.to(tl.uint32) * STEP + module.to(tl.uint32))[None, :]
+    value = (value ^ (value >> SHIFT_1)) * FACTOR_1
+    value = (value ^ (value >> SHIFT_2)) * FACTOR_2
+    value = value ^ (value >> SHIFT_3)
     inside = inside_t[:, None] & (n < columns)[None, :]
     row = t.to(tl.int64)[:, None]
     given = tl.load(x + row * x_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
