@@ -35,7 +35,7 @@ RANK, WORLD_SIZE           its number among all processes, and the number of pro
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -55,6 +55,7 @@ __all__ = [
     "read_launch",
     "read_ray_variables",
     "read_server_variables",
+    "set_among",
     "set_variable_defaults",
     "set_variables",
     "twinkle_variables",
@@ -208,6 +209,11 @@ def listed_devices(visible_variable: str) -> tuple[str, ...] | None:
     """Return the devices that a variable like CUDA_VISIBLE_DEVICES names; None if it is not set."""
     value = os.environ.get(visible_variable)
     return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def set_among(names: Iterable[str]) -> list[str]:
+    """Return those of the names that are variables of this process with a value."""
+    return [name for name in names if os.environ.get(name)]
 
 
 def twinkle_variables() -> dict[str, str]:

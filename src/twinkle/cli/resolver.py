@@ -8,10 +8,13 @@ from typing import Any, get_type_hints
 from twinkle.cli.args import Args
 from twinkle.cli.fields import ConfigRegistry, ValueCaster, normalized
 from twinkle.cli.sources import CLISource, DotEnvSource, EnvVarSource, YamlSource
+from twinkle.environment import set_among
 from twinkle.errors import InvalidInputError
 from twinkle.utils.logger import get_logger
 
 __all__ = ["CLI", "ConfigResolver"]
+
+_MEANT_OTHERWISE = {"log_level", "world_size"}  # variables of the logger and of torchrun, which have their own meaning
 
 
 class ConfigResolver:
@@ -78,7 +81,16 @@ class CLI:
         resolver.apply(dot_env)
         # Most variables that no field has are those of other parts of the library: no warnings.
         resolver.apply(EnvVarSource(known).load(), cast_strings=True, warn=False)
+        _tell_of_unread_variables(known)
         if yaml_file is not None:
             resolver.apply(YamlSource(yaml_file, known).load())
         resolver.apply(said, cast_strings=True)
         return args
+
+
+def _tell_of_unread_variables(known: ConfigRegistry) -> None:
+    """Log the variables that have the name of an option without the prefix. Other programs set some of them (HOST)."""
+    unread = set_among(sorted(key.upper() for key in known.all_keys() if key not in _MEANT_OTHERWISE))
+    if unread:
+        options = ", ".join(f"TWINKLE_{name}" for name in unread)
+        get_logger().warning(f"environment: {', '.join(unread)} not read as an option; set {options} instead")

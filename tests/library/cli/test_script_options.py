@@ -170,6 +170,17 @@ def test_a_near_miss_is_told(monkeypatch):
     assert "did you mean 'learning_rate'" in told[0]
 
 
+def test_variables_without_the_prefix_are_told(monkeypatch):
+    from twinkle.cli import resolver
+
+    told = []
+    monkeypatch.setattr(resolver.get_logger(), "warning", told.append)
+    monkeypatch.setenv("LR", "0.5")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert CLI.from_args([]).optimizer.learning_rate != 0.5
+    assert told == ["environment: LR not read as an option; set TWINKLE_LR instead"]
+
+
 def test_maps_that_are_values_stay_whole(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(
         "home: /data\nmodel: {fsdp_config: {reshard_after_forward: true}}\ndataset_id: ${home}/rows\n"
