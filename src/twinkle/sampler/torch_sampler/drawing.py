@@ -24,7 +24,7 @@ _COLDEST = 1e-30  # below this a float32 temperature would be zero; the distribu
 class Penalties:
     """The penalties of one draw (see :class:`~twinkle.sampler.types.SamplingParams`), and the tokens before it.
 
-    ``prompt``: the prompt's tokens. ``generated``: all tokens that were drawn so far, in any order.
+    ``prompt``: the different tokens of the prompt. ``generated``: all tokens that were drawn so far, in any order.
     """
 
     repetition: float
@@ -43,7 +43,8 @@ class Penalties:
         """Change the logits in place, in vLLM's order: repetition, frequency, presence."""
         tokens, counts = np.unique(np.asarray(self.generated, np.int64), return_counts=True)
         if self.repetition != 1.0:
-            seen = to_device(torch.from_numpy(np.union1d(self.prompt, tokens)), logits_V.device)
+            # A token of both is changed once: its new value is computed from the old one in both places.
+            seen = to_device(torch.from_numpy(np.concatenate([self.prompt, tokens])), logits_V.device)
             values = logits_V[seen]
             logits_V[seen] = torch.where(values > 0, values / self.repetition, values * self.repetition)
         if len(tokens) and (self.presence or self.frequency):

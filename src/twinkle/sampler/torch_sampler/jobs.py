@@ -110,6 +110,11 @@ class Job:
         top = self.request.topk_sample_logprobs
         return Draw(params.temperature, params.top_k, params.top_p, 0.0, top, params.min_p)
 
+    @cached_property
+    def prompt_tokens(self) -> IntArray:
+        """Return the different tokens of the prompt. A long prompt is searched for them once, not at every draw."""
+        return np.unique(self.request.prompt)
+
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
@@ -244,8 +249,8 @@ class Job:
         """Return the draw of the sample's next token; at the end of the prompt, one draw for every sample."""
         samples = [sequence.index] if self.prompt_done else range(self.request.num_samples)
         noise = uniforms(words(self.request.seed), words(*samples), words(len(sequence.logprobs)))
-        before = sequence.tokens[self.prompt_length :]
-        penalties = Penalties.for_draw(self.request.params, self.request.prompt, before)
+        before = sequence.tokens[self.prompt_length :] if self.request.params.penalises else ()
+        penalties = Penalties.for_draw(self.request.params, self.prompt_tokens, before)
         return tuple(replace(self.draw, uniform=number, penalties=penalties) for number in noise.tolist())
 
 
