@@ -81,6 +81,14 @@ class LoraSpec:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
+@dataclass(frozen=True)
+class FullSpec:
+    """What a run trains that trains all parameters of the base model, instead of an adapter. It has no options."""
+
+
+TrainingSpec = LoraSpec | FullSpec
+
+
 # How the weights of a new adapter are initialized. True: A kaiming-uniform, B zero. False: A and B kaiming-uniform, so
 # that the adapter has an effect from the start. "gaussian": A normal with deviation 1 / rank, B zero. "orthogonal":
 # A and B random with B A = 0, for even ranks.
