@@ -117,7 +117,7 @@ class Trainer:
         weight_bytes = parameter_bytes(model)
         free_bytes = available_bytes(self.device, self._parallel.ranks.size)
         self.architecture = read_architecture(model)
-        self.end_tokens = _end_tokens(model)
+        self.end_tokens = read_end_tokens(model)
         with Progress(f"preparing {model_id}") as progress:
             progress.doing("one pass with Transformers' own layers, to compare ours with")
             reference = plain_logprobs(model, self.architecture)
@@ -558,7 +558,7 @@ def _array(tensor: Tensor) -> FloatArray:
     return tensor.cpu().numpy().copy()
 
 
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
