@@ -22,9 +22,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from twinkle.environment import listed_devices, set_variables, twinkle_variables
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.platform import GPU
-from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import (
+    EMPTY,
+    AdapterSnapshot,
+    TrainerNumbers,
+    TrainFailure,
+    TrainingSpec,
+    TrainItem,
+    TrainResult,
+)
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
-from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
+from twinkle.server.backends.loading import TrainerFacts, budget_of, load_full_trainer, load_trainer, served_model
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
 from twinkle.server.config.demand import rank_process
@@ -58,7 +66,8 @@ class _Rank:
 
     def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
-        self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
+        load = load_full_trainer if args.train_mode == "full" else load_trainer
+        self._trainer = load(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
         return TrainerFacts.from_trainer(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -92,12 +101,12 @@ class TrainerGroup(TrainingBackend):
         self._rows = 0
         self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
-    def check_adapter(self, spec: LoraSpec) -> None:
+    def check_adapter(self, spec: TrainingSpec) -> None:
         """Check a spec on the first rank only. This changes nothing, so the other ranks may be in a call meanwhile."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
-    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
-        made: LoraSpec = self._all("create_adapter", adapter_id, spec)
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec:
+        made: TrainingSpec = self._all("create_adapter", adapter_id, spec)
         self._adapters[adapter_id] = None
         return made
 
@@ -112,7 +121,7 @@ class TrainerGroup(TrainingBackend):
         """Return 0: no adapter is in this process."""
         return 0
 
-    def host_bytes_of(self, spec: LoraSpec) -> int:
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
         return 0
 
     def numbers(self) -> TrainerNumbers:
