@@ -1,4 +1,4 @@
-"""Training: the multi-tenant :class:`Trainer`, the types of its interface, and the models of the library.
+"""Training: the multi-tenant :class:`Trainer`, the :class:`FullTrainer` of all parameters, and the library's models.
 
 Heavy names (those that need torch and transformers) are imported when they are first used, not with this package.
 """
@@ -11,6 +11,7 @@ from twinkle.model.types import (
     AdamParams,
     AdapterSnapshot,
     Datum,
+    FullSpec,
     LoraSpec,
     ObjectiveValue,
     TokenValues,
@@ -21,6 +22,7 @@ from twinkle.model.types import (
 
 if TYPE_CHECKING:
     from twinkle.model.decoder.loading import adopt_model
+    from twinkle.model.full.trainer import FullTrainer
     from twinkle.model.library.interface import TwinkleModel
     from twinkle.model.multi_lora.model import MultiLoraTransformersModel
     from twinkle.model.trainer.trainer import Trainer
@@ -30,6 +32,8 @@ __all__ = [
     "AdamParams",
     "AdapterSnapshot",
     "Datum",
+    "FullSpec",
+    "FullTrainer",
     "LoraSpec",
     "MultiLoraTransformersModel",
     "ObjectiveValue",
@@ -44,6 +48,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "FullTrainer": "twinkle.model.full.trainer",
     "MultiLoraTransformersModel": "twinkle.model.multi_lora.model",
     "Trainer": "twinkle.model.trainer.trainer",
     "TransformersModel": "twinkle.model.transformers.model",

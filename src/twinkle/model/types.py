@@ -254,7 +254,7 @@ class AdapterSnapshot:
     :mod:`twinkle.model.adapters.optimizer`), and ``scalars`` its single numbers.
     """
 
-    spec: LoraSpec
+    spec: TrainingSpec
     step: int
     layout: str
     weights: FloatArray

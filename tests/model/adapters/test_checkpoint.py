@@ -538,7 +538,7 @@ def test_a_place_that_cannot_be_written(victim: tuple[Trainer, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-@pytest.mark.parametrize("failing", ["save_file", "_write_json", "_flush", "replace"])
+@pytest.mark.parametrize("failing", ["save_file", "write_json", "_flush", "replace"])
 def test_a_failure_leaves_everything_as_it_was(
     victim: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, exchange: bool
 ) -> None:

@@ -39,8 +39,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
-_FORMAT = 1
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Fields of PEFT's config that only matter for new weights. They are ignored when trained weights are read.
 _FOR_NEW_WEIGHTS = {"init_lora_weights": READ["init_lora_weights"]}
 # PEFT writes copies of the model's own embeddings beside LoRA on the head.
@@ -51,7 +51,7 @@ _RENAME_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
-class _TrainingState:
+class TrainingState:
     """The counts, and the part of the optimizer's state, that stand in trainer_state.json."""
 
     step: int = 0
@@ -60,7 +60,7 @@ class _TrainingState:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
-_NEW_STATE = _TrainingState()
+NEW_STATE = TrainingState()
 
 
 def save_adapter(
@@ -151,13 +151,13 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     """
     _check_shape(adapter, read_spec(directory), directory)
     weights_P = _row(_read_tensors(directory / WEIGHTS), adapter, "", directory / WEIGHTS)
-    state, moments = _NEW_STATE, [torch.zeros_like(weights_P) for _ in _MOMENTS]
+    state, moments = NEW_STATE, [torch.zeros_like(weights_P) for _ in MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
             raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
-        moments = [_row(tensors, adapter, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
-        state = _read_state(directory / STATE)
+        moments = [_row(tensors, adapter, f"{name}.", directory / OPTIMIZER) for name in MOMENTS]
+        state = read_training_state(directory / STATE)
     adapter.weights_P.copy_(weights_P)
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
@@ -196,7 +196,7 @@ def _write_files(
 ) -> None:
     layout, ranks = adapter.layout, adapter.ranks
     names = [target.name for target in layout.targets]
-    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model, names))
+    write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model, names))
     save_file(named_tensors(adapter.weights_P, layout, ranks), staging / WEIGHTS, metadata={"format": "pt"})
     if trains_head(names):
         (staging / NOTE).write_text(head_note(base_model))
@@ -206,7 +206,7 @@ def _write_files(
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
     state = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": adapter.step,
         "passes": adapter.passes,
         "optimizer": adapter.optimizer,
@@ -214,7 +214,7 @@ def _write_files(
         "spec": asdict(adapter.spec),
         "base_model": base_model,
     }
-    _write_json(staging / STATE, {**more_state, **state})
+    write_json(staging / STATE, {**more_state, **state})
 
 
 def _put_in_place(staging: Path, directory: Path) -> None:
@@ -312,14 +312,14 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def _read_state(path: Path) -> _TrainingState:
+def read_training_state(path: Path) -> TrainingState:
     """Return the state that stands beside the rows.
 
     Older checkpoints name no optimizer, which was Adam then, and no number of training passes.
     """
     state = read_json(path)
-    if state.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {FORMAT}")
     step, passes = _count(path, "step", state.get("step")), _count(path, "passes", state.get("passes", 0))
     name, scalars = state.get("optimizer", ADAM), state.get("scalars", {})
     if not isinstance(name, str) or name not in (ADAM, *OPTIMIZERS):
@@ -327,7 +327,7 @@ def _read_state(path: Path) -> _TrainingState:
     expected = set() if name == ADAM or step == 0 else set(OPTIMIZERS[name].scalars)
     if not isinstance(scalars, dict) or set(scalars) != expected or not all(map(_is_finite, scalars.values())):
         raise CheckpointError(f"{path}: scalars: got {scalars!r}, allowed: numbers named {sorted(expected)}")
-    return _TrainingState(step, passes, name, scalars)
+    return TrainingState(step, passes, name, scalars)
 
 
 def _count(path: Path, name: str, value: object) -> int:
@@ -340,5 +340,5 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -9,7 +9,7 @@ order ``exp_avg_P``, ``exp_avg_sq_P``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,18 +112,46 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
     weights, gradients = _tensors(adapter, adapter.weights_P, names), _tensors(adapter, gradient_P, names)
     is_first = adapter.step == 0 or adapter.optimizer != name
     check_steps(name, settings, 0 if is_first else adapter.step, adapter.scalars)  # a schedule may have changed them
-    optimizer = _made(name, weights, settings)
     adapter.begin_state(name)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
-    if adapter.step > 0:  # at its first step torch makes the state itself
-        _give_state(optimizer, adapter, weights, names)
-    optimizer.step()
-    _take_state(optimizer, adapter, weights, names)
+    rows = [_tensors(adapter, row_P, names) for row_P in (adapter.exp_avg_P, adapter.exp_avg_sq_P)]
+    adapter.scalars = step_tensors(name, settings, weights, gradients, rows, adapter.step, adapter.scalars)
     adapter.step += 1
     adapter.drop_gradient()
     adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
+
+
+def step_tensors(
+    name: str,
+    settings: Mapping[str, Any],
+    weights: list[Tensor],
+    gradients: Sequence[Tensor],
+    rows: Sequence[Sequence[Tensor]],
+    step: int,
+    scalars: Mapping[str, float],
+) -> dict[str, float]:
+    """Take one step of ``torch.optim``'s optimizer ``name`` on some tensors, and return its single numbers.
+
+    ``rows``: its first and second row of state, each with a tensor like every weight; they are changed in place.
+    ``step``, ``scalars``: its steps so far and its single numbers, which have no meaning before the first step.
+    """
+    names = state_names(name, settings)
+    optimizer = _made(name, weights, settings)
+    state = list(zip(names.rows, rows, strict=False))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    if step > 0:  # at its first step torch makes the state itself
+        for place, weight in enumerate(weights):
+            own = {row_name: tensors[place] for row_name, tensors in state}
+            optimizer.state[weight] = _counters(step, scalars, names) | own
+    optimizer.step()
+    for place, weight in enumerate(weights):
+        weight.grad = None
+        for row_name, tensors in state:  # most optimizers have changed the rows in place
+            value = optimizer.state[weight].get(row_name)
+            if value is not None and value.data_ptr() != tensors[place].data_ptr():
+                tensors[place].copy_(value)
+    return {each: float(optimizer.state[weights[0]][each]) for each in names.scalars}
 
 
 def check_steps(
@@ -167,29 +195,6 @@ def _tensors(adapter: Adapter, row_P: Tensor, names: StateNames) -> list[Tensor]
     pairs = (adapter.layout.views(row_P, target.name) for target in adapter.layout.targets)
     ranked = zip(adapter.ranks, pairs, strict=True)
     return [matrix.detach() for rank, (a_RI, b_OR) in ranked for matrix in (a_RI[:rank], b_OR[:, :rank])]
-
-
-def _state_rows(adapter: Adapter, names: StateNames) -> list[tuple[str, list[Tensor]]]:
-    """Return, for each name of state, its tensors in the order of the parameters."""
-    rows = (adapter.exp_avg_P, adapter.exp_avg_sq_P)
-    return [(each, _tensors(adapter, row_P, names)) for each, row_P in zip(names.rows, rows, strict=False)]
-
-
-def _give_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:
-    for place, weight in enumerate(weights):
-        rows = {name: tensors[place] for name, tensors in _state_rows(adapter, names)}
-        optimizer.state[weight] = _counters(adapter.step, adapter.scalars, names) | rows
-
-
-def _take_state(optimizer: Optimizer, adapter: Adapter, weights: list[Tensor], names: StateNames) -> None:
-    """Store the state in the adapter. Most optimizers have changed its rows in place."""
-    for place, weight in enumerate(weights):
-        for name, tensors in _state_rows(adapter, names):
-            value = optimizer.state[weight].get(name)
-            if value is not None and value.data_ptr() != tensors[place].data_ptr():
-                tensors[place].copy_(value)
-    state = optimizer.state[weights[0]]
-    adapter.scalars = {name: float(state[name]) for name in names.scalars}
 
 
 def _finite_norm(adapter: Adapter, gradient_P: Tensor) -> float:

@@ -56,12 +56,23 @@ class HeadQuery:
 NOTHING_MORE = HeadQuery()
 
 
-class ChunkedHead:
-    """The output head, computed in chunks of at most ``chunk_rows`` rows."""
+class HeadGradient(Protocol):
+    """Adds up the gradient of the head's own weights, where these are trained."""
 
-    def __init__(self, spec: HeadSpec, chunk_rows: int) -> None:
+    def add(self, dlogits_CV: Tensor, hidden_CH: Tensor) -> None:
+        """Add the part of a chunk: dlogits.T @ hidden to that of the weights, dlogits to that of the bias."""
+
+
+class ChunkedHead:
+    """The output head, computed in chunks of at most ``chunk_rows`` rows.
+
+    ``gradient`` gets the gradient of the head's weights from :meth:`logprobs_and_gradient`; None: they are frozen.
+    """
+
+    def __init__(self, spec: HeadSpec, chunk_rows: int, gradient: HeadGradient | None = None) -> None:
         self.spec = spec
         self.chunk_rows = chunk_rows
+        self.gradient = gradient
 
     def logprobs(
         self,
@@ -104,6 +115,8 @@ class ChunkedHead:
             coefficients_CM = coefficients(rows.start, rows.stop, chunk.softmax.values_CM)
             dlogits_CV = chunk.softmax.gradient(coefficients_CM, self.spec.weight_VH.dtype)
             gradient_CH = mm(dlogits_CV, self.spec.weight_VH, out=gradient_TH[rows])
+            if self.gradient is not None:
+                self.gradient.add(dlogits_CV, chunk.hidden_CH)
             for part in chunk.lora:
                 add_lora_gradient(part, dlogits_CV, chunk.hidden_CH, chunk.h_CR, gradient_CH)
         return values_TM, gradient_TH

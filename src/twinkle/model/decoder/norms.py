@@ -30,7 +30,10 @@ class FusedRmsNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x·s·w with s = 1/√(mean(x²) + eps); dx = s·(g − x·s²·mean(g·x)) with g = dy·w. Weights are frozen."""
+    """y = x·s·w with s = 1/√(mean(x²) + eps); dx = s·(g − x·s²·mean(g·x)) with g = dy·w.
+
+    dw is the sum of dy·x·s over all rows; it is computed only where weights are trained.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -40,11 +43,17 @@ class _RmsNorm(torch.autograd.Function):
         return (x32_TH * scale_T1).mul_(weight_H).to(x_TH.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_TH, weight_H, scale_T1 = ctx.saved_tensors
-        x32_TH, g_TH = x_TH.float(), dy_TH.float() * weight_H
+        x32_TH, dy32_TH = x_TH.float(), dy_TH.float()
+        dweight_H = None
+        if ctx.needs_input_grad[1]:
+            products_TH = (dy32_TH * x32_TH).mul_(scale_T1)
+            dweight_H = products_TH.flatten(0, -2).sum(0).to(weight_H.dtype)
+        g_TH = dy32_TH * weight_H
         mean_T1 = torch.linalg.vecdot(g_TH, x32_TH).unsqueeze(-1) / x_TH.shape[-1]
-        return g_TH.mul_(scale_T1).addcmul_(x32_TH, mean_T1 * scale_T1**3, value=-1).to(x_TH.dtype), None, None
+        dx_TH = g_TH.mul_(scale_T1).addcmul_(x32_TH, mean_T1 * scale_T1**3, value=-1).to(x_TH.dtype)
+        return dx_TH, dweight_H, None
 
 
 def fuse_norms(model: nn.Module) -> int:

@@ -25,26 +25,33 @@ def needs_fp32(factor: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``. Weight and bias are frozen: they get no gradient from a CPU that needs fp32."""
+    """Compute ``x @ weight.T + bias``."""
     if not needs_fp32(x):
         return F.linear(x, weight_OI, bias_O)
-    y: Tensor = _FrozenLinear.apply(x, weight_OI, bias_O)
+    y: Tensor = _LinearInFp32.apply(x, weight_OI, bias_O)
     return y
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """A product in fp32. Until the backward pass it keeps the bf16 weight, where autograd would keep the fp32 copy."""
+class _LinearInFp32(torch.autograd.Function):
+    """A product in fp32. Until the backward pass it keeps the bf16 factors, where autograd would keep fp32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight_OI)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight_OI)  # frozen weights do not need x
         bias = None if bias_O is None else bias_O.float()
         return F.linear(x.float(), weight_OI.float(), bias).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (weight_OI,) = ctx.saved_tensors
-        return (dy.float() @ weight_OI.float()).to(dy.dtype), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight_OI = ctx.saved_tensors
+        dy32, (wants_x, wants_weight, wants_bias) = dy.float(), ctx.needs_input_grad
+        dx = (dy32 @ weight_OI.float()).to(dy.dtype) if wants_x else None
+        dweight_OI = dbias_O = None
+        if wants_weight:
+            dweight_OI = (dy32.flatten(0, -2).t() @ x.float().flatten(0, -2)).to(weight_OI.dtype)
+        if wants_bias:
+            dbias_O = dy32.flatten(0, -2).sum(0).to(dy.dtype)
+        return dx, dweight_OI, dbias_O
 
 
 def mm(left_NK: Tensor, right_KM: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -65,3 +72,11 @@ def add_product(out: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> T
         return out.add_(product) if beta else out.copy_(product)
     add = torch.addmm if out.dim() == 2 else torch.baddbmm
     return add(out, left, right, beta=beta, out=out)
+
+
+def add_outer_products(out_NM: Tensor, left_RN: Tensor, right_RM: Tensor) -> None:
+    """Compute ``out += left.T @ right`` in place, adding up in fp32. ``out`` is fp32, the factors are bf16 or fp32."""
+    if left_RN.is_cuda and left_RN.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(out_NM, left_RN.t(), right_RM, torch.float32, out=out_NM)
+    else:
+        out_NM.addmm_(left_RN.float().t(), right_RM.float())

@@ -10,7 +10,7 @@ from random import SystemRandom
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import Target
-from twinkle.model.types import INIT_WEIGHTS, LoraSpec
+from twinkle.model.types import INIT_WEIGHTS, LoraSpec, TrainingSpec
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,10 @@ MAX_RANK = 512
 _SEED_RANGE = 2**63
 
 
-def check_spec(spec: LoraSpec) -> LoraSpec:
+def check_spec(spec: TrainingSpec) -> LoraSpec:
     """Check a spec, and return it with a seed, which is drawn at random if it had none."""
+    if not isinstance(spec, LoraSpec):
+        raise UnsupportedError(f"spec: got {spec}; this trainer trains LoRA adapters and takes a LoraSpec")
     if not _is_int(spec.rank) or not 1 <= spec.rank <= MAX_RANK:
         raise InvalidInputError("rank", spec.rank, f"an integer in [1, {MAX_RANK}]")
     if not _is_number(spec.alpha) or not 0 < spec.alpha <= sys.float_info.max:

@@ -118,8 +118,13 @@ class TrainerCall:
         ranks: Ranks = ALONE,
         give_way: GiveWay | None = None,
         leaves_half: bool = True,
+        trains_base: bool = False,
     ) -> None:
-        """``give_way`` is called between layers of micro-batches that leave enough memory.
+        """``trains_base``: requests train the weights of the model itself, and all of them are for the base model.
+
+        Their gradients are not seen here: the caller adds those of requests that succeeded.
+
+        ``give_way`` is called between layers of micro-batches that leave enough memory.
 
         ``leaves_half``: whether an interrupted micro-batch leaves half of the memory free. Then ``give_way`` may run
         other calls of the trainer; otherwise only a sampler, whose passes are small.
@@ -127,6 +132,7 @@ class TrainerCall:
         self.budget = budget
         self._give_way = give_way
         self._leaves_half = leaves_half
+        self._trains_base = trains_base
         self._engine = engine
         self._pool = pool
         self._train = train
@@ -197,7 +203,7 @@ class TrainerCall:
             if not isinstance(item.adapter_id, str):
                 raise InvalidInputError("adapter_id", item.adapter_id, "a string")
             adapter = None if item.base_model else self._pool.get(item.adapter_id)
-            if adapter is None and self._train:
+            if adapter is None and self._train and not self._trains_base:
                 raise InvalidInputError("base_model", True, "False: the base model is not trained")
             if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
                 self._results[index] = TrainResult([], {"loss:sum": 0.0})
@@ -454,7 +460,7 @@ class TrainerCall:
                 self._fail(index, error)
 
     def _keep_part(self, item: TrainItem, request: _Request | None) -> None:
-        if self._train:
+        if self._train and not self._trains_base:
             adapter = self._pool.get(item.adapter_id)
             adapter.divide_gradient(keeps=self._ranks.number == 0)
             adapter.passes += 1  # on all ranks, also on those that have none of its sequences

@@ -73,8 +73,11 @@ def _no_way_back() -> Iterator[None]:
 
 
 def _one_token() -> Part:
-    """Return a dummy request: one token through the base model, without an adapter."""
+    """Return a dummy request: one token through the base model, without an adapter.
+
+    Its weight is 0, so that it adds nothing to the gradient where the model's own weights are trained.
+    """
     token = np.zeros(1, np.int64)
-    datum = CheckedDatum(token, token[:, None], {}, token.shape)
+    datum = CheckedDatum(token, token[:, None], {"weights": np.zeros((1, 1), np.float32)}, token.shape)
     item = CheckedItem("", get_loss("cross_entropy"), {}, (datum,))
     return Part(0, item, None, item.data)

@@ -69,6 +69,7 @@ from twinkle.model.types import (
     LoraSpec,
     TrainerNumbers,
     TrainFailure,
+    TrainingSpec,
     TrainItem,
     TrainResult,
     check_adam_params,
@@ -116,7 +117,7 @@ class Trainer:
         weight_bytes = parameter_bytes(model)
         free_bytes = available_bytes(self.device, self._parallel.ranks.size)
         self.architecture = read_architecture(model)
-        self.end_tokens = _end_tokens(model)
+        self.end_tokens = read_end_tokens(model)
         with Progress(f"preparing {model_id}") as progress:
             progress.doing("one pass with Transformers' own layers, to compare ours with")
             reference = plain_logprobs(model, self.architecture)
@@ -198,21 +199,22 @@ class Trainer:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def check_adapter(self, spec: LoraSpec) -> None:
+    def check_adapter(self, spec: TrainingSpec) -> None:
         """Raise for a spec that this model can never have. May be called from any thread."""
-        check_ranks(check_spec(spec), select_targets(spec, self.architecture))
+        checked = check_spec(spec)
+        check_ranks(checked, select_targets(checked, self.architecture))
 
-    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> LoraSpec:
         """Make a fresh adapter; returns its spec with the seed that was used."""
         if adapter_id in self._pool:
             raise AdapterExistsError(adapter_id)
-        spec = self._parallel.ranks.gather(check_spec(spec))[0]  # a seed that was drawn at random is rank 0's on all
-        adapter = self._blank(adapter_id, spec)
-        assert spec.seed is not None
-        warn_of_no_effect(spec, self.architecture)
-        adapter.weights_P.copy_(initial_row(adapter.layout, adapter.ranks, spec.seed, spec.init_weights))
+        made = self._parallel.ranks.gather(check_spec(spec))[0]  # a seed that was drawn at random is rank 0's on all
+        adapter = self._blank(adapter_id, made)
+        assert made.seed is not None
+        warn_of_no_effect(made, self.architecture)
+        adapter.weights_P.copy_(initial_row(adapter.layout, adapter.ranks, made.seed, made.init_weights))
         self._pool.add(adapter)
-        return spec
+        return made
 
     def create_adapter_from_peft(self, adapter_id: str, lora_config: Mapping[str, object]) -> LoraSpec:
         """Make a fresh adapter from PEFT's ``LoraConfig(...).to_dict()`` or the contents of an adapter_config.json."""
@@ -235,9 +237,9 @@ class Trainer:
         """
         return self._pool.host_bytes()
 
-    def host_bytes_of(self, spec: LoraSpec) -> int:
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
         """Return the most bytes of host memory that an adapter of this shape takes. May be called from any thread."""
-        layout = self._layout(spec)
+        layout = self._layout(check_spec(spec))
         copy = self.dtype.itemsize if self.device.type == "cpu" else 0
         return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
 
@@ -556,7 +558,7 @@ def _array(tensor: Tensor) -> FloatArray:
     return tensor.cpu().numpy().copy()
 
 
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]

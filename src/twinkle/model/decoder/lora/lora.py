@@ -1,4 +1,6 @@
-"""A frozen linear layer with the LoRA of many tenants on top.
+"""A linear layer with the LoRA of many tenants on top.
+
+Its own weights are frozen, unless the model trains all parameters (:mod:`twinkle.model.full`): then there is no LoRA.
 
 For the time of one call, a layer holds the adapters of the batch (:class:`LayerLora`). It computes
 
@@ -120,7 +122,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         lora = self.lora
-        if lora is None:
+        if lora is None or self.weight_OI.requires_grad:  # where the weights themselves are trained, there is no LoRA
             return linear(x, self.weight_OI, self.bias_O)
         x_TI = x.reshape(-1, self.in_features).contiguous()
         if torch.compiler.is_compiling():

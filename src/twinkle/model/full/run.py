@@ -1,0 +1,180 @@
+"""The state of a run that trains all parameters, beside the weights: gradient, optimizer state, counts; and its steps.
+
+Every step of an optimizer is torch's own code, with all settings passed at each step, as for adapters
+(:mod:`twinkle.model.adapters.optimizer`); here each weight of the model is a parameter of the optimizer. The two rows
+of state have the same meaning as there.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from twinkle.errors import NonFiniteError, UnsupportedError
+from twinkle.model.adapters.adapter import ADAM
+from twinkle.model.adapters.optimizer import check_steps, norm_in_fp64, state_names, step_tensors
+from twinkle.model.full.weights import TrainedWeights
+from twinkle.model.parallel import ALONE, Ranks, add_up_all
+from twinkle.model.types import AdamParams
+
+NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
+
+
+@dataclass
+class FullRun:
+    """One run. Lists have a tensor for each parameter; in a sharded model they are this rank's parts.
+
+    ``exp_avg`` and ``exp_avg_sq`` hold the state of the ``optimizer``, ``scalars`` those of its numbers that are the
+    same for all weights. ``shards``: the ranks that hold the parts of the tensors.
+    """
+
+    adapter_id: str
+    weights: TrainedWeights
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+    step: int = 0
+    optimizer: str = ADAM
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    gradient: list[Tensor] | None = None
+    divided: bool = False  # replicas hold parts of the gradient that have not been added up yet
+    passes: int = 0
+    shards: Ranks = ALONE
+
+    @classmethod
+    def fresh(cls, adapter_id: str, weights: TrainedWeights, shards: Ranks) -> "FullRun":
+        exp_avg, exp_avg_sq = ([torch.zeros_like(each) for each in weights.masters] for _ in range(2))
+        return cls(adapter_id, weights, exp_avg, exp_avg_sq, shards=shards)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of optimizer state and gradient."""
+        gradient = self.gradient or ()  # read once: another thread may ask while a step drops it
+        return sum(tensor.nbytes for tensors in (self.exp_avg, self.exp_avg_sq, gradient) for tensor in tensors)
+
+    # --- gradient -----------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, gradient: list[Tensor], replicas: Ranks) -> None:
+        """Add the gradient of a request. Each replica adds that of its own sequences."""
+        if replicas.size > 1 and not self.divided:
+            # A gradient from before is the same on all replicas: one of them keeps it, or it would count several times.
+            self.gradient = self.gradient if replicas.number == 0 else None
+            self.divided = True
+        if self.gradient is None:
+            self.gradient = gradient
+        else:
+            torch._foreach_add_(self.gradient, gradient)
+        self.passes += 1
+
+    def unite_gradient(self, replicas: Ranks) -> None:
+        """Add up the parts of all replicas, if that was not done yet."""
+        if self.divided:
+            assert self.gradient is not None
+            add_up_all(replicas, self.gradient)
+            self.divided = False
+
+    def drop_gradient(self) -> None:
+        self.gradient, self.divided = None, False
+
+    def gradient_norm(self, norm_type: float = 2.0) -> float:
+        """Return the norm of the whole gradient; 0 without one. All shards must call this."""
+        own = 0.0
+        if self.gradient is not None:
+            on_cpu = self.gradient[0].device.type == "cpu"
+            norms = (
+                [norm_in_fp64(each, norm_type) for each in self.gradient]
+                if on_cpu
+                else torch._foreach_norm(self.gradient, norm_type)
+            )
+            own = float(torch.linalg.vector_norm(torch.stack(tuple(norms)).double(), norm_type))
+        if self.shards.size == 1:
+            return own
+        return float(torch.linalg.vector_norm(torch.tensor(self.shards.gather(own), dtype=torch.float64), norm_type))
+
+    def _finite_norm(self) -> float:
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the accumulated gradient of run {self.adapter_id!r} has norm {norm}: no step taken")
+        return norm
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def adam_step(self, params: AdamParams, *, decoupled: bool) -> dict[str, float]:
+        """Take one step of AdamW, or of Adam if the weight decay is not ``decoupled``, then drop the gradient."""
+        if self.gradient is None:
+            return dict(NO_GRADIENT)
+        norm = self._finite_norm()
+        self.begin_state(ADAM)
+        if params.grad_clip_norm > 0:
+            # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
+            torch._foreach_mul_(self.gradient, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+        masters = self.weights.masters
+        steps = torch.full((len(masters),), float(self.step), device=masters[0].device)
+        adam(
+            masters,
+            self.gradient,
+            self.exp_avg,
+            self.exp_avg_sq,
+            [],
+            list(steps.unbind()),
+            fused=True,
+            amsgrad=False,
+            decoupled_weight_decay=decoupled,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            lr=params.learning_rate,
+            weight_decay=params.weight_decay,
+            eps=params.eps,
+            maximize=False,
+        )
+        self._stepped()
+        return {"unclipped_grad_l2:mean": norm}
+
+    @torch.no_grad()
+    def optimizer_step(self, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Take one step of ``torch.optim``'s optimizer ``name``, then drop the gradient."""
+        if self.gradient is None:
+            return dict(NO_GRADIENT)
+        if state_names(name, settings).matrices:
+            self._require_matrices(name)
+        norm = self._finite_norm()
+        is_first = self.step == 0 or self.optimizer != name
+        check_steps(name, settings, 0 if is_first else self.step, self.scalars)  # a schedule may have changed them
+        self.begin_state(name)
+        masters = [each.detach() for each in self.weights.masters]
+        rows = (self.exp_avg, self.exp_avg_sq)
+        self.scalars = step_tensors(name, settings, masters, self.gradient, rows, self.step, self.scalars)
+        self._stepped()
+        return {"unclipped_grad_l2:mean": norm}
+
+    def begin_state(self, optimizer: str) -> None:
+        """Let the state belong to this optimizer; if it belongs to another one, it starts from zero."""
+        if self.optimizer != optimizer:
+            self.optimizer, self.scalars, self.step = optimizer, {}, 0
+            torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
+
+    def put_state(self, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor]) -> None:
+        """Replace the optimizer's state by whole tensors."""
+        for own, tensors in ((self.exp_avg, exp_avg), (self.exp_avg_sq, exp_avg_sq)):
+            for index, tensor in enumerate(tensors):
+                own[index].copy_(self.weights.part(index, tensor))
+
+    def _stepped(self) -> None:
+        self.step += 1
+        self.drop_gradient()
+        self.weights.refresh()
+
+    def _require_matrices(self, name: str) -> None:
+        layout = self.weights.layout
+        if self.shards.size > 1:
+            raise UnsupportedError(f"optimizer: {name} needs whole matrices, and this model is sharded over processes")
+        others = [each for each, shape in zip(layout.names, layout.shapes, strict=True) if len(shape) != 2]
+        if others:
+            raise UnsupportedError(
+                f"optimizer: {name} trains matrices only, and a run that trains all parameters has {len(others)} that "
+                f"are none, such as {others[0]}; use AdamW"
+            )

@@ -1,0 +1,619 @@
+"""The trainer of all parameters of a model: one run at a time, with the methods of the multi-tenant trainer.
+
+What that one calls an adapter is here a run, which has the whole model. It begins with the weights of the base model;
+when it is removed, these are put back. Master weights, moments and gradients are fp32, also where the model computes in
+bf16. A request is computed by itself, so that one that is invalid or produces NaN fails alone and changes nothing.
+
+A trainer is used from one thread; methods that may be called from other threads say so. With a device mesh there is a
+trainer in each of its processes (ranks). All must be given the same calls in the same order; each rank has some
+sequences of a call's requests or none. What is returned as numpy arrays, and checkpoints, are those of the first rank.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twinkle import hub
+from twinkle.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    InvalidInputError,
+    NonFiniteError,
+    TwinkleError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from twinkle.hub.model_id import id_text
+from twinkle.hub.resolution import loadable_name
+from twinkle.model.adapters.optimizer import OPTIMIZERS
+from twinkle.model.adapters.residency import AdapterPool
+from twinkle.model.decoder.architecture import read_architecture
+from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.decoder.head import ChunkedHead
+from twinkle.model.decoder.layers import GiveWay
+from twinkle.model.decoder.loading import load_model
+from twinkle.model.decoder.precision import read_dtype
+from twinkle.model.full.checkpoint import FullCopy, ModelFiles, read_full, save_full
+from twinkle.model.full.gradients import HeadWeightGradient, RequestGradient
+from twinkle.model.full.memory import (
+    FullMemoryPlan,
+    StateBytes,
+    divide_memory,
+    measure_cost,
+    require_state,
+)
+from twinkle.model.full.passes import FailedPassError, WholePasses
+from twinkle.model.full.run import FullRun
+from twinkle.model.full.weights import TrainedWeights, read_layout, split_masters
+from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.trainer.call import StepLimit, TrainerCall
+from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.memory import available_bytes, device_memory, head_chunk_rows, parameter_bytes
+from twinkle.model.trainer.packing import Budget
+from twinkle.model.trainer.self_check import check_engine, plain_logprobs
+from twinkle.model.trainer.trainer import read_end_tokens
+from twinkle.model.types import (
+    EMPTY,
+    AdamParams,
+    AdapterSnapshot,
+    FloatArray,
+    FullSpec,
+    TrainerNumbers,
+    TrainFailure,
+    TrainingSpec,
+    TrainItem,
+    TrainResult,
+    check_adam_params,
+)
+from twinkle.utils.progress import Progress
+
+Outcome = TrainResult | TrainFailure
+
+
+class FullTrainer:
+    """One run at a time on one model, all of whose parameters it trains. Build it with :meth:`from_pretrained`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_id: str | PathLike[str],
+        dtype: torch.dtype | None = None,
+        base_name: str | None = None,
+        tokenizer_id: str | PathLike[str] | None = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+    ) -> None:
+        """Take over a loaded model, which ``adopt_model`` has prepared: its layers are replaced and trained.
+
+        dtype: what the model computes with, fp32 or bf16; None: that of its weights.
+        base_name: the name of the base model in checkpoints; None: ``model_id``.
+        tokenizer_id: the model whose tokenizer is copied into checkpoints; None: there is none.
+        memory_budget_bytes: device memory for weights, state and activations together; None: what is free, on a CPU
+        half of that.
+        max_tokens_per_batch: most tokens of a batch that keeps its activations (longer sequences are recomputed);
+        None: 16384 on CUDA, 4096 on CPU, less where memory is short.
+        """
+        self.model_id = id_text(model_id)
+        self.base_name = base_name or self.model_id
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = dtype or model.dtype
+        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+            raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+        self._ranks: Ranks = ALONE
+        self._replicas: Ranks = ALONE
+        self._shards: Ranks = ALONE
+        count, held = sum(each.numel() for each in model.parameters()), parameter_bytes(model)
+        weight_bytes = count * self.dtype.itemsize
+        free = available_bytes(self.device) + held - weight_bytes
+        if memory_budget_bytes is not None:
+            free = min(free, memory_budget_bytes - weight_bytes)
+        separate = self.dtype != torch.float32
+        state = StateBytes.for_parameters(
+            count, separate_master=separate, base=held if self.device.type == "cpu" else 0
+        )
+        require_state(state, weight_bytes, free)
+        self.end_tokens = read_end_tokens(model)
+        self._files = _model_files(model, self.base_name, self.dtype, tokenizer_id)
+        with Progress(f"preparing {model_id}") as progress:
+            masters = split_masters(model, self.dtype)
+            self.architecture = read_architecture(model)
+            progress.doing("one pass with Transformers' own layers, to compare ours with")
+            reference = plain_logprobs(model, self.architecture)
+            chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
+            self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+            progress.doing("the same pass with our layers")
+            check_engine(self._engine, reference)
+            own = named_weights(model)
+            self._weights = TrainedWeights(read_layout(model), list(own.values()), masters)
+            self._gradient = RequestGradient(self._weights.parameters)
+            self._engine.head = ChunkedHead(self._engine.head.spec, chunk_rows, self._head_gradient(model))
+            progress.doing("measuring the memory of a training step")
+            cost = measure_cost(self._engine, self._gradient.drop)
+        if state.base:
+            state = dataclasses.replace(state, base=self._weights.base_bytes)
+        self.memory: FullMemoryPlan = divide_memory(
+            weights=weight_bytes,
+            free=self._ranks.smallest(free),
+            state=state,
+            cost=cost,
+            max_tokens=max_tokens_per_batch,
+            device=self.device,
+        )
+        plan = self.memory
+        self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
+        self._no_adapters = AdapterPool(0, self.dtype, self.device)
+        self._run: FullRun | None = None
+        self._training = False  # whether a request's gradient is being computed
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        base_name: str | None = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+    ) -> Self:
+        """Load a model by its id (see :mod:`twinkle.hub`).
+
+        device: None takes CUDA where there is one. dtype: what the model computes with, "bf16" or "fp32"; None takes
+        bf16 on accelerators and on CPUs with bf16 instructions, else fp32. Master weights are fp32 with the precision
+        of the model's files. base_name: the name of the base model in checkpoints; None: the one by which Transformers
+        finds the model (``org/name`` or a folder). The other arguments are those of the constructor.
+        """
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if chosen.type not in ("cpu", "cuda"):
+            raise InvalidInputError("device", str(chosen), "cpu or cuda")
+        local, computed = hub.resolve(model_id), read_dtype(dtype, chosen)
+        # Random weights are drawn in the compute dtype, so that they are those of a sampler on the same model id.
+        model = load_model(local, torch.float32 if local.random_seed is None else computed, chosen)
+        return cls(
+            model,
+            model_id=model_id,
+            dtype=computed,
+            base_name=base_name or loadable_name(model_id),
+            tokenizer_id=model_id,
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the group of processes that train together; all must be given the same calls."""
+        return self._ranks
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def check_adapter(self, spec: TrainingSpec) -> None:
+        """Raise for a spec that is not FullSpec. May be called from any thread."""
+        if not isinstance(spec, FullSpec):
+            raise UnsupportedError(
+                f"spec: got {type(spec).__name__}; this model trains all its parameters (FullSpec) and no LoRA adapters"
+            )
+
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> FullSpec:
+        """Begin a run with the weights of the base model. CapacityError while another run holds the model."""
+        self.check_adapter(spec)
+        self._require_free(adapter_id)
+        self._run = FullRun.fresh(adapter_id, self._weights, self._shards)
+        return FullSpec()
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """End the run: put the base model's weights back, and free optimizer state and gradient."""
+        self._get(adapter_id)
+        self._run = None
+        self._gradient.drop()
+        self._weights.reset()
+
+    def adapter_ids(self) -> list[str]:
+        run = self._run
+        return [] if run is None else [run.adapter_id]
+
+    def resident_adapter_ids(self) -> list[str]:
+        """Return the id of the run, if there is one: a run is always on the device. May be called from any thread."""
+        return self.adapter_ids()
+
+    def host_bytes(self) -> int:
+        """Return the bytes of host memory that the run takes now; 0 on a GPU. May be called from any thread.
+
+        The base model's weights, which are in host memory, belong to the trainer and not to the run.
+        """
+        run = self._run
+        return run.nbytes if run is not None and self.device.type == "cpu" else 0
+
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
+        """Return the most bytes of host memory that a run takes. May be called from any thread."""
+        self.check_adapter(spec)
+        return self.memory.state.moments + self.memory.state.gradient if self.device.type == "cpu" else 0
+
+    def numbers(self) -> TrainerNumbers:
+        rows = self._engine.token_rows, self._engine.padding_rows
+        return TrainerNumbers(len(self.adapter_ids()), 0, *rows, device_memory(self.device))
+
+    def vocabulary_size(self) -> int:
+        """Return how many token ids the model has."""
+        return self.architecture.vocab_size
+
+    def spec(self, adapter_id: str) -> FullSpec:
+        self._get(adapter_id)
+        return FullSpec()
+
+    def step(self, adapter_id: str) -> int:
+        """Return how many optimizer steps the run has taken."""
+        return self._get(adapter_id).step
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        """Raise UnsupportedError: there is no adapter that PEFT could load."""
+        self._get(adapter_id)
+        raise UnsupportedError("peft_config: a run that trains all parameters has no LoRA adapter")
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, items: Sequence[TrainItem]) -> list[Outcome]:
+        """Compute log-probabilities and losses, without gradients. One result or failure per item, in order."""
+        return _finished(self._scored(items, None, None))
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[Outcome]:
+        """Compute log-probabilities and losses, and add each request's gradient to that of the run."""
+        return _finished(self._trained(items, None, None))
+
+    def in_steps(
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: StepLimit | None,
+        give_way: GiveWay | None = None,
+    ) -> Generator[None, None, list[Outcome]]:
+        """Run :meth:`forward` or :meth:`forward_backward` by micro-batches, each of at most ``limit()`` tokens.
+
+        The generator yields between micro-batches. With several ranks it runs everything without yielding. On a CPU
+        ``give_way`` is called between layers. Meanwhile a sampler with weights of its own may run, and this run's
+        weights may be read, but they must not change.
+        """
+        if self._ranks.size > 1:
+            limit = give_way = None
+        compute = self._trained if train else self._scored
+        return (yield from compute(items, limit, give_way if self.device.type == "cpu" else None))
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        """Take one AdamW step with the accumulated gradient, then drop the gradient.
+
+        Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. ``decoupled=False`` is Adam,
+        whose weight decay is part of the gradient.
+        """
+        run = self._get(adapter_id)
+        check_adam_params(params)
+        run.unite_gradient(self._replicas)
+        return run.adam_step(params, decoupled=decoupled)
+
+    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+        """Take one step of another optimizer of ``torch.optim`` with the accumulated gradient, then drop the gradient.
+
+        ``settings``: all keywords of its constructor. A run has the state of one optimizer at a time.
+        """
+        run = self._get(adapter_id)
+        if name not in OPTIMIZERS:
+            raise UnknownNameError("optimizer", name, OPTIMIZERS)
+        run.unite_gradient(self._replicas)
+        return run.optimizer_step(name, settings)
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        """Multiply the accumulated gradient by ``factor``; without a gradient nothing changes."""
+        run = self._get(adapter_id)
+        if run.gradient is not None:
+            torch._foreach_mul_(run.gradient, factor)
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        """Return the norm of the accumulated gradient; 0 without one."""
+        return self._with_gradient(adapter_id).gradient_norm(norm_type)
+
+    def zero_grad(self, adapter_id: str) -> None:
+        """Drop the accumulated gradient."""
+        self._get(adapter_id).drop_gradient()
+
+    def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
+        """Return the accumulated gradient by the model's parameter names; empty between windows."""
+        gradient = self._with_gradient(adapter_id).gradient
+        return {} if gradient is None else self._arrays(gradient)
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        """Return the master weights by the model's parameter names; tied weights occur once."""
+        self._get(adapter_id)
+        return self._arrays(self._weights.masters)
+
+    def compute_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights that the model computes with now, by name, on the device.
+
+        They are the live tensors, which the next step changes: copy them before that.
+        """
+        tensors = (parameter.detach() for parameter in self._weights.parameters)
+        return dict(zip(self._weights.layout.names, tensors, strict=True))
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        """Return all state needed to continue exactly, including the gradient of an open window."""
+        run = self._with_gradient(adapter_id)
+        return AdapterSnapshot(
+            spec=FullSpec(),
+            step=run.step,
+            layout=self._weights.layout.digest,
+            weights=self._row(self._weights.masters),
+            exp_avg=self._row(run.exp_avg),
+            exp_avg_sq=self._row(run.exp_avg_sq),
+            gradient=None if run.gradient is None else self._row(run.gradient),
+            optimizer=run.optimizer,
+            scalars=dict(run.scalars),
+            passes=run.passes,
+        )
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        """Put a run into the state of a snapshot, beginning it if it does not exist."""
+        self.check_adapter(snapshot.spec)
+        layout = self._weights.layout
+        if layout.digest != snapshot.layout:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, f"{layout.digest} (another base model?)")
+        for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
+            array = vars(snapshot)[name]
+            if array is not None and array.shape != (layout.size,):
+                raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({layout.size},)")
+        if adapter_id not in self.adapter_ids():
+            self._require_free(adapter_id)
+            self._run = FullRun.fresh(adapter_id, self._weights, self._shards)
+        run = self._get(adapter_id)
+        run.drop_gradient()
+        self._weights.put(layout.split(snapshot.weights))
+        run.put_state(layout.split(snapshot.exp_avg), layout.split(snapshot.exp_avg_sq))
+        if snapshot.gradient is not None:
+            parts = enumerate(layout.split(snapshot.gradient))
+            own = (self._weights.part(index, tensor) for index, tensor in parts)
+            run.gradient = [each.to(self.device, copy=True) for each in own]
+        run.step, run.passes = snapshot.step, snapshot.passes
+        run.optimizer, run.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def save(
+        self,
+        adapter_id: str,
+        directory: str | Path,
+        optimizer: bool = True,
+        overwrite: bool = False,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a directory that Transformers can load; with ``optimizer`` also its state. The gradient is not written.
+
+        state: further entries of trainer_state.json. companions: a function that writes further files into the
+        directory it is given. The checkpoint appears with all its files or not at all.
+        """
+        copy = self._copy(adapter_id, optimizer)
+        save_full(copy, Path(directory), overwrite=overwrite, state=state, companions=companions)
+
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
+        """Copy what :meth:`save` would write to host memory, and return a function that writes it to a directory.
+
+        The function may be called from any thread. It overwrites an existing directory.
+        """
+        copy = self._copy(adapter_id, optimizer)
+        return functools.partial(save_full, copy, overwrite=True, state=state, companions=companions)
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        """Read a folder written by :meth:`save` or any other Hugging Face folder of the same model into the run.
+
+        With ``optimizer`` the directory must hold the optimizer's state; without, that state starts from zero. An
+        accumulated gradient is dropped. If the folder does not fit, nothing changes.
+        """
+        run = self._get(adapter_id)
+        loaded = read_full(Path(directory), self._weights.layout, optimizer=optimizer)
+        self._weights.put(loaded.weights)
+        if loaded.moments:
+            run.put_state(*map(list, loaded.moments))
+        else:
+            torch._foreach_zero_([*run.exp_avg, *run.exp_avg_sq])
+        run.step, run.passes = loaded.state.step, loaded.state.passes
+        run.optimizer, run.scalars = loaded.state.optimizer, dict(loaded.state.scalars)
+        run.drop_gradient()
+
+    def set_aside(self, size: int) -> None:
+        """Give up ``size`` bytes of unused memory for another use of the device."""
+        if not 0 <= size <= self.memory.adapters:
+            raise CapacityError(
+                f"{size / 2**20:.0f} MiB are asked for; beside weights, state and activations of the trainer, "
+                f"{self.memory.adapters / 2**20:.0f} MiB are free"
+            )
+        self.memory = dataclasses.replace(self.memory, adapters=self.memory.adapters - size)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _get(self, adapter_id: str) -> FullRun:
+        if self._run is None or self._run.adapter_id != adapter_id:
+            raise AdapterNotFoundError(adapter_id)
+        return self._run
+
+    def _with_gradient(self, adapter_id: str) -> FullRun:
+        """Return the run with its whole gradient."""
+        run = self._get(adapter_id)
+        run.unite_gradient(self._replicas)
+        return run
+
+    def _require_free(self, adapter_id: str) -> None:
+        if self._run is None:
+            return
+        if self._run.adapter_id == adapter_id:
+            raise AdapterExistsError(adapter_id)
+        raise CapacityError("this model trains all its parameters for one run at a time, and another run holds it")
+
+    def _scored(
+        self, items: Sequence[TrainItem], limit: StepLimit | None, give_way: GiveWay | None
+    ) -> Generator[None, None, list[Outcome]]:
+        """Compute all requests of a call together, without gradients."""
+        refusals = {index: error for index, item in enumerate(items) if (error := self._refusal(item, train=False))}
+        accepted = [_of_the_model(item) for index, item in enumerate(items) if index not in refusals]
+        call = self._call(limit, give_way, train=False)
+        results = call.run(accepted) if limit is None else (yield from call.steps(accepted, limit))
+        self._budget = call.budget
+        rest = iter(results)
+        return [TrainFailure(refusals[index]) if index in refusals else next(rest) for index in range(len(items))]
+
+    def _trained(
+        self, items: Sequence[TrainItem], limit: StepLimit | None, give_way: GiveWay | None
+    ) -> Generator[None, None, list[Outcome]]:
+        """Compute the requests of a call one after another, with gradients.
+
+        Requests do not share micro-batches: their gradients could not be told apart if one of them failed.
+        """
+        results: list[Outcome] = []
+        for number, item in enumerate(items):
+            if number and limit is not None:
+                yield
+            error = self._refusal(item, train=True)
+            if error is None:
+                results.append((yield from self._trained_alone(_of_the_model(item), limit, give_way)))
+            else:
+                results.append(TrainFailure(error))
+        return results
+
+    def _trained_alone(
+        self, item: TrainItem, limit: StepLimit | None, give_way: GiveWay | None
+    ) -> Generator[None, None, Outcome]:
+        """Compute one request, and add its gradient to that of the run if it succeeded."""
+        assert not self._training, "the gradients of two requests are never computed at the same time"
+        run, self._training = self._get(item.adapter_id), True
+        try:
+            while True:
+                call = self._call(limit, give_way, train=True)
+                try:
+                    results = call.run([item]) if limit is None else (yield from call.steps([item], limit))
+                except FailedPassError as failed:  # parts of its gradient are in the sum: begin the request again
+                    self._gradient.drop()
+                    self._budget = failed.smaller_budget(self._budget)
+                    if failed.hopeless:
+                        return TrainFailure(failed.error)
+                    continue
+                self._budget = call.budget
+                return self._kept(run, results[0])
+        finally:
+            self._gradient.drop()
+            self._training = False
+
+    def _kept(self, run: FullRun, result: Outcome) -> Outcome:
+        """Add the gradient of a request that succeeded on all ranks to the run's; return its result."""
+        if isinstance(result, TrainFailure):
+            return result
+        if not self._ranks.smallest(int(self._gradient.finite())):
+            return TrainFailure(NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
+        if self._run is not run:
+            return TrainFailure(AdapterNotFoundError(run.adapter_id))
+        run.add_gradient(self._gradient.take(), self._replicas)
+        return result
+
+    def _call(self, limit: StepLimit | None, give_way: GiveWay | None, *, train: bool) -> TrainerCall:
+        return TrainerCall(
+            WholePasses(self._engine),
+            self._no_adapters,
+            self._budget,
+            train=train,
+            ranks=self._ranks,
+            give_way=give_way,
+            leaves_half=False,
+            trains_base=True,
+        )
+
+    def _refusal(self, item: object, *, train: bool) -> TwinkleError | None:
+        """Return why a request cannot be computed at all; None for one whose other fields are to be checked."""
+        if not isinstance(item, TrainItem):
+            return InvalidInputError("item", type(item), "a TrainItem")
+        if not item.base_model:
+            held = self._run is not None and self._run.adapter_id == item.adapter_id
+            return None if held else AdapterNotFoundError(str(item.adapter_id))
+        if train:
+            return InvalidInputError("base_model", True, "False: the base model is not trained")
+        if self._run is None:
+            return None
+        return UnsupportedError(
+            "base_model: a run trains all parameters of this model, so that the base model's weights are not on the "
+            "device; compute with the base model before the run begins, or on another model"
+        )
+
+    def _head_gradient(self, model: PreTrainedModel) -> HeadWeightGradient:
+        head = model.get_output_embeddings()
+        numbers = {id(parameter): index for index, parameter in enumerate(self._weights.parameters)}
+        bias = None if head.bias is None else numbers[id(head.bias)]
+        return HeadWeightGradient(self._gradient, numbers[id(head.weight)], bias)
+
+    def _whole(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        return (self._weights.whole(index, tensor) for index, tensor in enumerate(tensors))
+
+    def _row(self, tensors: Sequence[Tensor]) -> FloatArray:
+        return self._weights.layout.row(self._whole(tensors))
+
+    def _arrays(self, tensors: Sequence[Tensor]) -> dict[str, FloatArray]:
+        pairs = zip(self._weights.layout.names, self._whole(tensors), strict=True)
+        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in pairs}
+
+    def _copy(self, adapter_id: str, optimizer: bool) -> FullCopy:
+        """Return a copy of the run in host memory, as it is written to disk."""
+        run = self._get(adapter_id)
+        dtype = torch.float32 if optimizer else self.dtype
+        moments = (run.exp_avg, run.exp_avg_sq) if optimizer else ()
+        return FullCopy(
+            self._weights.layout,
+            self._files,
+            self._on_host(self._weights.masters, dtype),
+            tuple(self._on_host(tensors, torch.float32) for tensors in moments),
+            step=run.step,
+            passes=run.passes,
+            optimizer=run.optimizer,
+            scalars=dict(run.scalars),
+        )
+
+    def _on_host(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        host = torch.device("cpu")
+        return [each.detach().to(host, dtype, copy=True).contiguous() for each in self._whole(tensors)]
+
+
+def _of_the_model(item: TrainItem) -> TrainItem:
+    """Return a request as the engine sees it: without an adapter."""
+    return dataclasses.replace(item, base_model=True)
+
+
+def _finished(steps: Generator[None, None, list[Outcome]]) -> list[Outcome]:
+    """Run a generator to its end, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: list[Outcome] = end.value
+            return results
+
+
+def _model_files(
+    model: PreTrainedModel, base_name: str, dtype: torch.dtype, tokenizer_id: str | PathLike[str] | None
+) -> ModelFiles:
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    generation = model.generation_config if model.can_generate() else None
+    return ModelFiles(
+        base_name,
+        config.to_json_string(),
+        None if generation is None else generation.to_json_string(),
+        None if tokenizer_id is None else id_text(tokenizer_id),
+    )

@@ -1,0 +1,127 @@
+"""All weights of a model that is trained: fp32 master weights, the copy that the model computes with, and the base.
+
+In fp32 the master weights are the model's own parameters. In bf16 the model computes with a rounded copy, which
+:meth:`TrainedWeights.refresh` brings up to date. In a sharded model the parameters are fp32 and sharded, and torch
+rounds each layer when it gathers it, so that there is no second copy either.
+
+The weights of the base model are kept in host memory, so that a run that ends can be replaced by a fresh one without
+reading files, which may have changed or gone meanwhile. They take 2 bytes per parameter where bf16 holds them exactly,
+else 4.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.full.layout import ParameterLayout
+
+
+def split_masters(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Convert the model's parameters to ``dtype``, and return fp32 master weights by name; empty if dtype is fp32.
+
+    Called before an engine replaces the model's layers.
+    """
+    masters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if dtype != torch.float32:
+            masters[name] = parameter.data.float()
+        parameter.data = parameter.data.to(dtype)
+    return masters
+
+
+def read_layout(model: PreTrainedModel) -> ParameterLayout:
+    """Return the parameters of a model whose layers an engine may have replaced, but not sharded yet."""
+    own = named_weights(model)
+    first_names = {id(parameter): name for name, parameter in own.items()}
+    aliases = []
+    head, head_name = model.get_output_embeddings(), "lm_head"
+    for name, module in model.named_modules():
+        if module is head:
+            head_name = name
+    for kind, parameter in head.named_parameters(recurse=False):
+        name = f"{head_name}.{kind}"
+        if first_names[id(parameter)] != name:
+            aliases.append((name, first_names[id(parameter)]))
+    return ParameterLayout(
+        tuple(own), tuple(tuple(parameter.shape) for parameter in own.values()), tuple(sorted(aliases))
+    )
+
+
+class TrainedWeights:
+    """The weights of one model, in the order of ``layout``. Tensors of a sharded model are this rank's parts."""
+
+    def __init__(self, layout: ParameterLayout, parameters: Sequence[nn.Parameter], masters: dict[str, Tensor]) -> None:
+        """``masters``: separate master weights by name; empty: the parameters themselves are the master weights."""
+        self.layout = layout
+        self.parameters = list(parameters)
+        self._separate = bool(masters)
+        own = [masters[name] for name in layout.names] if masters else [local(each.data) for each in parameters]
+        self.masters: list[Tensor] = own
+        self._base: list[Tensor] = [_compact_copy(master) for master in own]
+        self.changed = False  # whether they differ from the base
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring what the model computes with up to date with the master weights."""
+        self.changed = True
+        if self._separate:
+            torch._foreach_copy_([each.data for each in self.parameters], self.masters)
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Replace the master weights by whole tensors."""
+        for index, tensor in enumerate(tensors):
+            self.masters[index].copy_(self.part(index, tensor))
+        self.refresh()
+
+    def reset(self) -> None:
+        """Put the weights of the base model back."""
+        if not self.changed:
+            return
+        torch._foreach_copy_(self.masters, self._base)
+        self.refresh()
+        self.changed = False
+
+    def part(self, index: int, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that has the shape of a parameter."""
+        parameter = self.parameters[index]
+        if not isinstance(parameter, DTensor):
+            return tensor
+        rank, count = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
+        size = -(-len(tensor) // count)  # FSDP2 cuts the first dimension into equal parts, of which the last are short
+        return tensor[rank * size : (rank + 1) * size]
+
+    def whole(self, index: int, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor of which each rank has a part. All ranks call this in the same order."""
+        parameter = self.parameters[index]
+        if not isinstance(parameter, DTensor):
+            return tensor
+        gathered = DTensor.from_local(
+            tensor,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return gathered.full_tensor()
+
+    @property
+    def base_bytes(self) -> int:
+        """Return the bytes of host memory that the base model's weights take."""
+        return sum(each.nbytes for each in self._base)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded, as a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _compact_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, as bf16 if that loses nothing."""
+    rounded = tensor.to(torch.bfloat16)
+    exact = torch.equal(rounded.to(tensor.dtype), tensor)
+    return (rounded if exact else tensor).cpu() if tensor.is_cuda or exact else tensor.clone()
