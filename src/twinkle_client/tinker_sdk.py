@@ -6,12 +6,15 @@ does, or wait too long, are wrapped, not replaced, so that each version of the S
 - a key need not begin with ``tml-``. The SDK's check gets a key with that prefix; requests carry the real key, and an
   additional header that tells a server which issues no keys to accept any key;
 - addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``;
+- ``ServiceClient`` has two methods more, ``create_full_training_client`` and its async form. They train all parameters
+  of a model that is served with ``train_mode: full``;
 - a new client that no server answers raises ConnectionLostError within 30 seconds. The SDK itself tries silently for
   five minutes. Once a server has answered, the SDK's own retries apply.
 """
 
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,6 +61,7 @@ def patch_tinker() -> None:
     _wrap_holder(holders)
     _wrap_sampling(holders)
     _wrap_paths(import_module("tinker.types.checkpoint"))
+    _add_full_training(import_module("tinker.lib.public_interfaces.service_client"))
 
 
 def _wrap_key_provider(module: ModuleType) -> None:
@@ -160,6 +164,58 @@ def _wrap_paths(module: ModuleType) -> None:
         return original(_tinker_path(tinker_path))
 
     parsed.from_tinker_path = staticmethod(_wrapped(from_tinker_path))
+
+
+def _add_full_training(module: ModuleType) -> None:
+    """Add methods that create a training client for all parameters, unless the SDK has its own."""
+    service = module.ServiceClient
+    if hasattr(service, "create_full_training_client"):
+        return
+    training = import_module("tinker.lib.public_interfaces.training_client")
+
+    def submit(self: Any, base_model: str, user_metadata: dict[str, str] | None) -> Any:
+        """Send the SDK's request for a new model, without a LoRA configuration; return a future of its client."""
+        number, types, holder = self.holder.get_training_client_id(), module.types, self.holder
+        request = types.CreateModelRequest(
+            session_id=holder.get_session_id(),
+            model_seq_id=number,
+            base_model=base_model,
+            user_metadata=user_metadata,
+        )
+
+        async def create() -> Any:
+            began = time.time()
+            with holder.aclient(module.ClientConnectionPoolType.TRAIN) as client:
+                sent = await client.models.create(request=request)
+            created = await module._APIFuture(
+                types.CreateModelResponse,
+                holder,
+                sent,
+                request_start_time=began,
+                request_type="CreateModel",
+                queue_state_observer=module.QueueStateLogger(base_model, "Model creation"),
+            ).result_async()
+            return training.TrainingClient(holder, model_seq_id=number, model_id=created.model_id)
+
+        return holder.run_coroutine_threadsafe(create())
+
+    def create_full_training_client(
+        self: Any, base_model: str, seed: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> Any:
+        """Create a TrainingClient that trains all parameters of a model served with ``train_mode: full``.
+
+        ``seed`` has no effect: no weights are drawn at random, training begins with those of the base model.
+        """
+        return submit(self, base_model, user_metadata).result()
+
+    async def create_full_training_client_async(
+        self: Any, base_model: str, seed: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> Any:
+        """Do the same as :meth:`create_full_training_client` in a coroutine."""
+        return await submit(self, base_model, user_metadata).result_async()
+
+    service.create_full_training_client = module.sync_only(create_full_training_client)
+    service.create_full_training_client_async = create_full_training_client_async
 
 
 def _acceptable(key: str) -> str:

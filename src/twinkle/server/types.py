@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from twinkle.errors import LimitExceededError, UserError
 from twinkle.loss.graph.nodes import LossGraph
 from twinkle.model.csr import Csr
-from twinkle.model.types import AdamParams, Datum, IntArray, LoraSpec, Preference
+from twinkle.model.types import AdamParams, Datum, FullSpec, IntArray, LoraSpec, Preference, TrainingSpec
 
 Metadata = Mapping[str, str]
 
@@ -115,7 +115,7 @@ class Price:
 
 @dataclass(frozen=True)
 class CreateAdapter:
-    spec: LoraSpec
+    spec: TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,11 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class CreateNative:
-    """The payload that creates an adapter of the native protocol. ``config``: PEFT LoraConfig fields of the request."""
+    """The payload that creates an adapter of the native protocol. ``config``: PEFT LoraConfig fields of the request;
+    empty for a run that trains all parameters.
+    """
 
-    spec: LoraSpec
+    spec: TrainingSpec
     config: Mapping[str, object]
     gradient_accumulation_steps: int
 
@@ -457,11 +459,28 @@ class SessionRecord:
     finish_detail: str | None = None
 
 
+_MODE, _FULL = "train_mode", "full"  # in the stored form of a spec without an adapter
+
+
+def stored_spec(spec: TrainingSpec) -> dict[str, object]:
+    """Return what the database and snapshots store of a spec, as JSON values: an adapter's spec by its fields."""
+    return {_MODE: _FULL} if isinstance(spec, FullSpec) else asdict(spec)
+
+
+def read_spec(stored: Mapping[str, Any]) -> TrainingSpec:
+    """Return the spec whose stored form this is."""
+    if stored.get(_MODE) == _FULL:
+        return FullSpec()
+    fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in stored.items()}
+    return LoraSpec(**fields)
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run: the life of an adapter, which Tinker calls a training run.
 
-    ``base_model`` is the name that the client used.
+    ``base_model`` is the name that the client used. A live run whose spec is a :class:`FullSpec` holds its replica of
+    the model: no other tenant can train there until the run is not live any more.
     """
 
     run_id: str
@@ -470,13 +489,18 @@ class RunRecord:
     tenant_id: str
     base_model: str
     model_name: str  # the name of the served model
-    spec: LoraSpec
+    spec: TrainingSpec
     created_at: float
     last_request_at: float
     state: Literal["live", "failed", "parked"] = "live"
     user_metadata: Metadata = field(default_factory=dict)
     note: str | None = None  # for the tenant: why the run failed, or how to resume it
     replica: str = ""  # the replica of the model that has this run, where there are several
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """Return the shape of the run's adapter; None if it trains all parameters."""
+        return self.spec if isinstance(self.spec, LoraSpec) else None
 
     @property
     def name(self) -> str:

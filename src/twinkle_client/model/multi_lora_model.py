@@ -136,7 +136,7 @@ class MultiLoraTransformersModel:
     def add_adapter_to_model(
         self,
         adapter_name: str,
-        config: object,
+        config: object = None,
         *,
         gradient_accumulation_steps: int = 1,
         seed: int | None = None,
@@ -144,7 +144,8 @@ class MultiLoraTransformersModel:
     ) -> AddAdapterResponse:
         """Create an adapter on the server. The answer's ``adapter_name`` is the id of the adapter's training run.
 
-        config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields. seed: the seed
+        config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields; None: train all
+        parameters, of a model that the server serves with ``train_mode: full``. seed: the seed
         of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory of
         the server, which its ``allowed_dirs`` must allow; checkpoints are copied there. A relative path is taken from
         this process's directory.
@@ -157,7 +158,7 @@ class MultiLoraTransformersModel:
             seed = self.client.adapter_seed(adapter_name)
         body: dict[str, Any] = {
             "adapter_name": adapter_name,
-            "config": config_text(config, self.target_modules),
+            "config": None if config is None else config_text(config, self.target_modules),
             **_given(AdapterOptions(gradient_accumulation_steps=gradient_accumulation_steps, seed=seed)),
         }
         if save_dir is not None:

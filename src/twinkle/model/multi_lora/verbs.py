@@ -409,7 +409,9 @@ class LoraVerbs(TwinkleModel):
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)
         shapes = {name: tuple(tensor.shape) for name, tensor in self.get_state_dict(adapter_name=adapter_name).items()}
-        return describe(group, self.model_id, self.get_peft_config_dict(adapter_name=adapter_name), shapes)
+        # A group without a configuration trains all parameters, and has no adapter.
+        config = self.get_peft_config_dict(adapter_name=adapter_name) if group.adapter_config else None
+        return describe(group, self.model_id, config, shapes)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -6,21 +6,23 @@ A tenant's mistake raises a :class:`~twinkle.errors.UserError`; any other except
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from twinkle.model.types import (
     EMPTY,
     AdamParams,
     AdapterSnapshot,
     FloatArray,
-    LoraSpec,
     TrainerNumbers,
     TrainFailure,
+    TrainingSpec,
     TrainItem,
     TrainResult,
 )
 from twinkle.sampler.types import Sampler
 from twinkle.server.backends.text_codec import TextCodec
+
+TrainMode = Literal["lora", "full"]
 
 _CONTENDED_PART = 16  # a tenant gets at most this fraction (1/16) of a batch while others wait
 
@@ -28,13 +30,16 @@ _CONTENDED_PART = 16  # a tenant gets at most this fraction (1/16) of a batch wh
 class TrainingBackend(Protocol):
     """The adapters on one frozen base model, and what is computed with them.
 
+    A trainer of all parameters implements the same methods for one run at a time, which has the whole model. Its specs
+    are :class:`~twinkle.model.types.FullSpec`; ``remove_adapter`` puts the weights of the base model back.
+
     All methods are called in the compute thread, unless a method says otherwise.
     """
 
-    def check_adapter(self, spec: LoraSpec) -> None:
+    def check_adapter(self, spec: TrainingSpec) -> None:
         """Raise a UserError if the base model can have no adapter of this shape. Called in any thread."""
 
-    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec: ...
 
     def remove_adapter(self, adapter_id: str) -> None: ...
 
@@ -53,7 +58,7 @@ class TrainingBackend(Protocol):
         On a CPU this includes the adapters on the device, because that is host memory too.
         """
 
-    def host_bytes_of(self, spec: LoraSpec) -> int:
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
         """Return the most bytes of host memory that an adapter of this shape takes. Called in any thread."""
 
     def numbers(self) -> TrainerNumbers:
@@ -151,6 +156,8 @@ class ServedModel:
     text: TextCodec | None  # None: there is no tokenizer, and tenants can send only tokens
     device: str = "cpu"  # what the trainer computes on: cpu or cuda
     cheap_tokens: int = 0  # this many more tokens in a batch take hardly any time; 0 on a CPU, where every token does
+    train_mode: TrainMode = "lora"  # full: the one live run trains all parameters, and there are no adapters
+    max_replayed_steps: int | None = None  # optimizer steps that recovery may repeat at most; None: no limit
 
     @property
     def contended_tokens(self) -> int:

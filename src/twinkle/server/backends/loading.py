@@ -34,8 +34,15 @@ def load_served_model(served: ServedModelConfig, timings: Timings = DEFAULT_TIMI
     if served.model.backend == "mock":
         from twinkle.server.backends.mock import mock_model
 
-        return mock_model(served.name, served.aliases, timings.mock_pass, timings.mock_step)
+        mode = served.model.train_mode
+        model = mock_model(served.name, served.aliases, timings.mock_pass, timings.mock_step, mode)
+        return replace(model, max_replayed_steps=replayed_steps(served.model))
     return _load_transformers(served)
+
+
+def replayed_steps(args: ModelArgs) -> int | None:
+    """Return how many optimizer steps of a run may be repeated after a kill; None: as many as there are."""
+    return args.max_replayed_steps if args.train_mode == "full" else None
 
 
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
@@ -91,6 +98,8 @@ def served_model(
         text=None,
         device=facts.device,
         cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
+        train_mode=served.model.train_mode,
+        max_replayed_steps=replayed_steps(served.model),
     )
 
 

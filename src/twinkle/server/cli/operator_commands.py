@@ -140,7 +140,7 @@ def _run(run: RunRecord, tenant: Tenant) -> dict[str, object]:
         "tenant": tenant.name,
         "tenant_id": run.tenant_id,
         "base_model": run.base_model,
-        "rank": run.spec.rank,
+        "rank": "all" if run.lora is None else run.lora.rank,  # all: it trains all parameters
         "state": run.state,
         "replica": run.replica,
         "created_at": iso(run.created_at),

@@ -86,8 +86,15 @@ class ModelArgs(Section):
     """Most tokens to compute at once; null: 16384 on CUDA and 4096 on a CPU, or fewer if memory is short."""
     memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory for weights, adapters and activations together; null: the memory that is free, on a CPU half of it."""
+    train_mode: Literal["lora", "full"] = "lora"
+    """What tenants train. lora: adapters, of many tenants at the same time. full: all parameters of the model. Then one
+    run at a time holds the model, on Ray one run each of its `num_replicas`, and others are refused meanwhile."""
+    max_replayed_steps: int = Field(default=200, ge=1)
+    """With `train_mode: full`: most optimizer steps that are computed again after the server was killed. Before a run
+    exceeds that, it waits until a snapshot of its weights and optimizer state is on disk. Fewer steps mean more to
+    write: a snapshot has 12 bytes for each parameter, and 16 between a backward pass and its step."""
     merge: bool = True
-    """Compute the requests of several tenants in one device batch."""
+    """Compute the requests of several tenants in one device batch. No effect with `train_mode: full`."""
     nproc_per_node: int = Field(default=1, ge=1)
     """On Ray: processes that train the model together, if `device_group` and `device_mesh` do not ask for more. The
     embedded runtime has one."""

@@ -179,6 +179,13 @@ _QUEUE: dict[str, OlderKey] = {
 }
 
 
+_NO_ADAPTERS = _dropped("it has no effect with train_mode: full, which has no adapters")
+_MODEL_FULL: dict[str, OlderKey] = {
+    **dict.fromkeys(("max_loras", "max_r", "target_modules", "lora_config"), _NO_ADAPTERS),
+    "max_length": _MODEL["max_length"],
+}
+
+
 def older_keys() -> dict[str, str]:
     """Return what becomes of each older key, for the reference page. ARGS stands for applications[].args."""
     model, sampler = (_rate(_RATES[kind], None).words for kind in ("model", "sampler"))
@@ -202,6 +209,7 @@ def older_keys() -> dict[str, str]:
         "`/api/v1`; else refused",
         "ARGS.use_megatron": "false: `backend: transformers`; true: `backend: megatron`",
         **{f"ARGS.{key}": one.words for key, one in _MODEL.items()},
+        "ARGS.max_loras, ARGS.max_r, ARGS.target_modules, ARGS.lora_config with `train_mode: full`": _NO_ADAPTERS.words,
         **{f"ARGS.adapter_config.{key}": one.words for key, one in _ADAPTER.items()},
     }
 
@@ -302,7 +310,7 @@ def _application(conversion: Conversion, application: dict[str, Any], at: str) -
     if kind in ("model", "sampler"):
         _take_section(conversion, args, "adapter_config", f"{at}.adapter_config", _ADAPTER)
     if kind == "model":
-        _take(conversion, args, f"{at}.", _MODEL)
+        _take(conversion, args, f"{at}.", _MODEL_FULL if args.get("train_mode") == "full" else _MODEL)
         _use_megatron(conversion, args, f"{at}.use_megatron")
 
 

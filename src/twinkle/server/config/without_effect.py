@@ -52,6 +52,7 @@ def without_effect(config: Configuration) -> list[str]:
         at = f"applications[{index}]"
         notes += _on_ray(application, at) if on_ray else _embedded(application, at)
         notes += _sampling_share(application, trained, f"{at}.args.sampling_share", on_ray=on_ray)
+        notes += _train_mode(application, f"{at}.args")
     if not config.telemetry.enabled:
         given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
         changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
@@ -111,6 +112,16 @@ def _sampling_share(
         yield f"{at}: has no effect, vLLM samples in processes of its own"
     elif on_ray and args.model_id in trained and has_own_process(sampler, trained[args.model_id]):
         yield f"{at}: has no effect, this sampler has its own process"
+
+
+def _train_mode(application: ApplicationSpec, at: str) -> Iterator[str]:
+    args = application.args
+    if not isinstance(args, ModelArgs):
+        return
+    if args.train_mode == "full" and "merge" in args.model_fields_set:
+        yield f"{at}.merge: has no effect with train_mode: full, where a replica has one run"
+    if args.train_mode == "lora" and "max_replayed_steps" in args.model_fields_set:
+        yield f"{at}.max_replayed_steps: has no effect with train_mode: lora; it is for train_mode: full"
 
 
 def _mesh(args: ModelArgs, at: str) -> Iterator[str]:

@@ -15,8 +15,15 @@ from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
-from twinkle.model.types import LoraSpec
+from twinkle.errors import (
+    GoneError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from twinkle.model.types import LoraSpec, TrainingSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
 from twinkle.server.config import ServerConfig
@@ -25,6 +32,7 @@ from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, ModelReport, Services, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway.hub_uploads import HubUploads
 from twinkle.server.gateway.identity import Identity, SignedUrls
+from twinkle.server.gateway.replica_holds import WrongModeError, check_mode, held_message
 from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
 from twinkle.server.gateway.silent_sessions import SilentSessions
@@ -36,6 +44,7 @@ from twinkle.server.services.checkpoints.access import readable_checkpoint
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.custom_losses import CustomLosses
+from twinkle.server.state.errors import ReplicaHeldError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS
 from twinkle.server.state.records.sessions import SESSION_ROWS
@@ -62,6 +71,8 @@ from twinkle_client.protocol.base import SESSION_LOST
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
+
+
 T = TypeVar("T")
 
 
@@ -320,13 +331,31 @@ class Gateway:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def create_model(self, tenant_id: str, wanted: CreateModelRequest, body: bytes) -> tuple[str, str]:
-        """Create a run with a new adapter; return its run id and the id of the request."""
+        """Create a run of Tinker's protocol; return its run id and the id of the request.
+
+        The future of the request has already failed if the model is not trained in the way that was asked for, or if
+        another run trains all its parameters.
+        """
         session_id, number, spec = wanted.session_id, wanted.model_seq_id, wanted.spec()
-        if spec.seed is None:  # drawn here and stored with the run: a replay must initialize the same weights
+        if isinstance(spec, LoraSpec) and spec.seed is None:
+            # Drawn here and stored with the run: a replay must initialize the same weights.
             spec = replace(spec, seed=secrets.randbits(63))
         run_id, metadata = ids.run_id(session_id, number), wanted.user_metadata or {}
         run = self.new_run(run_id, tenant_id, session_id, number, wanted.base_model, spec, metadata)
-        return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
+        op = Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body)
+        return run_id, await self.create_tinker_run(run, op, "lora_config")
+
+    async def create_tinker_run(self, run: RunRecord, op: Op, field: str) -> str:
+        """Create a run as :meth:`create_run` does, but let the future fail if its model cannot have the run now.
+
+        The SDK reports a failed future to its user; it would send a request that is answered with 409 again. ``field``:
+        the field of the request that says what is trained.
+        """
+        try:
+            check_mode(self.serving(run.model_name).model, run, field)
+            return await self.create_run(run, op)
+        except (WrongModeError, ReplicaHeldError) as error:
+            return self.serving(run.model_name).training.refuse(run, str(error))
 
     def new_run(
         self,
@@ -335,15 +364,12 @@ class Gateway:
         session_id: str,
         number: int,
         base_model: str,
-        spec: LoraSpec,
+        spec: TrainingSpec,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
         """Return the record of a run that is to be created; InvalidInputError if its rank exceeds the limit."""
-        if spec.rank > self.config.limits.max_rank:
-            raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
-        for pattern, rank in spec.rank_pattern.items():
-            if rank > self.config.limits.max_rank:
-                raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, f"1 to {self.config.limits.max_rank}")
+        if isinstance(spec, LoraSpec):
+            _check_rank(spec, self.config.limits.max_rank)
         now = time.time()
         return RunRecord(
             run_id=run_id,
@@ -360,13 +386,19 @@ class Gateway:
         )
 
     async def create_run(self, run: RunRecord, op: Op) -> str:
-        """Create a run's adapter with its first op; return the id of the request."""
+        """Create a run's adapter with its first op; return the id of the request.
+
+        ReplicaHeldError: another run trains all parameters of the model. The message says since when, and when it ends.
+        """
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         await self.usage_recorder.check_space(run.tenant_id)  # eviction will save a checkpoint whatever the limit says
-        request_id = await self.silent_sessions.with_room(
-            run.tenant_id, lambda: training.create(run, op), own_session=run.session_id
-        )
+        try:
+            request_id = await self.silent_sessions.with_room(
+                run.tenant_id, lambda: training.create(run, op), own_session=run.session_id
+            )
+        except ReplicaHeldError as error:
+            raise ReplicaHeldError(error.holder, await held_message(self, run, error.holder)) from None
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # the session ended meanwhile, and its end missed this adapter
             await self.evict(run, f"session {session.session_id} {session.state}")
@@ -398,7 +430,7 @@ class Gateway:
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:
-            return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
+            return training.refuse(run, training.absence(run))
         if (conflict := training.numbering_conflict(op)) is not None:
             return training.refuse(run, conflict)
         return await (training.submit_unnumbered(op) if op.seq == UNNUMBERED else training.submit(op))
@@ -553,3 +585,11 @@ class Gateway:
         forgotten = await self.store.retention.delete_ended(now - limits.ended_session_retention_seconds)
         if forgotten:
             logger.info("%d rows of sessions that ended long ago were deleted", forgotten)
+
+
+def _check_rank(spec: LoraSpec, most: int) -> None:
+    if spec.rank > most:
+        raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {most}")
+    for pattern, rank in spec.rank_pattern.items():
+        if rank > most:
+            raise InvalidInputError(f"rank_pattern[{pattern!r}]", rank, f"1 to {most}")

@@ -16,6 +16,7 @@ from twinkle.errors import LimitReachedError, QuotaError
 from twinkle.server.config import ServerConfig
 from twinkle.server.gateway.fleet import Fleet
 from twinkle.server.gateway.running_time import RunningTime
+from twinkle.server.state.errors import ReplicaHeldError
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
@@ -89,13 +90,17 @@ class SilentSessions:
         """Call ``create`` and return its result.
 
         If the tenant is at its limit of sessions or adapters, evict adapters or end sessions that are silent until
-        ``create`` succeeds; QuotaError if that is not enough. ``own_session``: the session that ``create`` is for,
-        whose adapters are not evicted.
+        ``create`` succeeds; QuotaError if that is not enough. The same for a replica that another run holds, if that is
+        the tenant's own; ReplicaHeldError if it is not, or not silent. ``own_session``: the session that ``create`` is
+        for, whose adapters are not evicted.
         """
         try:
             return await self._gateway.with_row_room(tenant_id, create)
         except QuotaError as error:
             if error.key not in (_ADAPTERS, _SESSIONS):
+                raise
+        except ReplicaHeldError as error:
+            if error.holder.tenant_id != tenant_id:
                 raise
         # Concurrent requests of one tenant take turns, so that each evicts only what it needs itself.
         async with self._turns.turn(tenant_id):
@@ -109,6 +114,16 @@ class SilentSessions:
                         await self._end_one(tenant_id)
                     else:
                         raise
+                except ReplicaHeldError as error:
+                    if error.holder.tenant_id != tenant_id or not await self._evict_holder(error.holder, own_session):
+                        raise
+
+    async def _evict_holder(self, holder: RunRecord, own_session: str) -> bool:
+        """Evict a run that holds a replica, if its session is silent and idle; return whether it was evicted."""
+        silent = await self._silent(holder.tenant_id, own_session)
+        if not any(session.session_id == holder.session_id for session in silent):
+            return False
+        return await self._evict_silent(holder)
 
     async def _evict_one(self, tenant_id: str, own_session: str) -> None:
         """Evict one adapter of a silent session that has no unfinished ops and no recent requests.
@@ -124,11 +139,7 @@ class SilentSessions:
             if any(self._gateway.last_request(run) >= oldest_allowed for run in own):
                 continue  # a client that sends requests and no heartbeats is not silent
             for run in own:
-                why = f"session {session.session_id} fell silent, and its tenant needed the place"
-                logger.info("%s is evicted: %s", run.run_id, why)
-                await self._gateway.evict_anywhere(run, why)
-                record = await self._gateway.store.runs.get(run.run_id)
-                if record is None or record.state != "live":
+                if await self._evict_silent(run):
                     return
         runs = await self._gateway.store.runs.live_of_tenant(tenant_id)
         holders = Counter(run.session_id for run in runs)
@@ -136,6 +147,16 @@ class SilentSessions:
         limit = self._gateway.tenants.limits(tenant_id).max_adapters_per_tenant
         advice = f"they are held by sessions {held}, none of which is idle and silent for {self._seconds:g} s"
         raise LimitReachedError("adapters", limit, limit, _ADAPTERS, f"{advice}; {_HOW_TO_REMOVE}")
+
+    async def _evict_silent(self, run: RunRecord) -> bool:
+        """Evict a run of a silent session, unless it had requests lately; return whether it is not live any more."""
+        if self._gateway.last_request(run) >= time.time() - self._seconds:
+            return False  # a client that sends requests and no heartbeats is not silent
+        why = f"session {run.session_id} fell silent, and its tenant needed the place"
+        logger.info("%s is evicted: %s", run.run_id, why)
+        await self._gateway.evict_anywhere(run, why)
+        record = await self._gateway.store.runs.get(run.run_id)
+        return record is None or record.state != "live"
 
     async def _end_one(self, tenant_id: str) -> None:
         """End the session without unfinished ops that has been silent for longest.

@@ -207,11 +207,11 @@ async def create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: Creat
     if run is None:
         run = await _run_like_source(gateway, tenant_id, wanted)
     payload = LoadWeights(wanted.path, wanted.optimizer)
-    return await gateway.create_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body))
+    return await gateway.create_tinker_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body), "path")
 
 
 async def _run_like_source(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) -> RunRecord:
-    """Return the record of a new run with the LoRA configuration of the checkpoint's run."""
+    """Return the record of a new run that trains what the checkpoint's run trained."""
     path = CheckpointPath.parse(wanted.path)
     checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id)
     if wanted.optimizer and checkpoint.kind != "weights":

@@ -31,7 +31,7 @@ from twinkle.server.config.sections import leads_to_this_machine
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.identity import FROM_VARIABLES, KeyDescription
 from twinkle.server.http.body_limits import read_body, upload_of
-from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
+from twinkle.server.state.errors import DatabaseUnavailableError, ReplicaHeldError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
 from twinkle.server.telemetry.logs import current_request, note_refusing_limit
 from twinkle.server.wire.errors import BodyTooLargeError, SequenceConflictError
@@ -57,6 +57,7 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (NotFoundError, 404),
     (GoneError, 410),
     (SequenceConflictError, 409),
+    (ReplicaHeldError, 409),
     (BodyTooLargeError, 413),
     (QuotaError, 429),
     (OverloadedError, 503),

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinkle.errors import TwinkleError, UserError
+from twinkle.errors import QuotaError, TwinkleError, UserError
+from twinkle.server.types import RunRecord
 
 
 class StorageFullError(TwinkleError, OSError):
@@ -81,6 +82,21 @@ class DamagedRecordError(UserError):
 
 class StoreClosedError(TwinkleError, RuntimeError):
     """The store is closed, or its journal was opened only for reading, as by commands, and the call would write."""
+
+
+class ReplicaHeldError(UserError):
+    """A run trains all parameters of the replica, and so no other run can begin there. ``holder``: that run.
+
+    Only the server sees ``holder``. Tenants see the message, which must not say who holds the replica.
+    """
+
+    def __init__(self, holder: RunRecord, message: str = "another run holds this replica of the model") -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+# Errors that a write returns instead of raising them; its caller gets them raised.
+Refusal = QuotaError | ReplicaHeldError
 
 
 class CheckpointExistsError(UserError):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from twinkle.errors import QuotaError
+from twinkle.errors import QuotaError, UnsupportedError
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.types import TrainFailure
 from twinkle.server.backends.backend import ServedModel, run_passes
@@ -47,8 +47,14 @@ class BaseModelPasses:
     async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
         """Compute one pass and return its outcome. ``fields``: those of the request's JSON.
 
-        A mistake in the fields, a limit that is exceeded and a failure of the pass are raised as errors.
+        A mistake in the fields, a limit that is exceeded and a failure of the pass are raised as errors. With
+        ``train_mode: full`` there is no base model to compute with: the weights are those of whoever trains them.
         """
+        if self._model.train_mode == "full":
+            raise UnsupportedError(
+                f"adapter_name: got none, allowed: a run of this session ({self._model.name} is served with "
+                "train_mode: full, and its weights are those of the run that trains them)"
+            )
         limit = self._tenants.limits(tenant_id).max_training_tokens_per_minute
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)

@@ -89,7 +89,9 @@ class SentVerb:
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
-    """Return the op that creates an adapter. ``seed``: as the client asked for it."""
+    """Return the op that creates an adapter. ``config`` is empty if the run trains all parameters; ``seed``: as the
+    client asked for it.
+    """
     fields = {"config": config, "gradient_accumulation_steps": accumulation, "seed": seed}
     payload = CreateNative(run.spec, config, accumulation)
     return Op(run.run_id, 0, OpKind.CREATE, payload, _body(_CREATE, _written(fields)))
@@ -129,12 +131,10 @@ def _dumped(fields: Mapping[str, object]) -> bytes:
     return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
 
 
-def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def lora_config(sent: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the checked fields of a client's LoraConfig. ``target_modules`` may arrive as a list in any order; here it
     is sorted.
     """
-    if sent is None:
-        raise UserError("config: got None, allowed: a LoraConfig with at least target_modules")
     try:
         config = json.loads(sent) if isinstance(sent, str) else dict(sent)
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, AwareDatetime, Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.model.types import AdamParams, LoraSpec, check_adam_params
+from twinkle.model.types import AdamParams, FullSpec, LoraSpec, TrainingSpec, check_adam_params
 from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import (
     UNNUMBERED,
@@ -164,13 +164,14 @@ class CreateModelRequest(Request):
     optimizer_config: OptimizerConfig | None = None
     type: Literal["create_model"] = "create_model"
 
-    def spec(self) -> LoraSpec:
-        """Return the LoRA configuration; UserError without one, or for an optimizer that this server does not have."""
-        if self.lora_config is None:
-            raise UnsupportedError(
-                "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
-            )
+    def spec(self) -> TrainingSpec:
+        """Return what to train: an adapter, or all parameters if the request has no LoRA configuration.
+
+        UserError for an optimizer that this server does not have.
+        """
         check_optimizer(self.optimizer_config)
+        if self.lora_config is None:
+            return FullSpec()
         spec = LoraSpec(**self.lora_config.model_dump())
         if spec.seed is not None and spec.seed >= 2**63:
             return replace(spec, seed=spec.seed - 2**64)  # the same 64 bits, signed, as the trainer reads them

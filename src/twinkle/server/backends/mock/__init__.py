@@ -2,7 +2,7 @@
 requests have seeds.
 """
 
-from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.backend import ServedModel, TrainMode
 from twinkle.server.backends.mock.sampler import MockSampler, MockTextCodec
 from twinkle.server.backends.mock.trainer import MockTrainer
 
@@ -10,13 +10,17 @@ __all__ = ["MockSampler", "MockTrainer", "mock_model"]
 
 
 def mock_model(
-    name: str = "mock", aliases: tuple[str, ...] = (), pass_seconds: float = 0.0, step_seconds: float = 0.0
+    name: str = "mock",
+    aliases: tuple[str, ...] = (),
+    pass_seconds: float = 0.0,
+    step_seconds: float = 0.0,
+    train_mode: TrainMode = "lora",
 ) -> ServedModel:
     """Return a served model that needs no files and hardly any memory.
 
     Every batch of passes takes at least ``pass_seconds``, and every step of its sampler at least ``step_seconds``.
     """
-    trainer = MockTrainer(pause=pass_seconds)
+    trainer = MockTrainer(pause=pass_seconds, full=train_mode == "full")
     sampler = MockSampler(trainer, pause=step_seconds)
     return ServedModel(
         name=name,
@@ -31,4 +35,5 @@ def mock_model(
         tokenizer_id=None,
         memory="mock: no model is loaded",
         text=MockTextCodec(trainer.vocab_size, sampler.end_token),
+        train_mode=train_mode,
     )

@@ -1,6 +1,7 @@
 """The mock's trainer, and the model that trainer and sampler share.
 
-An adapter is a vector w of eight numbers. The log-probability of a target y after token x at position i is
+An adapter is a vector w of eight numbers; with ``train_mode: full`` it is the only one, and begins as the base model's,
+which is zero. The log-probability of a target y after token x at position i is
 
     lp = log σ(w · φ(x, y, i)),   φ₀ = 1, the others in [−1, 1]
 
@@ -18,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from twinkle.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
+    CapacityError,
     CheckpointError,
     InvalidInputError,
     NonFiniteError,
@@ -46,16 +48,19 @@ from twinkle.model.types import (
     AdapterSnapshot,
     Datum,
     FloatArray,
+    FullSpec,
     IntArray,
     LoraSpec,
     TokenValues,
     TrainerNumbers,
     TrainFailure,
+    TrainingSpec,
     TrainItem,
     TrainResult,
     check_adam_params,
 )
 from twinkle.server.backends.backend import TrainingBackend
+from twinkle.server.types import stored_spec
 
 SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
@@ -112,7 +117,7 @@ def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
 class _Adapter:
     """An adapter with its optimizer; the fields are those of a snapshot without its layout."""
 
-    spec: LoraSpec
+    spec: TrainingSpec
     weights: FloatArray
     exp_avg: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
     exp_avg_sq: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
@@ -123,25 +128,46 @@ class _Adapter:
 
 
 class MockTrainer(TrainingBackend):
-    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps."""
+    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps.
 
-    def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
+    ``full``: it trains all parameters, of one run at a time, and not adapters.
+    """
+
+    def __init__(
+        self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0, full: bool = False
+    ) -> None:
+        self.full = full
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.pause = pause
         self._rows = 0  # tokens of all passes
         self._adapters: dict[str, _Adapter] = {}
 
-    def check_adapter(self, spec: LoraSpec) -> None:
-        _check_spec(spec)
+    def check_adapter(self, spec: TrainingSpec) -> None:
+        self._checked(spec)
 
-    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec:
         if adapter_id in self._adapters:
             raise AdapterExistsError(adapter_id)
-        spec = _check_spec(spec)
-        weights = np.random.default_rng(spec.seed & (2**64 - 1) if spec.seed is not None else None).uniform(-1, 1, SIZE)
-        self._adapters[adapter_id] = _Adapter(spec, weights.astype(np.float32))
-        return spec
+        checked = self._checked(spec)
+        self._check_room(adapter_id)
+        if isinstance(checked, FullSpec):
+            self._adapters[adapter_id] = _Adapter(checked, np.zeros(SIZE, np.float32))
+            return checked
+        seed = checked.seed & (2**64 - 1) if checked.seed is not None else None
+        self._adapters[adapter_id] = _Adapter(
+            checked, np.random.default_rng(seed).uniform(-1, 1, SIZE).astype(np.float32)
+        )
+        return checked
+
+    def _checked(self, spec: TrainingSpec) -> TrainingSpec:
+        if isinstance(spec, FullSpec) is not self.full:
+            raise InvalidInputError("spec", spec, "a FullSpec" if self.full else "a LoraSpec")
+        return spec if isinstance(spec, FullSpec) else _check_spec(spec)
+
+    def _check_room(self, adapter_id: str) -> None:
+        if self.full and set(self._adapters) - {adapter_id}:
+            raise CapacityError("another run has all parameters of this replica; remove it first")
 
     def remove_adapter(self, adapter_id: str) -> None:
         self._get(adapter_id)
@@ -153,9 +179,9 @@ class MockTrainer(TrainingBackend):
     def host_bytes(self) -> int:
         return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
 
-    def host_bytes_of(self, spec: LoraSpec) -> int:
-        """Return a kilobyte for each rank."""
-        return 1024 * spec.rank
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
+        """Return a kilobyte for each rank, or one for all parameters."""
+        return 1024 * (1 if isinstance(spec, FullSpec) else spec.rank)
 
     def numbers(self) -> TrainerNumbers:
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
@@ -171,6 +197,8 @@ class MockTrainer(TrainingBackend):
 
     def peft_config(self, adapter_id: str) -> dict[str, object]:
         spec = self._get(adapter_id).spec
+        if isinstance(spec, FullSpec):
+            raise UnsupportedError("peft_config: all parameters are trained, and there is no adapter")
         return peft_config(spec, ("w",), "mock")
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -224,8 +252,10 @@ class MockTrainer(TrainingBackend):
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         if snapshot.layout != _LAYOUT:
             raise InvalidInputError("snapshot.layout", snapshot.layout, _LAYOUT)
+        spec = self._checked(snapshot.spec)
+        self._check_room(adapter_id)
         own = {each.name: deepcopy(getattr(snapshot, each.name)) for each in fields(_Adapter)}
-        self._adapters[adapter_id] = _Adapter(**{**own, "spec": _check_spec(snapshot.spec)})
+        self._adapters[adapter_id] = _Adapter(**{**own, "spec": spec})
 
     def prepare_save(
         self,
@@ -244,7 +274,7 @@ class MockTrainer(TrainingBackend):
             staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
             staging.mkdir(parents=True)
             np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
-            own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+            own = {"layout": _LAYOUT, "step": adapter.step, "spec": stored_spec(adapter.spec)}
             (staging / _STATE).write_text(json.dumps(own))
             if state:
                 (staging / _PROGRESS).write_text(json.dumps(dict(state)))
@@ -259,10 +289,9 @@ class MockTrainer(TrainingBackend):
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         adapter = self._get(adapter_id)
         arrays, state = read_checkpoint(Path(directory))
-        if state["spec"]["rank"] != adapter.spec.rank:
-            raise CheckpointError(
-                f"{directory} holds rank {state['spec']['rank']}, the adapter has {adapter.spec.rank}"
-            )
+        held, own = state["spec"].get("rank"), stored_spec(adapter.spec).get("rank")
+        if held != own:
+            raise CheckpointError(f"{directory} holds rank {held}, the adapter has {own} (None: all parameters)")
         if optimizer and "exp_avg" not in arrays:
             raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
         fresh = _Adapter(adapter.spec, arrays["weights"])
@@ -288,6 +317,8 @@ class MockTrainer(TrainingBackend):
     def _pass(self, item: TrainItem, train: bool) -> TrainResult:
         if item.base_model and train:
             raise InvalidInputError("base_model", True, "False: the base model is not trained")
+        if item.base_model and self.full:
+            raise UnsupportedError("the base model alone: all its parameters are being trained")
         adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
         if item.output != "logps":
             raise UnsupportedError(f"{item.output}: the mock backend has no model; it computes log-probabilities")

@@ -223,8 +223,8 @@ async def weights_info(call: Call[run_types.WeightsInfoRequest]) -> Response:
             training_run_id=run.run_id,
             base_model=run.base_model,
             model_owner=run.tenant_id if run.tenant_id == call.tenant_id else _PUBLIC_OWNER,
-            is_lora=True,
-            lora_rank=run.spec.rank,
+            is_lora=run.lora is not None,
+            lora_rank=None if run.lora is None else run.lora.rank,
         )
     )
 
@@ -248,17 +248,18 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingR
 
 
 def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoint:
-    by_kind = run.spec.target_modules is None  # else the modules to train were named one by one
+    lora = run.lora
+    by_kind = lora is not None and lora.target_modules is None  # else the modules to train were named one by one
     return run_types.Checkpoint.model_validate(
         {
             **checkpoint_body(record),
             "twinkle_path": CheckpointPath(record.run_id, record.kind, record.name).native,
             "base_model": run.base_model,
-            "is_lora": True,
-            "lora_rank": run.spec.rank,
-            "train_unembed": run.spec.train_unembed if by_kind else None,
-            "train_mlp": run.spec.train_mlp if by_kind else None,
-            "train_attn": run.spec.train_attn if by_kind else None,
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora.rank,
+            "train_unembed": lora.train_unembed if lora is not None and by_kind else None,
+            "train_mlp": lora.train_mlp if lora is not None and by_kind else None,
+            "train_attn": lora.train_attn if lora is not None and by_kind else None,
         }
     )
 
@@ -355,7 +356,7 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
         "session_id": run.session_id,
         "protocol": "twinkle" if ids.is_native_run(run.run_id) else "tinker",
         "base_model": run.base_model,
-        "lora_rank": run.spec.rank,
+        "lora_rank": None if run.lora is None else run.lora.rank,
         "where": gone if status is None else status.where,
         "queued_ops": 0 if status is None else status.queued_ops,
         "created_at": run.created_at,

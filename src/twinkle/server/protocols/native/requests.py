@@ -18,9 +18,11 @@ from twinkle.errors import (
     UserError,
 )
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.types import FullSpec, TrainingSpec
 from twinkle.server import ids
 from twinkle.server.gateway.fleet import Services
 from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.replica_holds import WrongModeError
 from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.http.routes import Call
 from twinkle.server.ids import RequestId
@@ -99,17 +101,15 @@ class AdapterCall:
     async def add_adapter(self, request: AddAdapterRequest) -> tuple[str, Outcome]:
         """Create an adapter; return its run id and the outcome. A repeated request gets the same answer.
 
-        InvalidInputError if the session had an adapter of this name that was evicted.
+        InvalidInputError if the session had an adapter of this name that was evicted. With ``train_mode: full`` the
+        run trains all parameters instead; ReplicaHeldError if another run does.
         """
         gateway, name = self.gateway, request.adapter_name
         run_id = ids.native_run_id(self.session_id, name)
         if not ids.is_native_run(run_id):
             raise InvalidInputError(f"{SESSION_HEADER} header", self.session_id, "a session of twinkle/create_session")
         options = check(AdapterOptions, request.arguments)
-        config = lora_config(request.config)
-        # The seed is stored with the run: a replay must initialize the same weights.
-        seed = secrets.randbits(62) if options.seed is None else options.seed
-        spec = replace(spec_from_peft(config), seed=seed)
+        config, spec = self._wanted(request, options.seed)
         check_adapter = partial(self.services.model.trainer.check_adapter, spec)
         await gateway.reading.in_thread(self.tenant_id, check_adapter)  # before the adapter's name is used up
         metadata = {"adapter_name": name}
@@ -126,6 +126,17 @@ class AdapterCall:
         request_id = await gateway.create_run(run, op)
         return run_id, await self._outcome(run, RequestId.parse(request_id))
 
+    def _wanted(self, request: AddAdapterRequest, seed: int | None) -> tuple[dict[str, Any], TrainingSpec]:
+        """Return the LoRA configuration of a new adapter and its spec; for all parameters, an empty configuration."""
+        model = self.services.model
+        if (request.config is None) is not (model.train_mode == "full"):
+            raise WrongModeError("config", model.name, model.train_mode)
+        if request.config is None:
+            return {}, FullSpec()
+        config = lora_config(request.config)
+        # The seed is stored with the run: a replay must initialize the same weights.
+        return config, replace(spec_from_peft(config), seed=secrets.randbits(62) if seed is None else seed)
+
     async def remove_adapter(self, adapter_name: str) -> None:
         """Evict an adapter; its last state is kept as a checkpoint for a while. A repeated call changes nothing."""
         run = await self._run(adapter_name, live=False)
@@ -138,8 +149,10 @@ class AdapterCall:
         """
         model, training = self.services.model, self.services.training
         run = await self.gateway.run_record(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)
-        if run.model_name != model.name or (live and run.run_id not in training.adapters):
+        if run.model_name != model.name:
             raise NotFoundError("adapter", f"{adapter_name} of {model.name}", run.note or "")
+        if live and run.run_id not in training.adapters:
+            raise NotFoundError("adapter", f"{adapter_name} of {model.name}", training.absence(run))
         return run
 
     # --- verbs --------------------------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ async def get_info(call: Call[requests.GetInfoRequest]) -> Response:
             "type": "get_info",
             "model_id": run.run_id,
             "model_data": data if tokenizer_id is None else {**data, "tokenizer_id": tokenizer_id},
-            "is_lora": True,
-            "lora_rank": run.spec.rank,
+            "is_lora": run.lora is not None,
+            "lora_rank": None if run.lora is None else run.lora.rank,
             "model_name": run.base_model,
             "optimizer_config": {"type": "adamw"},
         }
@@ -115,14 +115,15 @@ async def get_info(call: Call[requests.GetInfoRequest]) -> Response:
 @routes.post("/weights_info", anybody, json_body(requests.WeightsInfoRequest))
 async def weights_info(call: Call[requests.WeightsInfoRequest]) -> Response:
     run = await call.gateway.run_of_checkpoint(call.body.tinker_path, call.tenant_id, "tinker_path")
+    lora = run.lora
     return json_response(
         {
             "base_model": run.base_model,
-            "is_lora": True,
-            "lora_rank": run.spec.rank,
-            "train_unembed": run.spec.train_unembed,
-            "train_mlp": run.spec.train_mlp,
-            "train_attn": run.spec.train_attn,
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora.rank,
+            "train_unembed": None if lora is None else lora.train_unembed,
+            "train_mlp": None if lora is None else lora.train_mlp,
+            "train_attn": None if lora is None else lora.train_attn,
             "optimizer_config": {"type": "adamw"},
         }
     )

@@ -1,4 +1,7 @@
-"""Exports adapters for other tools: PEFT's two files, without any file that only this server can read."""
+"""Exports weights for other tools, without any file that only this server can read.
+
+An adapter is exported as PEFT's two files, and all parameters of a model as the files of a Hugging Face model.
+"""
 
 import json
 import os
@@ -36,6 +39,25 @@ def prepare_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequen
     return write
 
 
+def prepare_full_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequence[str]) -> Callable[[Path], None]:
+    """Copy all parameters of the model, and return a function that writes the directory, as :func:`prepare_export`."""
+    copied = trainer.prepare_save(adapter_id, optimizer=False)
+
+    def fill(directory: Path) -> None:
+        whole = directory / "model"  # the trainer's function wants to make its directory itself
+        copied(whole)
+        for file in list(whole.iterdir()):
+            file.rename(directory / file.name)
+        whole.rmdir()
+        _finish(directory, recipients)
+
+    def write(directory: Path) -> None:
+        with Progress(f"exporting {adapter_id}", detail=lambda: "writing all parameters"):
+            write_whole(directory, fill=fill)
+
+    return write
+
+
 def _written(weights: Mapping[str, FloatArray]) -> str:
     return f"writing {sum(array.nbytes for array in weights.values()) / 1e6:.0f} MB"
 
@@ -48,6 +70,10 @@ def _fill(
     modules = [found["module"] for found in map(_NAME.fullmatch, weights) if found is not None]
     if trains_head(modules):
         (directory / NOTE).write_text(head_note(str(config["base_model_name_or_path"])))
+    _finish(directory, recipients)
+
+
+def _finish(directory: Path, recipients: Sequence[str]) -> None:
     if recipients:
         encrypt_files(directory, recipients)
     for file in directory.iterdir():

@@ -16,7 +16,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, StorageQuotaError
 from twinkle.sampler.types import Sampler
 from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
-from twinkle.server.services.checkpoints.export import prepare_export
+from twinkle.server.services.checkpoints.export import prepare_export, prepare_full_export
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import failure_of
 from twinkle.server.services.training.run_kind import Copy
@@ -96,7 +96,8 @@ class Checkpoints:
         if outcome.failed:
             return None
         days = keep_seconds / 86400
-        return f"{why}; its adapter is kept for {days:g} days: {kind.how_to_resume(path)}"
+        what = "its adapter is" if run.lora is not None else "its weights and its optimizer's state are"
+        return f"{why}; {what} kept for {days:g} days: {kind.how_to_resume(path)}"
 
     async def _name_for_eviction(self, run: RunRecord) -> str:
         """Return a name that no checkpoint of the run has, or that an earlier try to evict it used: parked, or parked-2
@@ -110,7 +111,9 @@ class Checkpoints:
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
         trainer = self._model.trainer
-        if save.kind == "external_weights":
+        if save.kind == "external_weights" and run.lora is None:
+            copy = partial(prepare_full_export, trainer, op.adapter_id, save.recipients)
+        elif save.kind == "external_weights":
             copy = partial(prepare_export, trainer, op.adapter_id, save.recipients)
         else:
             copy = partial(trainer.prepare_save, op.adapter_id, save.kind == "weights")
@@ -278,10 +281,14 @@ class Checkpoints:
         """Return the directory of a checkpoint that the run's tenant may load.
 
         UnknownCheckpointError: the tenant may not read it. InvalidInputError: it is an exported one (the error names
-        ``field``), or ``optimizer`` is True and its kind has no optimizer state. CheckpointError: it is damaged (the
-        error calls it ``shown``).
+        ``field``), it is of an adapter and the run trains all parameters or the reverse, or ``optimizer`` is True and
+        its kind has no optimizer state. CheckpointError: it is damaged (the error calls it ``shown``).
         """
         record = await loadable_checkpoint(self.store, path, run.tenant_id, field)
+        source = await self.store.runs.get(record.run_id)
+        if source is not None and (source.lora is None) is not (run.lora is None):
+            own = "all parameters, because this run trains them" if run.lora is None else "an adapter, as this run is"
+            raise InvalidInputError(field, shown, f"a checkpoint of {own}")
         if optimizer and path.kind != "weights":  # checked before the files are read
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
         directory = self.files.root / record.directory

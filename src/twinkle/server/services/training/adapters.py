@@ -6,6 +6,10 @@
     evict     remove it from this process; its last state becomes a checkpoint
     fail      remove it from this process, because it could not be created or read
 
+A run that trains all parameters (``train_mode: full``) holds its replica, and is treated as one adapter here, with two
+differences. It is never offloaded: its replica stays held, so nobody else could use the memory. And no second one is
+added while it is here, nor until its eviction has saved its weights and put those of the base model back.
+
 An adapter on disk is wholly in its snapshot: weights, optimizer state and the gradient of the open window. Its next op
 loads it again; its tenant notices no difference. Where the device is a CPU, adapters on the device count as host
 memory, too.
@@ -23,7 +27,7 @@ from functools import partial
 from typing import Literal
 
 from twinkle.errors import CheckpointError, OverloadedError, UnsupportedError, UserError
-from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.model.types import AdapterSnapshot, FullSpec, TrainingSpec
 from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Versions of an adapter's weights that are kept: requests that have not reached the sampler yet may need earlier ones.
 _KEPT_VERSIONS = 3
+
+_NO_LIMIT = 2**62  # bytes
 
 # Where an adapter is, as tenants see it. "device": in a slot of the trainer; "host": in the trainer, but in the
 # machine's memory; "disk": in its snapshot until its next request; "nowhere": not created yet; "parked": evicted, and
@@ -150,14 +156,14 @@ class AdapterMemory:
     def budget(self) -> Budget:
         return Budget("host_adapters", self._trainer.host_bytes(), self.limit)
 
-    def size_of(self, spec: LoraSpec) -> int:
+    def size_of(self, spec: TrainingSpec) -> int:
         """Return the most host memory that an adapter of this shape takes; 0 if the trainer refuses the shape."""
         try:
             return self._trainer.host_bytes_of(spec)
         except UserError:
             return 0
 
-    def growth(self, spec: LoraSpec) -> int:
+    def growth(self, spec: TrainingSpec) -> int:
         """Return by how much host memory grows with one more adapter, after others were offloaded if necessary."""
         return max(0, min(self.size_of(spec), self.limit - self._trainer.host_bytes()))
 
@@ -213,8 +219,11 @@ class LiveAdapters:
         settle: Callable[[LiveAdapter, Op, Outcome], None],
         most_bytes: int,
     ) -> None:
-        """``settle`` ends an op with an outcome. ``most_bytes``: the host memory above which adapters are offloaded."""
-        self.memory = AdapterMemory(context.model.trainer, most_bytes)
+        """``settle`` ends an op with an outcome. ``most_bytes``: the host memory above which adapters are offloaded; it
+        has no effect on a run that trains all parameters.
+        """
+        full = context.model.train_mode == "full"
+        self.memory = AdapterMemory(context.model.trainer, _NO_LIMIT if full else most_bytes)
         self.stopping = False
         self._adapters: dict[str, LiveAdapter] = {}
         self._evictions: dict[str, _Eviction] = {}
@@ -243,6 +252,12 @@ class LiveAdapters:
 
     def __len__(self) -> int:
         return len(self._adapters)
+
+    @property
+    def holder(self) -> RunRecord | None:
+        """Return the run that trains all parameters of this replica, or is being evicted from it; None: it is free."""
+        here = [adapter.run for adapter in (*self._adapters.values(), *self.leaving)]
+        return next((run for run in here if isinstance(run.spec, FullSpec)), None)
 
     def statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
         """Return the status of the tenant's live adapters, by run id."""

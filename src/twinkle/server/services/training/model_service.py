@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 
-from twinkle.errors import NotFoundError
+from twinkle.errors import NotFoundError, UnsupportedError
+from twinkle.model.types import FullSpec
 from twinkle.server.ids import RequestId
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery
@@ -24,7 +25,7 @@ from twinkle.server.services.training.recovery import journalled, plan_recovery
 from twinkle.server.services.training.replay_feed import ReplayFeed
 from twinkle.server.services.training.runner import OpRunner, Settlement
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state.errors import DamagedRecordError, JournalError
+from twinkle.server.state.errors import DamagedRecordError, JournalError, ReplicaHeldError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
@@ -78,7 +79,7 @@ class ModelService:
         A run that cannot be recovered because of damage on disk is marked as failed.
         """
         for run in await self._store.runs.in_state("live"):
-            if run.model_name == self.context.model.name and self._is_ours(run):
+            if run.model_name == self.context.model.name and self._is_ours(run) and self._can_go_on(run):
                 try:
                     await self._recover(run)
                 except DamagedRecordError as error:  # damage fails this run alone
@@ -91,6 +92,17 @@ class ModelService:
         await self._free_journal()
         self._runner.start()
         self.context.background.start(self._feed.run())
+
+    def _can_go_on(self, run: RunRecord) -> bool:
+        """Return whether a live run is recovered here. One that is not stays live in the database, as it is on disk."""
+        if not self._is_of_mode(run):
+            mode = self.context.model.train_mode
+            logger.warning("%s is not recovered while its model is served with train_mode: %s", run.run_id, mode)
+            return False
+        if isinstance(run.spec, FullSpec) and self.adapters.holder is not None:  # there were more replicas before
+            logger.error("%s is not recovered: no replica is free for it; start the server with more", run.run_id)
+            return False
+        return True
 
     async def stop(self) -> None:
         """Finish the running batch, end the service loop, and bring snapshots up to date where that is possible.
@@ -137,8 +149,11 @@ class ModelService:
 
         A client that did not get the answer sends the same request again; it gets the same future. If the run's id was
         used by another request, or the run was evicted long ago, the id is that of a future that has already failed.
+        ReplicaHeldError: the run is to train all parameters, and another run holds this replica.
         """
         if run.run_id not in self.adapters:
+            if isinstance(run.spec, FullSpec):
+                self._check_free(run)
             self.adapters.memory.check()
             self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
         with self.context.recorder.journalling(op):
@@ -155,6 +170,29 @@ class ModelService:
         if accepted.created:
             self._runner.enqueue(self.adapters.add(run), op)
         return op.request_id
+
+    def _check_free(self, run: RunRecord) -> None:
+        """Raise an error if another run holds this replica, or if training all parameters does not fit into memory."""
+        holder = self.adapters.holder
+        if holder is not None and holder.run_id != run.run_id:
+            raise ReplicaHeldError(holder)
+        needed, free = self.adapters.memory.size_of(run.spec), max(0, self._guard.free)
+        if holder is None and needed > free:
+            raise UnsupportedError(
+                f"training all parameters of {run.base_model} needs {needed} bytes of the server's memory beside the "
+                f"model, and {free} bytes are free"
+            )
+
+    def absence(self, run: RunRecord) -> str:
+        """Return why a run is not among the live adapters, for the error of a request about it."""
+        if run.state == "live" and not self._is_of_mode(run):
+            now = self.context.model.train_mode
+            return f"model {run.run_id} cannot go on while {run.base_model} is served with train_mode: {now}"
+        return run.note or f"model {run.run_id} is not live any more"
+
+    def _is_of_mode(self, run: RunRecord) -> bool:
+        """Return whether the model's trainer can have the run: an adapter, or with train_mode: full all parameters."""
+        return isinstance(run.spec, FullSpec) is (self.context.model.train_mode == "full")
 
     async def submit(self, op: Op) -> str:
         """Accept an op: write it to the journal, and return the id of its future.

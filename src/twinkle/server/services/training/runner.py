@@ -71,7 +71,8 @@ class Settlement:
         # A forward pass that leaves no state behind does not change the adapter, so that the present snapshot can cover
         # its number.
         changed = op.kind is not OpKind.FORWARD or adapter.kind.passes_leave_state
-        self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed)
+        stepped = op.is_step and not outcome.failed
+        self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed, step=stepped)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Write an outcome to the journal. While the disk is full or the database is unavailable, retry until the
@@ -190,6 +191,7 @@ class OpRunner:
             self._wake.clear()
             now = time.monotonic()
             await self._refuse_all(self._scheduler.refusals(now))
+            await self._cover_steps()
             batch = self._scheduler.next_batch()
             tasks = [] if batch is None else [self._task(op) for op in batch.ops]
             if batch is not None and batch.long and self._may_run_beside():
@@ -208,6 +210,18 @@ class OpRunner:
                 # further batch after which to offload them.
                 await self._adapters.make_room()
                 await self._sleep(time.monotonic())
+
+    async def _cover_steps(self) -> None:
+        """Wait for snapshots of the adapters that may not take one more step without one (``max_replayed_steps``).
+
+        If a snapshot cannot be written, which is logged, the adapter goes on all the same.
+        """
+        if not self._snapshots.at_step_limit():
+            return
+        await self._snapshots.finish_writing()
+        for adapter_id in self._snapshots.at_step_limit():
+            await self._adapters.snapshot(adapter_id)
+            await self._snapshots.finish_writing()
 
     async def _sleep(self, now: float) -> None:
         """Wait until there is something to do, or until the next refusal or snapshot is due."""

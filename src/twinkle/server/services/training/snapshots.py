@@ -1,8 +1,15 @@
-"""Writes snapshots of adapters to disk, beside the tenants' own checkpoints, so that a restart replays only few ops."""
+"""Writes snapshots of adapters to disk, beside the tenants' own checkpoints, so that a restart replays only few ops.
+
+A snapshot is due some seconds after the first op that it does not cover, but writing snapshots takes only a share of
+the time, so that large ones are written less often. A model may also limit the optimizer steps that a restart repeats
+(``max_replayed_steps``, for runs that train all parameters): then a snapshot is due after half of them, whatever share
+of the time that takes, and the service loop waits for it rather than run more steps than the limit.
+"""
 
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
@@ -26,17 +33,23 @@ class Snapshots:
         # Adapters that ran ops since their snapshot, with the monotonic time when their next snapshot is due …
         self._due_at: dict[str, float] = {}
         self._changed: set[str] = set()  # … and those of them that an op has changed
+        # Optimizer steps that no snapshot on disk covers: those since the last copy, and those in a copy being written.
+        self._steps: Counter[str] = Counter()
+        self._steps_being_written: Counter[str] = Counter()
         self._not_before = 0.0  # monotonic time of the earliest next snapshot, so that writing stays within _SHARE
         self._writing: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # held from the copying of an adapter until its snapshot is written
 
     @event_loop
-    def schedule(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
+    def schedule(
+        self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True, step: bool = False
+    ) -> None:
         """Note that an op of this adapter has ended, so that its snapshot will be due.
 
         ``changed``: the op may have changed the adapter. ``urgent``: the snapshot is due at once, not
-        ``snapshot_seconds`` after the first op that it does not cover.
+        ``snapshot_seconds`` after the first op that it does not cover. ``step``: the op was an optimizer step.
         """
+        self._steps[adapter_id] += step
         due = now if urgent else now + self._context.snapshot_seconds
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
         if changed:
@@ -52,6 +65,7 @@ class Snapshots:
         """Note that the adapter needs no snapshot at present."""
         self._due_at.pop(adapter_id, None)
         self._changed.discard(adapter_id)
+        self._steps.pop(adapter_id, None)
 
     def noted(self) -> list[str]:
         """Return the adapters with ended ops that no snapshot covers, neither one on disk nor one being written."""
@@ -60,9 +74,14 @@ class Snapshots:
     def due(self, now: float) -> str | None:
         """Return the adapter whose snapshot has been due longest.
 
-        None: none is due, one is being written, or writing the last one was too recent for its share of the time.
+        None: none is due, one is being written, or writing the last one was too recent for its share of the time. The
+        last reason does not count for an adapter that has taken half of the steps which may be repeated.
         """
-        if not self._due_at or now < self._not_before or self._writing is not None:
+        if not self._due_at or self._writing is not None:
+            return None
+        if (pressing := self._pressing()) is not None:
+            return pressing
+        if now < self._not_before:
             return None
         adapter_id = min(self._due_at, key=self._due_at.__getitem__)
         return adapter_id if self._due_at[adapter_id] <= now else None
@@ -77,7 +96,24 @@ class Snapshots:
             return None
         if self._writing is not None:
             return time.monotonic() + self._context.snapshot_seconds
+        if self._pressing() is not None:
+            return time.monotonic()
         return max(self._not_before, min(self._due_at.values()))
+
+    def _pressing(self) -> str | None:
+        """Return an adapter that has taken half of the optimizer steps that may be repeated since its last copy."""
+        most = self._context.model.max_replayed_steps
+        if most is None:
+            return None
+        return next((each for each in self._due_at if 2 * self._steps[each] >= most), None)
+
+    def at_step_limit(self) -> list[str]:
+        """Return the adapters that must not step before a snapshot of them is on disk (``max_replayed_steps``)."""
+        most = self._context.model.max_replayed_steps
+        if most is None:
+            return []
+        stepped = {*self._steps, *self._steps_being_written}
+        return [each for each in stepped if self._steps[each] + self._steps_being_written[each] >= most]
 
     async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """Make the snapshot cover the ops up to ``seq``: :meth:`take` a new one if an op has changed the adapter or
@@ -98,12 +134,19 @@ class Snapshots:
         A snapshot that is being written is waited for first. If writing fails, that is logged, and a new snapshot
         becomes due.
         """
+        steps = self._steps[adapter_id]
         self.forget(adapter_id)
-        await self._turn.acquire()
+        self._steps_being_written[adapter_id] += steps
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            self._not_written(adapter_id, steps)
+            raise
         started = time.monotonic()
         try:
             snapshot, beside = await self._context.compute.run(lambda: self._copy(adapter_id))
         except BaseException:
+            self._not_written(adapter_id, steps)
             self._turn.release()
             raise
         directory = self._files.snapshot(adapter_id, seq)
@@ -114,9 +157,11 @@ class Snapshots:
                 await asyncio.to_thread(write_snapshot, directory, snapshot, beside)
                 replaced = await self._store.snapshots.set(record)
                 before = None if replaced is None else replaced.directory
+                self._steps_being_written.pop(adapter_id, None)
                 await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
             except Exception:  # an edge of the service: the journal still has all ops; try again later
                 logger.exception("snapshot of %s failed", adapter_id)
+                self._not_written(adapter_id, steps)
                 self._changed.add(adapter_id)
                 self._due_at.setdefault(adapter_id, time.monotonic() + self._context.snapshot_seconds)
             finally:
@@ -126,6 +171,11 @@ class Snapshots:
                 self._turn.release()
 
         self._writing = asyncio.create_task(write())
+
+    def _not_written(self, adapter_id: str, steps: int) -> None:
+        """Count the steps of a snapshot that was not written as steps since the last copy again."""
+        if self._steps_being_written.pop(adapter_id, 0):
+            self._steps[adapter_id] += steps
 
     @compute_thread
     def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:

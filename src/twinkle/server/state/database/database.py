@@ -48,12 +48,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.dml import UpdateBase
 
-from twinkle.errors import QuotaError
 from twinkle.server.state.database.driver import Driver
 from twinkle.server.state.errors import (
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
+    Refusal,
     StoreClosedError,
 )
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, with_checksums, without_checksum
@@ -274,12 +274,12 @@ class Database:
         self._check_open()
         return await self._loop.run_in_executor(self._readers, self._read, work)
 
-    async def write(self, work: Callable[[Cursor], T | QuotaError]) -> T:
+    async def write(self, work: Callable[[Cursor], T | Refusal]) -> T:
         """Run ``work`` in the writer's thread and return its result when it is committed.
 
         If ``work`` raises, its changes are rolled back and only this caller gets the error. ``work`` may be run several
         times, because a failed transaction is repeated; only the last run has an effect on the database. If the caller
-        is cancelled, it stops waiting, but ``work`` is still committed. A QuotaError that ``work`` returns is raised to
+        is cancelled, it stops waiting, but ``work`` is still committed. A Refusal that ``work`` returns is raised to
         the caller. If ``work`` raised it instead, the transaction, which other callers share, would be repeated.
         """
         self._check_open()

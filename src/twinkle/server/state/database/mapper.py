@@ -10,8 +10,9 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 from sqlalchemy import Select, Table
 
+from twinkle.model.types import TrainingSpec
 from twinkle.server.state.database.database import Cursor, Row
-from twinkle.server.types import BlobRef
+from twinkle.server.types import BlobRef, read_spec, stored_spec
 
 R = TypeVar("R")
 _Conversion = Callable[[Any], Any]
@@ -94,6 +95,8 @@ def _conversions(kind: Any) -> tuple[_Conversion, _Conversion]:
         return int, bool
     if isinstance(kind, type) and issubclass(kind, Enum):
         return attrgetter("value"), kind
+    if kind == TrainingSpec:
+        return lambda spec: json.dumps(stored_spec(spec)), lambda text: read_spec(json.loads(text))
     return _to_json, lambda text: _from_json(kind, json.loads(text))
 
 

@@ -26,7 +26,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from typing import Any
 import numpy as np
 
 from twinkle.errors import CheckpointError
-from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.model.types import AdapterSnapshot
 from twinkle.server.ids import CheckpointPath, directory_name
 from twinkle.server.state.files.file_checksums import CHECKSUMS, check_files, write_checksums
+from twinkle.server.types import read_spec, stored_spec
 
 _BESIDE = "native.pt"  # a fixed name: the native protocol was the first to store something there
 _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
@@ -147,7 +148,7 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
     if beside is not None:
         (directory / _BESIDE).write_bytes(beside)
     meta = {
-        "spec": asdict(snapshot.spec),
+        "spec": stored_spec(snapshot.spec),
         "step": snapshot.step,
         "passes": snapshot.passes,
         "layout": snapshot.layout,
@@ -167,7 +168,7 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
         raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
     # Older snapshots are Adam's, and have no number of passes.
     newer = {name: meta[name] for name in ("passes", "optimizer", "scalars") if name in meta}
-    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays, **newer)
+    return AdapterSnapshot(read_spec(meta["spec"]), meta["step"], meta["layout"], **arrays, **newer)
 
 
 def _read_array(file: Path) -> Any:

@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -31,7 +31,7 @@ from twinkle.server.state.files.data_dir import size_of
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 from twinkle.server.state.integrity.sqlite_check import Contents, connect, read_table, row_tables
-from twinkle.server.types import CheckpointKind, CheckpointRecord, SessionRecord
+from twinkle.server.types import CheckpointKind, CheckpointRecord, SessionRecord, stored_spec
 
 Row = dict[str, Any]
 
@@ -47,7 +47,7 @@ _OTHERWISE: Row = {
     "number": 0,
     "base_model": "",
     "model_name": "",
-    "spec": json.dumps(asdict(LoraSpec(rank=1))),
+    "spec": json.dumps(stored_spec(LoraSpec(rank=1))),
     "user_metadata": "{}",
     "replica": "",
 }

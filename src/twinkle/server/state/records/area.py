@@ -7,9 +7,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Select, Table
 from sqlalchemy.sql.dml import UpdateBase
 
-from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Page, Row
 from twinkle.server.state.database.mapper import RecordMapper
+from twinkle.server.state.errors import Refusal
 
 A = TypeVar("A", bound="Area")
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ class Area:
 
 
 def in_write(
-    method: Callable[Concatenate[A, Cursor, P], T | QuotaError],
+    method: Callable[Concatenate[A, Cursor, P], T | Refusal],
 ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
     """Turn a method of an area into a coroutine whose body runs as one transaction in the database's writer thread.
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from sqlalchemy import and_, bindparam, case, delete, exists, func, or_, select, update
 
-from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Row
 from twinkle.server.state.database.journal import Journal, JournalWriters
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
+from twinkle.server.state.errors import Refusal
 from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.runs import insert_run
 from twinkle.server.types import Op, OpKind, OpRecord, Outcome, RunRecord
@@ -145,16 +145,16 @@ class Ops(Area):
         now: float,
         most: int | None = None,
         most_rows: int | None = None,
-    ) -> AcceptedRun | QuotaError:
+    ) -> AcceptedRun | Refusal:
         """Store a run and the op that creates its adapter, both or neither, or return those that are on record.
 
         Raises QuotaError for a new run if the tenant has ``most`` live runs in active sessions, or ``most_rows`` runs
-        on record. The limits are checked inside the transaction, because several processes of a server may accept runs
-        of one tenant.
+        on record; ReplicaHeldError if it is to train all parameters of a replica that another run holds. Both are
+        checked inside the transaction, because several requests, and processes of a server, may add runs at once.
         """
         assert op.adapter_id == run.run_id
         recorded = insert_run(cursor, run, most, most_rows)
-        if isinstance(recorded, QuotaError):
+        if isinstance(recorded, Refusal):
             return recorded
         if recorded is run:
             return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)

@@ -1,5 +1,8 @@
 """Runs and their snapshots. A run is the life of one adapter; its row stays long after the adapter was evicted.
 
+With ``train_mode: full`` a live run is also the record that its tenant holds the replica. Its state changes only after
+its last weights are saved and the replica has those of the base model again, so that no run begins before that.
+
 A run has at most one snapshot on record: the state from which its adapter is recovered. A snapshot covers the ops up to
 its ``seq``; these are not replayed any more, so their bodies can be deleted from the journal.
 """
@@ -10,9 +13,11 @@ from typing import Literal
 from sqlalchemy import bindparam, func, or_, select, update
 
 from twinkle.errors import LimitReachedError
+from twinkle.model.types import FullSpec
 from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
+from twinkle.server.state.errors import Refusal, ReplicaHeldError
 from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
@@ -43,6 +48,7 @@ _LIVE_BY_REPLICA = (
     .where(_IS_LIVE, RUNS.c.model_name == bindparam("model_name"))
     .group_by(RUNS.c.replica)
 )
+_LIVE_OF_MODEL = select(RUNS).where(_IS_LIVE, RUNS.c.model_name == bindparam("model_name")).order_by(*_OLDEST_FIRST)
 _COUNT = select(func.count()).select_from(RUNS).where(_OF_TENANT)
 _LIST = (
     select(RUNS)
@@ -88,6 +94,13 @@ class Runs(Area):
         """Return a tenant's live runs in active sessions, which count against its limit of adapters, oldest first."""
         return await self._all(_RUN, _LIVE_OF_TENANT, tenant_id=tenant_id)
 
+    async def holders(self, model_name: str) -> tuple[RunRecord, ...]:
+        """Return the live runs that hold a replica of a served model, because they train all its parameters; the
+        oldest first.
+        """
+        live = await self._all(_RUN, _LIVE_OF_MODEL, model_name=model_name)
+        return tuple(run for run in live if isinstance(run.spec, FullSpec))
+
     async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
         """Return the live runs with this note, oldest first."""
         return await self._all(_RUN, _LIVE_NOTED, note=note)
@@ -126,15 +139,21 @@ class Runs(Area):
 
 def insert_run(
     cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
-) -> RunRecord | LimitReachedError:
+) -> RunRecord | Refusal:
     """Insert a run and return it, or return the existing one of its session with this number. Part of a write.
 
-    Returns (does not raise) LimitReachedError for a new run if the tenant has ``most`` live runs in active sessions, or
-    ``most_rows`` runs on record.
+    Returns (does not raise) an error for a new run: ReplicaHeldError if it is to train all parameters of a replica that
+    another live run holds, LimitReachedError if the tenant has ``most`` live runs in active sessions, or ``most_rows``
+    runs on record.
     """
     known = _RUN.find(cursor, session_id=run.session_id, number=run.number)
     if known is not None:
         return known
+    if run.state == "live" and isinstance(run.spec, FullSpec):
+        # Only the replica's own process adds runs to it, so two such writes never run at the same time.
+        for other in _RUN.all(cursor, _LIVE_OF_MODEL, model_name=run.model_name):
+            if isinstance(other.spec, FullSpec) and other.replica == run.replica:
+                return ReplicaHeldError(other)
     if most is not None and cursor.number(_COUNT_LIVE, {"tenant_id": run.tenant_id}) >= most:
         return LimitReachedError("adapters", most, most, "max_adapters_per_tenant")
     if most_rows is not None and cursor.count(RUNS, tenant_id=run.tenant_id) >= most_rows:

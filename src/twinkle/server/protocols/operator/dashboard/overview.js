@@ -68,7 +68,7 @@ const ADAPTERS = [
   ["Where", (run) => el("span", { class: `badge ${run.where}`, title: WHERE[run.where] }, run.where)],
   ["", (run) => run.note ?? WHERE[run.where]],
   ["Waiting ops", (run) => String(run.queued_ops)],
-  ["Rank", (run) => String(run.lora_rank)],
+  ["Rank", (run) => run.lora_rank === null ? "all parameters" : String(run.lora_rank)],
   ["Protocol", (run) => run.protocol],
 ];
 

@@ -22,7 +22,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from twinkle.environment import listed_devices, set_variables, twinkle_variables
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.platform import GPU
-from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import (
+    EMPTY,
+    AdapterSnapshot,
+    TrainerNumbers,
+    TrainFailure,
+    TrainingSpec,
+    TrainItem,
+    TrainResult,
+)
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
 from twinkle.server.config import ServerConfig
@@ -92,12 +100,12 @@ class TrainerGroup(TrainingBackend):
         self._rows = 0
         self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
-    def check_adapter(self, spec: LoraSpec) -> None:
+    def check_adapter(self, spec: TrainingSpec) -> None:
         """Check a spec on the first rank only. This changes nothing, so the other ranks may be in a call meanwhile."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
-    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
-        made: LoraSpec = self._all("create_adapter", adapter_id, spec)
+    def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec:
+        made: TrainingSpec = self._all("create_adapter", adapter_id, spec)
         self._adapters[adapter_id] = None
         return made
 
@@ -112,7 +120,7 @@ class TrainerGroup(TrainingBackend):
         """Return 0: no adapter is in this process."""
         return 0
 
-    def host_bytes_of(self, spec: LoraSpec) -> int:
+    def host_bytes_of(self, spec: TrainingSpec) -> int:
         return 0
 
     def numbers(self) -> TrainerNumbers:
