@@ -140,6 +140,9 @@ class TorchSampler:
     def step(self) -> list[Finished | Progress]:
         deadline = perf_counter() + _TURN_SECONDS
         turn = self._versions.bring(self._schedule.candidates())
+        if turn.stuck:  # requests that could be computed wait for the places of requests that cannot
+            self._schedule.preempt_all()
+            turn = self._versions.bring(list(self._jobs.values()))
         self._fail_lost(turn.lost)
         if self._graphs is not None:
             self._graphs.weights = turn.weights

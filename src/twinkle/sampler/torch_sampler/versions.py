@@ -24,12 +24,14 @@ class Turn:
     """What one turn computes: the jobs for which ``eligible`` returns True.
 
     ``weights``: the number of the set of weights that the model has in this turn; 0 is the base model's own.
-    ``lost``: the versions, by ``id()``, whose weights are gone; their jobs have to fail with the error.
+    ``lost``: the versions, by ``id()``, whose weights are gone; their jobs have to fail with the error. ``stuck``: none
+    of the given jobs can be computed before others, which were not among them, have ended.
     """
 
     eligible: Eligible
     weights: int = 0
     lost: Mapping[int, TwinkleError] = field(default_factory=dict)
+    stuck: bool = False
 
 
 class Versions(Protocol):

@@ -8,22 +8,24 @@ its turn. In each turn the scope (on a server: the tenant) that was served longe
 the one that was.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from torch import Size, Tensor
+from torch import Tensor
 
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleError
+from twinkle.model.full.checkpoint import read_full
+from twinkle.model.full.weights import read_layout
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.torch_sampler.jobs import Job
 from twinkle.sampler.torch_sampler.versions import Forget, Turn, require_new, unknown_version
-from twinkle.sampler.weight_sets.folder import WeightFolder
 from twinkle.sampler.weight_sets.slots import WeightSlots
 
 WeightSource = Callable[[str], Mapping[str, Tensor]]  # an adapter's id → its present weights, by checkpoint names
 
+_ADAPTER = "adapter_config.json"
 _DEFAULT_SETS = 2  # what is sampled from now, and its successor
 _SHARE = 0.6  # sets take at most this share of the memory beside weights and activations; the cache needs the rest
 _RAISE_BUDGET = "raise memory_budget_gib of the model, or give the sampler devices of its own (device_group)"
@@ -36,7 +38,7 @@ class WeightSet:
 
     version_id: str
     slot: int | None  # its place in memory; None: its weights are only in its files
-    folder: WeightFolder | None = None  # its files, if they are known
+    directory: Path | None = None  # of its files, if they are known
     users: int = 0
     served: int = 0  # the number of its last turn
     retired: bool = False
@@ -67,7 +69,7 @@ class WeightVersions:
             )
         trainer.set_aside(needed)
         self._slots = WeightSlots(trainer.engine, count)
-        self._ties = _tied_name(trainer, self._slots.shapes)
+        self._layout = read_layout(trainer.engine.model)
         self._free = list(range(count, 0, -1))
         self._by_id: dict[str, WeightSet] = {}
         self._held: dict[int, WeightSet] = {}  # by place: a retired version keeps its own while requests use it
@@ -104,16 +106,17 @@ class WeightVersions:
         """Examine a folder and read it, if there is a place for it now; else it is read when its turn comes."""
         require_new(version_id, self._by_id)
         self._require_places()
-        new = WeightSet(version_id, None, self._open(directory))
-        slot = self._place(may_take_from_users=False)
+        new = WeightSet(version_id, None, Path(directory))
+        weights = self._examined(new)
+        slot = self._place(even_used=False)
         if slot is not None:
-            self._read(new, slot)
+            self._fill(new, slot, weights)
         self._by_id[version_id] = new
 
     def saved(self, version_id: str, directory: str) -> None:
         """Note a version's files, which lets it give up its place in memory. Unknown ids are ignored."""
         if version_id in self._by_id:
-            self._by_id[version_id].folder = self._open(directory)
+            self._by_id[version_id].directory = Path(directory)
 
     def retire(self, version_id: str) -> None:
         version = self._by_id.pop(version_id, None)
@@ -142,6 +145,8 @@ class WeightVersions:
         """Choose the set of weights of this turn, and make the model compute with it."""
         lost: dict[int, TwinkleError] = {}
         chosen = self._choose(jobs, lost)
+        if chosen is None and jobs and not any(job.version is None for job in jobs):
+            return Turn(lambda job: False, 0, lost, stuck=not lost)
         self._turn += 1
         present = {job.scope for job in jobs}
         self._scopes = {scope: turn for scope, turn in self._scopes.items() if scope in present}
@@ -185,12 +190,14 @@ class WeightVersions:
 
     def _brought(self, version: WeightSet, lost: dict[int, TwinkleError]) -> bool:
         """Read a version into memory, which may take the place of one in use. Return False if that is not possible."""
-        slot = self._place(may_take_from_users=True)
-        if slot is None:  # all places are held by versions in use without files; one is free when its requests end
-            return False
+        if not self._free and self._next_to_leave(even_used=True) is None:
+            return False  # all places are held by versions in use without files; one is free when its requests end
         began = perf_counter()
         try:
-            self._read(version, slot)
+            weights = self._examined(version)
+            slot = self._place(even_used=True)
+            assert slot is not None, "checked above"
+            self._fill(version, slot, weights)
         except CheckpointError as error:
             lost[id(version)] = error
             self._by_id.pop(version.version_id, None)
@@ -202,7 +209,7 @@ class WeightVersions:
     def _copy(self, version_id: str, weights: Mapping[str, Tensor]) -> None:
         self._require_places()
         self._slots.check(weights)
-        slot = self._place(may_take_from_users=True)
+        slot = self._place(even_used=True)
         if slot is None:
             raise CapacityError(
                 f"unfinished requests use all {self._slots.count} sets of weights, and one more {self._price(1)}; wait "
@@ -212,9 +219,16 @@ class WeightVersions:
         self._fill(new, slot, weights.items())
         self._by_id[version_id] = new
 
-    def _read(self, version: WeightSet, slot: int) -> None:
-        assert version.folder is not None, "only versions with files are read"
-        self._fill(version, slot, version.folder.weights())
+    def _examined(self, version: WeightSet) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights in a version's files, all of which are checked before the first is returned."""
+        directory = version.directory
+        assert directory is not None, "only versions with files are read"
+        if (directory / _ADAPTER).exists():
+            raise CheckpointError(
+                f"{directory} holds a LoRA adapter: this model is served with train_mode: full, and is sampled from "
+                "checkpoints with all weights"
+            )
+        return zip(self._layout.names, read_full(directory, self._layout, optimizer=False).weights, strict=True)
 
     def _fill(self, version: WeightSet, slot: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into a place. After an error the place is free again, and the version is not in it."""
@@ -226,24 +240,29 @@ class WeightVersions:
         version.slot, self._held[slot] = slot, version
         version.served = self._turn
 
-    def _place(self, *, may_take_from_users: bool) -> int | None:
-        """Return a place, if need be that of the version served longest ago; None if all places are taken.
-
-        A version that no request uses gives up its place first; without files it is gone then. A version that requests
-        use gives up its place only if it has files, and only if ``may_take_from_users``.
-        """
+    def _place(self, *, even_used: bool) -> int | None:
+        """Return a free place, if need be that of another version; None if none can leave."""
         if self._free:
             return self._free.pop()
-        able = [one for one in self._held.values() if not one.users or (may_take_from_users and one.folder is not None)]
-        if not able:
+        leaving = self._next_to_leave(even_used=even_used)
+        if leaving is None:
             return None
-        leaving = min(able, key=lambda one: (one.users > 0, one.served))
         slot, leaving.slot = leaving.slot, None
-        assert slot is not None, "it is held"
+        assert slot is not None, "it holds a place"
         del self._held[slot]
-        if leaving.folder is None:
+        if leaving.directory is None:
             self.retire(leaving.version_id)
         return slot
+
+    def _next_to_leave(self, *, even_used: bool) -> WeightSet | None:
+        """Return the version that gives up its place next, the one served longest ago; None if none can.
+
+        A version that no request uses leaves first; without files it is gone then. A version that requests use leaves
+        only if it has files, and only if ``even_used``.
+        """
+        held = self._held.values()
+        able = [one for one in held if not one.users or (even_used and one.directory is not None)]
+        return min(able, key=lambda one: (one.users > 0, one.served), default=None)
 
     def _drop_unused(self, version: WeightSet) -> None:
         if version.retired and not version.users:
@@ -253,9 +272,6 @@ class WeightVersions:
                 del self._held[version.slot]
                 version.slot = None
 
-    def _open(self, directory: str) -> WeightFolder:
-        return WeightFolder.open(Path(directory), self._slots.shapes, self._ties)
-
     def _require_places(self) -> None:
         if not self._slots.count:
             raise CapacityError(f"a version is a second set of weights, and {self._price(1)}; {_RAISE_BUDGET}")
@@ -263,9 +279,3 @@ class WeightVersions:
     def _price(self, count: int) -> str:
         needed, available = count * self._set_bytes, max(0, self._available - self._slots.count * self._set_bytes)
         return f"needs {needed} bytes ({needed / 2**30:.2f} GiB) of memory, of which {available} are available"
-
-
-def _tied_name(trainer: Trainer, shapes: Mapping[str, Size]) -> frozenset[str]:
-    """Return the name of the head's weight if it is the embedding's, under whose name a model stores both."""
-    name = f"{trainer.architecture.head.name}.weight"
-    return frozenset(() if name in shapes else (name,))
