@@ -20,6 +20,7 @@ from twinkle.utils.progress import Progress
 if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
     from twinkle.model import Trainer
+    from twinkle.model.full import FullTrainer
     from twinkle.sampler import TorchSampler
     from twinkle.sampler.torch_sampler.jobs import Tokenizer
     from twinkle.sampler.vllm import VllmSampler
@@ -52,6 +53,9 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     if sampling is not None and sampling.sampler_type == "vllm":
         _check_vllm(sampling)  # before the slow part
     budget = budget_of(args)
+    if args.train_mode == "full":
+        whole = load_full_trainer(args, args.compute_device, budget, compiled=args.compiled)
+        return _with_full_sampler(served, served_model(served, whole, TrainerFacts.from_trainer(whole)), whole)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
     model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     if sampling is None:
@@ -75,7 +79,7 @@ class TrainerFacts:
     device: str
 
     @classmethod
-    def from_trainer(cls, trainer: "Trainer") -> "TrainerFacts":
+    def from_trainer(cls, trainer: "Trainer | FullTrainer") -> "TrainerFacts":
         architecture, memory = trainer.architecture, trainer.memory
         return cls(architecture.family, architecture.max_length, memory.tokens, str(memory), trainer.device.type)
 
@@ -125,6 +129,35 @@ def load_trainer(
         compiled=compiled,
         device_mesh=mesh,
     )
+
+
+def load_full_trainer(
+    args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
+) -> "FullTrainer":
+    """Load the model to train all its parameters. The arguments are those of :func:`load_trainer`.
+
+    CapacityError, with the bytes that are needed, if the state of a run does not fit into memory.
+    """
+    with Progress("importing torch and transformers"):
+        from twinkle.model.full import FullTrainer
+
+    return FullTrainer.from_pretrained(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        base_name=base_name(args),
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        compiled=compiled,
+        device_mesh=mesh,
+    )
+
+
+def _with_full_sampler(served: ServedModelConfig, model: ServedModel, trainer: "FullTrainer") -> ServedModel:
+    """Return the model with a sampler of complete sets of weights, where the configuration asks for one."""
+    if served.sampler is None:
+        return model
+    raise ConfigError("sampler_type", served.sampler.sampler_type, "no sampler application with train_mode: full yet")
 
 
 def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":

@@ -351,10 +351,13 @@ class Gateway:
         The SDK reports a failed future to its user; it would send a request that is answered with 409 again. ``field``:
         the field of the request that says what is trained.
         """
+        await self.active_session(run.session_id, run.tenant_id)
         try:
             check_mode(self.serving(run.model_name).model, run, field)
             return await self.create_run(run, op)
-        except (WrongModeError, ReplicaHeldError) as error:
+        except (WrongModeError, ReplicaHeldError, UnsupportedError) as error:
+            # The record is how the client's next request, for the result of the future, finds its replica.
+            await self.store.runs.add_refused(replace(run, state="failed", note=str(error)))
             return self.serving(run.model_name).training.refuse(run, str(error))
 
     def new_run(

@@ -167,6 +167,8 @@ class ModelService:
             return self.refuse(run, f"{used} before with another request")
         if accepted.record is None and accepted.run.state == "parked":
             return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
+        if accepted.record is None and accepted.run.state == "failed":
+            return self.refuse(run, accepted.run.note or f"model {run.run_id} could not be created")
         if accepted.created:
             self._runner.enqueue(self.adapters.add(run), op)
         return op.request_id

@@ -10,7 +10,7 @@ its ``seq``; these are not replayed any more, so their bodies can be deleted fro
 from collections.abc import Mapping
 from typing import Literal
 
-from sqlalchemy import bindparam, func, or_, select, update
+from sqlalchemy import bindparam, delete, exists, func, or_, select, update
 
 from twinkle.errors import LimitReachedError
 from twinkle.model.types import FullSpec
@@ -61,6 +61,15 @@ _COUNT_OF_OTHERS = select(func.count()).select_from(RUNS).where(RUNS.c.tenant_id
 _LATEST = select(RUNS).order_by(RUNS.c.last_request_at.desc(), RUNS.c.run_id)
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
+# Runs that were never created, so that they have no ops, nor requests after the first.
+_FORGET_REFUSED = delete(RUNS).where(
+    RUNS.c.session_id == bindparam("session_id"),
+    RUNS.c.state == "failed",
+    RUNS.c.created_at < bindparam("before"),
+    RUNS.c.last_request_at == RUNS.c.created_at,
+    ~exists().where(OPS.c.adapter_id == RUNS.c.run_id),
+)
+_REFUSED_SECONDS = 600.0
 _TOUCH = (
     update(RUNS)
     .where(RUNS.c.run_id == bindparam("id"), RUNS.c.last_request_at < bindparam("time"))
@@ -74,6 +83,16 @@ class Runs(Area):
     async def add(self, run: RunRecord) -> RunRecord:
         """Store a run and return it, or return the existing one of its session with this number."""
         return await self._database.write(lambda cursor: insert_run(cursor, run))
+
+    @in_write
+    def add_refused(self, cursor: Cursor, run: RunRecord) -> None:
+        """Store a run that was not created, unless its number is in use; ``note`` says why it was not.
+
+        Of earlier such runs of the session, those older than ten minutes are deleted: a client may ask again and again.
+        """
+        cursor.execute(_FORGET_REFUSED, {"session_id": run.session_id, "before": run.created_at - _REFUSED_SECONDS})
+        if _RUN.find(cursor, session_id=run.session_id, number=run.number) is None:
+            _RUN.insert(cursor, run)
 
     async def get(self, run_id: str) -> RunRecord | None:
         return await self._find(_RUN, run_id=run_id)

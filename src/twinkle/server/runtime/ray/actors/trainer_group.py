@@ -32,7 +32,7 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
-from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
+from twinkle.server.backends.loading import TrainerFacts, budget_of, load_full_trainer, load_trainer, served_model
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
 from twinkle.server.config.demand import rank_process
@@ -66,7 +66,8 @@ class _Rank:
 
     def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
-        self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
+        load = load_full_trainer if args.train_mode == "full" else load_trainer
+        self._trainer = load(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
         return TrainerFacts.from_trainer(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
