@@ -169,11 +169,10 @@ class WeightVersions:
 
     def _choose(self, jobs: Sequence[Job], lost: dict[int, TwinkleError]) -> WeightSet | None:
         """Return the version whose turn it is; None: the base model. Versions that cannot be read are noted."""
-        wanted = {id(job.version) for job in jobs}
         if self._stays is not None:
-            version, until = self._stays
-            if id(version) in wanted and version.slot is not None and perf_counter() < until:
-                return version
+            just_read, until = self._stays
+            if just_read.slot is not None and perf_counter() < until and any(job.version is just_read for job in jobs):
+                return just_read
             self._stays = None
         for job in sorted(jobs, key=self._last_served):
             version = job.version
