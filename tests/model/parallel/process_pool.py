@@ -50,7 +50,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        programs = [f"tests.model.parallel.{name}_programs" for name in ("lora", "full", "sequence")]
+        programs = [f"tests.model.parallel.{name}_programs" for name in ("lora", "full", "all_parameters", "sequence")]
         context.set_forkserver_preload(programs)  # imports happen only once
         meeting = Path(tempfile.mkdtemp()) / "meeting"
         for rank in range(self.size):

@@ -8,6 +8,7 @@ Shapes: V vocabulary, H hidden features, C rows of a chunk.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,24 @@ from torch import Tensor, nn
 from twinkle.model.decoder.products import add_outer_products
 
 
-class RequestGradient:
+class RequestGradient(Protocol):
     """The gradient of the request that is being computed. It is taken or dropped as a whole when the request ends."""
+
+    def finish(self) -> None:
+        """Add up what several processes computed of the same weights, after the last pass. All ranks call this."""
+
+    def finite(self) -> bool:
+        """Return whether it holds neither NaN nor infinity, and no sum of its tensors overflows."""
+
+    def take(self) -> list[Tensor]:
+        """Return the gradient of all parameters, zero where the request did not use one, and begin anew."""
+
+    def drop(self) -> None:
+        """Begin anew."""
+
+
+class CollectedGradient:
+    """The gradient of a request on a model that this process holds as a whole."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make all parameters trainable, and take their gradients from now on."""
@@ -43,19 +60,19 @@ class RequestGradient:
             self._held[index] = held
         return held
 
+    def finish(self) -> None:
+        """Do nothing: no other process holds a part of the weights."""
+
     def finite(self) -> bool:
-        """Return whether it holds neither NaN nor infinity, and no sum of its tensors overflows."""
         sums = [held.sum() for held in self._held if held is not None]
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     def take(self) -> list[Tensor]:
-        """Return the gradient of all parameters, zero where the request did not use one, and begin anew."""
         gradient = [self.zeros(index) for index in range(len(self._held))]
         self.drop()
         return gradient
 
     def drop(self) -> None:
-        """Begin anew."""
         self._held = [None] * len(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None  # a pass that failed may have left it
@@ -64,7 +81,7 @@ class RequestGradient:
 class HeadWeightGradient:
     """Adds the gradient of the output head's weights to that of the request."""
 
-    def __init__(self, gradient: RequestGradient, weight: int, bias: int | None) -> None:
+    def __init__(self, gradient: CollectedGradient, weight: int, bias: int | None) -> None:
         """``weight``, ``bias``: the numbers of the head's parameters."""
         self._gradient = gradient
         self._weight = weight

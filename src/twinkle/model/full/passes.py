@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from twinkle.errors import CapacityError
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.trainer.batch import Part
@@ -19,28 +18,24 @@ class FailedPassError(Exception):
 
     def __init__(self, tokens: int, sequences: int, recompute: bool) -> None:
         super().__init__(f"{tokens} tokens in {sequences} sequences")
-        self.tokens = tokens
-        self.hopeless = sequences == 1 and recompute
+        self._tokens = tokens
         self._recompute = recompute
-
-    @property
-    def error(self) -> CapacityError:
-        return CapacityError(f"a sequence of {self.tokens} tokens does not fit this device's memory")
 
     def smaller_budget(self, budget: Budget) -> Budget:
         """Return the budget for the next try: half of the tokens that did not fit."""
-        half = max(1, self.tokens // 2)
+        half = max(1, self._tokens // 2)
         if not self._recompute:
             return dataclasses.replace(budget, tokens=min(budget.tokens, half))
-        if self.hopeless:
-            return budget
         return dataclasses.replace(
             budget, tokens_recomputed=min(budget.tokens_recomputed, half), longest_sequence=budget.longest
         )
 
 
 class WholePasses:
-    """An engine, or a lockstep around one, whose training passes raise :class:`FailedPassError` without memory."""
+    """An engine, or a lockstep around one, whose training passes raise :class:`FailedPassError` without memory.
+
+    Only for a single sequence whose activations are recomputed already, torch's own error is raised: the request fails.
+    """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
@@ -56,8 +51,10 @@ class WholePasses:
         try:
             return self._passes.forward_backward(parts, recompute=recompute, give_way=give_way)
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
             lengths = [length for part in parts for length in part.lengths]
+            if recompute and len(lengths) == 1:
+                raise
+            torch.cuda.empty_cache()
             raise FailedPassError(sum(lengths), len(lengths), recompute) from error
 
     def finish(self) -> None:

@@ -11,11 +11,12 @@ sequences of a call's requests or none. What is returned as numpy arrays, and ch
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,40 +27,24 @@ from twinkle.errors import (
     AdapterNotFoundError,
     CapacityError,
     InvalidInputError,
-    NonFiniteError,
     TwinkleError,
     UnknownNameError,
     UnsupportedError,
 )
 from twinkle.hub.model_id import id_text
 from twinkle.hub.resolution import loadable_name
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.optimizer import OPTIMIZERS
-from twinkle.model.adapters.residency import AdapterPool
-from twinkle.model.decoder.architecture import read_architecture
-from twinkle.model.decoder.base_weights import named_weights
-from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.precision import read_dtype
-from twinkle.model.full.checkpoint import FullCopy, ModelFiles, read_full, save_full
-from twinkle.model.full.gradients import HeadWeightGradient, RequestGradient
-from twinkle.model.full.memory import (
-    FullMemoryPlan,
-    StateBytes,
-    divide_memory,
-    measure_cost,
-    require_state,
-)
-from twinkle.model.full.passes import FailedPassError, WholePasses
+from twinkle.model.full.assembly import assemble
+from twinkle.model.full.checkpoint import FullCopy, read_full, save_full
+from twinkle.model.full.requests import Outcome, RequestRunner, Steps, finished
 from twinkle.model.full.run import FullRun
-from twinkle.model.full.weights import TrainedWeights, read_layout, split_masters
-from twinkle.model.parallel import ALONE, Ranks
-from twinkle.model.trainer.call import StepLimit, TrainerCall
-from twinkle.model.trainer.engine import Engine
-from twinkle.model.trainer.memory import available_bytes, device_memory, head_chunk_rows, parameter_bytes
-from twinkle.model.trainer.packing import Budget
-from twinkle.model.trainer.self_check import check_engine, plain_logprobs
-from twinkle.model.trainer.trainer import read_end_tokens
+from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, together
+from twinkle.model.trainer.call import StepLimit
+from twinkle.model.trainer.memory import device_memory
 from twinkle.model.types import (
     EMPTY,
     AdamParams,
@@ -67,15 +52,10 @@ from twinkle.model.types import (
     FloatArray,
     FullSpec,
     TrainerNumbers,
-    TrainFailure,
     TrainingSpec,
     TrainItem,
-    TrainResult,
     check_adam_params,
 )
-from twinkle.utils.progress import Progress
-
-Outcome = TrainResult | TrainFailure
 
 
 class FullTrainer:
@@ -91,6 +71,9 @@ class FullTrainer:
         tokenizer_id: str | PathLike[str] | None = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         """Take over a loaded model, which ``adopt_model`` has prepared: its layers are replaced and trained.
 
@@ -98,61 +81,34 @@ class FullTrainer:
         base_name: the name of the base model in checkpoints; None: ``model_id``.
         tokenizer_id: the model whose tokenizer is copied into checkpoints; None: there is none.
         memory_budget_bytes: device memory for weights, state and activations together; None: what is free, on a CPU
-        half of that.
+        half of that. CapacityError, with the bytes that are needed, if that is too little.
         max_tokens_per_batch: most tokens of a batch that keeps its activations (longer sequences are recomputed);
         None: 16384 on CUDA, 4096 on CPU, less where memory is short.
+        compiled: compile the decoder layers now; this takes a minute or so, and makes training steps on CUDA faster.
+        device_mesh: the processes that train together; each constructs its own trainer with the same weights. Along the
+        mesh's dimension fsdp the model, its gradient and the optimizer's state are cut into shards.
+        reshard_after_forward: free the gathered layers of a sharded model after the forward pass, and gather them again
+        for the backward pass, instead of holding them in between.
         """
         self.model_id = id_text(model_id)
         self.base_name = base_name or self.model_id
-        self.device: torch.device = model.device
-        self.dtype: torch.dtype = dtype or model.dtype
-        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-            raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-        self._ranks: Ranks = ALONE
-        self._replicas: Ranks = ALONE
-        self._shards: Ranks = ALONE
-        count, held = sum(each.numel() for each in model.parameters()), parameter_bytes(model)
-        weight_bytes = count * self.dtype.itemsize
-        free = available_bytes(self.device) + held - weight_bytes
-        if memory_budget_bytes is not None:
-            free = min(free, memory_budget_bytes - weight_bytes)
-        separate = self.dtype != torch.float32
-        state = StateBytes.for_parameters(
-            count, separate_master=separate, base=held if self.device.type == "cpu" else 0
+        self._model = assemble(
+            model,
+            dtype=dtype or model.dtype,
+            base_name=self.base_name,
+            tokenizer_id=tokenizer_id,
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
         )
-        require_state(state, weight_bytes, free)
-        self.end_tokens = read_end_tokens(model)
-        self._files = _model_files(model, self.base_name, self.dtype, tokenizer_id)
-        with Progress(f"preparing {model_id}") as progress:
-            masters = split_masters(model, self.dtype)
-            self.architecture = read_architecture(model)
-            progress.doing("one pass with Transformers' own layers, to compare ours with")
-            reference = plain_logprobs(model, self.architecture)
-            chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
-            self._engine = Engine(model, self.architecture, self.device, chunk_rows)
-            progress.doing("the same pass with our layers")
-            check_engine(self._engine, reference)
-            own = named_weights(model)
-            self._weights = TrainedWeights(read_layout(model), list(own.values()), masters)
-            self._gradient = RequestGradient(self._weights.parameters)
-            self._engine.head = ChunkedHead(self._engine.head.spec, chunk_rows, self._head_gradient(model))
-            progress.doing("measuring the memory of a training step")
-            cost = measure_cost(self._engine, self._gradient.drop)
-        if state.base:
-            state = dataclasses.replace(state, base=self._weights.base_bytes)
-        self.memory: FullMemoryPlan = divide_memory(
-            weights=weight_bytes,
-            free=self._ranks.smallest(free),
-            state=state,
-            cost=cost,
-            max_tokens=max_tokens_per_batch,
-            device=self.device,
-        )
-        plan = self.memory
-        self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
-        self._no_adapters = AdapterPool(0, self.dtype, self.device)
+        self.architecture = self._model.architecture
+        self.device, self.dtype = self._model.device, self._model.dtype
+        self.end_tokens, self.memory = self._model.end_tokens, self._model.memory
+        self._weights, self._parallel = self._model.weights, self._model.parallel
+        self._requests = RequestRunner(self._model)
         self._run: FullRun | None = None
-        self._training = False  # whether a request's gradient is being computed
 
     @classmethod
     def from_pretrained(
@@ -164,6 +120,9 @@ class FullTrainer:
         base_name: str | None = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
     ) -> Self:
         """Load a model by its id (see :mod:`twinkle.hub`).
 
@@ -172,12 +131,16 @@ class FullTrainer:
         of the model's files. base_name: the name of the base model in checkpoints; None: the one by which Transformers
         finds the model (``org/name`` or a folder). The other arguments are those of the constructor.
         """
-        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if device_mesh is not None:
+            check_mesh(device_mesh)  # before weights are read
+        chosen = own_device(device, device_mesh)
         if chosen.type not in ("cpu", "cuda"):
             raise InvalidInputError("device", str(chosen), "cpu or cuda")
+        sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
+        place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
         local, computed = hub.resolve(model_id), read_dtype(dtype, chosen)
         # Random weights are drawn in the compute dtype, so that they are those of a sampler on the same model id.
-        model = load_model(local, torch.float32 if local.random_seed is None else computed, chosen)
+        model = load_model(local, torch.float32 if local.random_seed is None else computed, place)
         return cls(
             model,
             model_id=model_id,
@@ -186,12 +149,15 @@ class FullTrainer:
             tokenizer_id=model_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
         )
 
     @property
     def ranks(self) -> Ranks:
         """Return the group of processes that train together; all must be given the same calls."""
-        return self._ranks
+        return self._parallel.ranks
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -206,14 +172,14 @@ class FullTrainer:
         """Begin a run with the weights of the base model. CapacityError while another run holds the model."""
         self.check_adapter(spec)
         self._require_free(adapter_id)
-        self._run = FullRun.fresh(adapter_id, self._weights, self._shards)
+        self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
         return FullSpec()
 
     def remove_adapter(self, adapter_id: str) -> None:
         """End the run: put the base model's weights back, and free optimizer state and gradient."""
         self._get(adapter_id)
         self._run = None
-        self._gradient.drop()
+        self._model.gradient.drop()
         self._weights.reset()
 
     def adapter_ids(self) -> list[str]:
@@ -238,7 +204,7 @@ class FullTrainer:
         return self.memory.state.moments + self.memory.state.gradient if self.device.type == "cpu" else 0
 
     def numbers(self) -> TrainerNumbers:
-        rows = self._engine.token_rows, self._engine.padding_rows
+        rows = self._model.engine.token_rows, self._model.engine.padding_rows
         return TrainerNumbers(len(self.adapter_ids()), 0, *rows, device_memory(self.device))
 
     def vocabulary_size(self) -> int:
@@ -249,7 +215,7 @@ class FullTrainer:
         self._get(adapter_id)
         return FullSpec()
 
-    def step(self, adapter_id: str) -> int:
+    def step_count(self, adapter_id: str) -> int:
         """Return how many optimizer steps the run has taken."""
         return self._get(adapter_id).step
 
@@ -262,11 +228,11 @@ class FullTrainer:
 
     def forward(self, items: Sequence[TrainItem]) -> list[Outcome]:
         """Compute log-probabilities and losses, without gradients. One result or failure per item, in order."""
-        return _finished(self._scored(items, None, None))
+        return finished(self._steps(items, None, None, train=False))
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[Outcome]:
         """Compute log-probabilities and losses, and add each request's gradient to that of the run."""
-        return _finished(self._trained(items, None, None))
+        return finished(self._steps(items, None, None, train=True))
 
     def in_steps(
         self,
@@ -275,17 +241,28 @@ class FullTrainer:
         train: bool,
         limit: StepLimit | None,
         give_way: GiveWay | None = None,
-    ) -> Generator[None, None, list[Outcome]]:
+    ) -> Steps:
         """Run :meth:`forward` or :meth:`forward_backward` by micro-batches, each of at most ``limit()`` tokens.
 
         The generator yields between micro-batches. With several ranks it runs everything without yielding. On a CPU
         ``give_way`` is called between layers. Meanwhile a sampler with weights of its own may run, and this run's
         weights may be read, but they must not change.
         """
-        if self._ranks.size > 1:
+        if self._parallel.ranks.size > 1:
             limit = give_way = None
-        compute = self._trained if train else self._scored
-        return (yield from compute(items, limit, give_way if self.device.type == "cpu" else None))
+        return self._steps(items, limit, give_way if self.device.type == "cpu" else None, train=train)
+
+    def _steps(
+        self, items: Sequence[TrainItem], limit: StepLimit | None, give_way: GiveWay | None, *, train: bool
+    ) -> Steps:
+        refusal = functools.partial(self._refusal, train=train)
+        if not train:
+            return self._requests.scored(items, refusal, limit, give_way)
+        return self._requests.trained(items, refusal, limit, give_way, self._keep_gradient)
+
+    def _keep_gradient(self, item: TrainItem) -> None:
+        """Add the gradient of a request that succeeded to that of its run."""
+        self._get(item.adapter_id).add_gradient(self._model.gradient.take(), self._parallel.replicas)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """Take one AdamW step with the accumulated gradient, then drop the gradient.
@@ -295,7 +272,7 @@ class FullTrainer:
         """
         run = self._get(adapter_id)
         check_adam_params(params)
-        run.unite_gradient(self._replicas)
+        run.unite_gradient(self._parallel.replicas)
         return run.adam_step(params, decoupled=decoupled)
 
     def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
@@ -306,7 +283,7 @@ class FullTrainer:
         run = self._get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
-        run.unite_gradient(self._replicas)
+        run.unite_gradient(self._parallel.replicas)
         return run.optimizer_step(name, settings)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
@@ -324,27 +301,48 @@ class FullTrainer:
         self._get(adapter_id).drop_gradient()
 
     def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
-        """Return the accumulated gradient by the model's parameter names; empty between windows."""
+        """Return the accumulated gradient by the model's parameter names; empty between windows.
+
+        All ranks must call this; it is empty on all but the first.
+        """
         gradient = self._with_gradient(adapter_id).gradient
         return {} if gradient is None else self._arrays(gradient)
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
-        """Return the master weights by the model's parameter names; tied weights occur once."""
+        """Return the master weights by the model's parameter names; tied weights occur once.
+
+        All ranks must call this; it is empty on all but the first.
+        """
         self._get(adapter_id)
         return self._arrays(self._weights.masters)
 
     def compute_weights(self) -> Mapping[str, Tensor]:
-        """Return the weights that the model computes with now, by name, on the device.
+        """Return the weights that the model computes with now, by name, on the device. Tied weights occur once.
 
         They are the live tensors, which the next step changes: copy them before that.
         """
-        tensors = (parameter.detach() for parameter in self._weights.parameters)
-        return dict(zip(self._weights.layout.names, tensors, strict=True))
+        if self._parallel.sharded:
+            raise UnsupportedError("compute_weights: the model is sharded over processes; use gather_compute_weights()")
+        return self._weights.layout.named([parameter.detach() for parameter in self._weights.parameters])
+
+    def gather_compute_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what :meth:`compute_weights` returns one by one, each gathered if the model is sharded.
+
+        All ranks must iterate to the end.
+        """
+        if not self._parallel.sharded:
+            yield from self.compute_weights().items()
+            return
+        for index, name in enumerate(self._weights.layout.names):
+            yield name, self._weights.whole(index, self._weights.masters[index].to(self.dtype))
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        """Return all state needed to continue exactly, including the gradient of an open window."""
+        """Return all state needed to continue exactly, including the gradient of an open window.
+
+        All ranks must call this; the arrays are empty on all but the first.
+        """
         run = self._with_gradient(adapter_id)
         return AdapterSnapshot(
             spec=FullSpec(),
@@ -371,7 +369,7 @@ class FullTrainer:
                 raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({layout.size},)")
         if adapter_id not in self.adapter_ids():
             self._require_free(adapter_id)
-            self._run = FullRun.fresh(adapter_id, self._weights, self._shards)
+            self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
         run = self._get(adapter_id)
         run.drop_gradient()
         self._weights.put(layout.split(snapshot.weights))
@@ -398,7 +396,10 @@ class FullTrainer:
         directory it is given. The checkpoint appears with all its files or not at all.
         """
         copy = self._copy(adapter_id, optimizer)
-        save_full(copy, Path(directory), overwrite=overwrite, state=state, companions=companions)
+        write = functools.partial(
+            save_full, copy, Path(directory), overwrite=overwrite, state=state, companions=companions
+        )
+        first_does(self._parallel.ranks, write)
 
     def prepare_save(
         self,
@@ -409,7 +410,8 @@ class FullTrainer:
     ) -> Callable[[Path], None]:
         """Copy what :meth:`save` would write to host memory, and return a function that writes it to a directory.
 
-        The function may be called from any thread. It overwrites an existing directory.
+        The function may be called from any thread. It overwrites an existing directory. All ranks must call this
+        method; that function is for the first rank, others have nothing to write.
         """
         copy = self._copy(adapter_id, optimizer)
         return functools.partial(save_full, copy, overwrite=True, state=state, companions=companions)
@@ -421,7 +423,8 @@ class FullTrainer:
         accumulated gradient is dropped. If the folder does not fit, nothing changes.
         """
         run = self._get(adapter_id)
-        loaded = read_full(Path(directory), self._weights.layout, optimizer=optimizer)
+        read = functools.partial(read_full, Path(directory), self._weights.layout, optimizer=optimizer)
+        loaded = together(self._parallel.ranks, read)
         self._weights.put(loaded.weights)
         if loaded.moments:
             run.put_state(*map(list, loaded.moments))
@@ -450,7 +453,7 @@ class FullTrainer:
     def _with_gradient(self, adapter_id: str) -> FullRun:
         """Return the run with its whole gradient."""
         run = self._get(adapter_id)
-        run.unite_gradient(self._replicas)
+        run.unite_gradient(self._parallel.replicas)
         return run
 
     def _require_free(self, adapter_id: str) -> None:
@@ -459,82 +462,6 @@ class FullTrainer:
         if self._run.adapter_id == adapter_id:
             raise AdapterExistsError(adapter_id)
         raise CapacityError("this model trains all its parameters for one run at a time, and another run holds it")
-
-    def _scored(
-        self, items: Sequence[TrainItem], limit: StepLimit | None, give_way: GiveWay | None
-    ) -> Generator[None, None, list[Outcome]]:
-        """Compute all requests of a call together, without gradients."""
-        refusals = {index: error for index, item in enumerate(items) if (error := self._refusal(item, train=False))}
-        accepted = [_of_the_model(item) for index, item in enumerate(items) if index not in refusals]
-        call = self._call(limit, give_way, train=False)
-        results = call.run(accepted) if limit is None else (yield from call.steps(accepted, limit))
-        self._budget = call.budget
-        rest = iter(results)
-        return [TrainFailure(refusals[index]) if index in refusals else next(rest) for index in range(len(items))]
-
-    def _trained(
-        self, items: Sequence[TrainItem], limit: StepLimit | None, give_way: GiveWay | None
-    ) -> Generator[None, None, list[Outcome]]:
-        """Compute the requests of a call one after another, with gradients.
-
-        Requests do not share micro-batches: their gradients could not be told apart if one of them failed.
-        """
-        results: list[Outcome] = []
-        for number, item in enumerate(items):
-            if number and limit is not None:
-                yield
-            error = self._refusal(item, train=True)
-            if error is None:
-                results.append((yield from self._trained_alone(_of_the_model(item), limit, give_way)))
-            else:
-                results.append(TrainFailure(error))
-        return results
-
-    def _trained_alone(
-        self, item: TrainItem, limit: StepLimit | None, give_way: GiveWay | None
-    ) -> Generator[None, None, Outcome]:
-        """Compute one request, and add its gradient to that of the run if it succeeded."""
-        assert not self._training, "the gradients of two requests are never computed at the same time"
-        run, self._training = self._get(item.adapter_id), True
-        try:
-            while True:
-                call = self._call(limit, give_way, train=True)
-                try:
-                    results = call.run([item]) if limit is None else (yield from call.steps([item], limit))
-                except FailedPassError as failed:  # parts of its gradient are in the sum: begin the request again
-                    self._gradient.drop()
-                    self._budget = failed.smaller_budget(self._budget)
-                    if failed.hopeless:
-                        return TrainFailure(failed.error)
-                    continue
-                self._budget = call.budget
-                return self._kept(run, results[0])
-        finally:
-            self._gradient.drop()
-            self._training = False
-
-    def _kept(self, run: FullRun, result: Outcome) -> Outcome:
-        """Add the gradient of a request that succeeded on all ranks to the run's; return its result."""
-        if isinstance(result, TrainFailure):
-            return result
-        if not self._ranks.smallest(int(self._gradient.finite())):
-            return TrainFailure(NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
-        if self._run is not run:
-            return TrainFailure(AdapterNotFoundError(run.adapter_id))
-        run.add_gradient(self._gradient.take(), self._replicas)
-        return result
-
-    def _call(self, limit: StepLimit | None, give_way: GiveWay | None, *, train: bool) -> TrainerCall:
-        return TrainerCall(
-            WholePasses(self._engine),
-            self._no_adapters,
-            self._budget,
-            train=train,
-            ranks=self._ranks,
-            give_way=give_way,
-            leaves_half=False,
-            trains_base=True,
-        )
 
     def _refusal(self, item: object, *, train: bool) -> TwinkleError | None:
         """Return why a request cannot be computed at all; None for one whose other fields are to be checked."""
@@ -552,30 +479,32 @@ class FullTrainer:
             "device; compute with the base model before the run begins, or on another model"
         )
 
-    def _head_gradient(self, model: PreTrainedModel) -> HeadWeightGradient:
-        head = model.get_output_embeddings()
-        numbers = {id(parameter): index for index, parameter in enumerate(self._weights.parameters)}
-        bias = None if head.bias is None else numbers[id(head.bias)]
-        return HeadWeightGradient(self._gradient, numbers[id(head.weight)], bias)
-
-    def _whole(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        return (self._weights.whole(index, tensor) for index, tensor in enumerate(tensors))
+    def _gathered(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield tensors whole, on the first rank; others take part in gathering them, and yield nothing."""
+        for index, tensor in enumerate(tensors):
+            whole = self._weights.whole(index, tensor)
+            if self._parallel.ranks.number == 0:
+                yield whole.detach()
 
     def _row(self, tensors: Sequence[Tensor]) -> FloatArray:
-        return self._weights.layout.row(self._whole(tensors))
+        if self._parallel.ranks.number == 0:
+            return self._weights.layout.row(self._gathered(tensors))
+        for _ in self._gathered(tensors):
+            pass
+        return np.empty(0, np.float32)
 
     def _arrays(self, tensors: Sequence[Tensor]) -> dict[str, FloatArray]:
-        pairs = zip(self._weights.layout.names, self._whole(tensors), strict=True)
-        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in pairs}
+        pairs = zip(self._weights.layout.names, self._gathered(tensors), strict=False)  # no tensors on other ranks
+        return {name: tensor.cpu().numpy().copy() for name, tensor in pairs}
 
     def _copy(self, adapter_id: str, optimizer: bool) -> FullCopy:
-        """Return a copy of the run in host memory, as it is written to disk."""
+        """Return a copy of the run in host memory, as it is written to disk; one without tensors on other ranks."""
         run = self._get(adapter_id)
         dtype = torch.float32 if optimizer else self.dtype
         moments = (run.exp_avg, run.exp_avg_sq) if optimizer else ()
         return FullCopy(
             self._weights.layout,
-            self._files,
+            self._model.files,
             self._on_host(self._weights.masters, dtype),
             tuple(self._on_host(tensors, torch.float32) for tensors in moments),
             step=run.step,
@@ -586,34 +515,4 @@ class FullTrainer:
 
     def _on_host(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         host = torch.device("cpu")
-        return [each.detach().to(host, dtype, copy=True).contiguous() for each in self._whole(tensors)]
-
-
-def _of_the_model(item: TrainItem) -> TrainItem:
-    """Return a request as the engine sees it: without an adapter."""
-    return dataclasses.replace(item, base_model=True)
-
-
-def _finished(steps: Generator[None, None, list[Outcome]]) -> list[Outcome]:
-    """Run a generator to its end, and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            results: list[Outcome] = end.value
-            return results
-
-
-def _model_files(
-    model: PreTrainedModel, base_name: str, dtype: torch.dtype, tokenizer_id: str | PathLike[str] | None
-) -> ModelFiles:
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    generation = model.generation_config if model.can_generate() else None
-    return ModelFiles(
-        base_name,
-        config.to_json_string(),
-        None if generation is None else generation.to_json_string(),
-        None if tokenizer_id is None else id_text(tokenizer_id),
-    )
+        return [each.to(host, dtype, copy=True).contiguous() for each in self._gathered(tensors)]

@@ -51,17 +51,21 @@ class Reference:
     logprobs: tuple[FloatArray, ...]
 
 
-def plain_logprobs(model: PreTrainedModel, architecture: Architecture) -> Reference | None:
+def plain_logprobs(
+    model: PreTrainedModel, architecture: Architecture, *, with_adapters: bool = True
+) -> Reference | None:
     """Return the plain model's log-probabilities; None for TESTED_FAMILIES, which need no check.
 
-    This must be called before an engine replaces the model's layers.
+    This must be called before an engine replaces the model's layers. Without ``with_adapters`` both adapters are zero:
+    a model whose own weights are trained has none.
     """
     family = model.config.model_type
     if family in TESTED_FAMILIES:
         return None
     layout = RowLayout(_RANK, architecture.linear)
     tokens = _tokens(model, architecture)
-    rows = tuple(_row(layout, seed).to(model.device) for seed in range(len(tokens)))
+    scale = _B_SCALE if with_adapters else 0.0
+    rows = tuple(_row(layout, seed, scale).to(model.device) for seed in range(len(tokens)))
     with torch.no_grad(), _own_attention(model), warnings.catch_warnings():
         hide_bf16_trace()
         logprobs = tuple(_plain(model, layout, row_P, each) for row_P, each in zip(rows, tokens, strict=True))
@@ -117,10 +121,10 @@ def _scored(length: int) -> slice | IntArray:
     return np.r_[:_SCORED, length - _SCORED : length]
 
 
-def _row(layout: RowLayout, seed: int) -> Tensor:
+def _row(layout: RowLayout, seed: int, b_scale: float) -> Tensor:
     row_P = initial_row(layout, [_RANK] * len(layout.targets), seed)
     generator = torch.Generator().manual_seed(seed)
-    row_P[layout.a_size :].normal_(0, _B_SCALE / _RANK**0.5, generator=generator)
+    row_P[layout.a_size :].normal_(0, b_scale / _RANK**0.5, generator=generator)
     return row_P
 
 

@@ -37,7 +37,7 @@ class ShardedHead(nn.Module):
 
     def forward(self, head: ChunkedHead, walk: Callable[[ChunkedHead], T]) -> T:
         spec = dataclasses.replace(head.spec, weight_VH=self.weight_VH, bias_V=self.bias_V)
-        return walk(ChunkedHead(spec, head.chunk_rows))
+        return walk(ChunkedHead(spec, head.chunk_rows, head.gradient))
 
 
 def shard_engine(engine: Engine, model: PreTrainedModel, mesh: TorchMesh, reshard_after_forward: bool) -> int:
