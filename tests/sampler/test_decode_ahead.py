@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
     cache = SimpleNamespace(keys=[torch.empty(0, dtype=torch.bfloat16)])
     for error in (RuntimeError("needs the host"), TritonError("out of resource: shared memory")):
         monkeypatch.setattr(decode_graphs, "DecodeGraphs", Mock(side_effect=error))
-        assert decode_graphs.capture_decoding(engine, cache, 8, 128) is None
+        assert decode_graphs.capture_decoding(engine, cache, 8, 128, Mock()) is None
 
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -1,7 +1,7 @@
 """The types of sampling: a sampler's requests and results, as plain dataclasses over numpy, without torch."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from twinkle.errors import TwinkleError
 from twinkle.model.types import FloatArray, IntArray
@@ -150,10 +150,21 @@ class Progress:
     stop_reason: StopReason | None = None
 
 
-class Sampler(Protocol):
-    """An engine that generates with a base model and many adapter versions. All methods are called from one thread.
+@runtime_checkable
+class TakesFiles(Protocol):
+    """A sampler that wants to know the files of versions it published, because they are large: it need not keep them
+    all in memory then."""
 
-    A version is an immutable copy of an adapter's weights. ``step`` gives the device to the sampler for a short turn.
+    def version_saved(self, version_id: str, directory: str) -> None:
+        """Note that the weights of a version are in this directory too. Unknown ids are ignored."""
+        ...
+
+
+class Sampler(Protocol):
+    """An engine that generates with a base model and many versions. All methods are called from one thread.
+
+    A version is an immutable copy of an adapter's weights or, for a model that is trained in all parameters, of all
+    weights. ``step`` gives the device to the sampler for a short turn.
     """
 
     def publish(self, version_id: str, adapter_id: str) -> None:
@@ -161,7 +172,7 @@ class Sampler(Protocol):
         ...
 
     def load_version(self, version_id: str, directory: str) -> None:
-        """Read a version from a directory in PEFT's format."""
+        """Read a version from a directory: an adapter in PEFT's format, or all weights in Hugging Face's."""
         ...
 
     def retire(self, version_id: str) -> None:

@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,14 +45,26 @@ class _Graph:
     logits_nV: Tensor
 
 
+class WeightSets(Protocol):
+    """The sets of weights of a model, by number; 0 is the base model's own."""
+
+    def weight_sets(self) -> Sequence[int]: ...
+
+    def use_weights(self, number: int) -> None:
+        """Make the model compute with a set of weights."""
+
+
 class DecodeGraphs:
     """Captured decode passes, one token for each sequence.
 
     For bf16 models on CUDA whose forward pass never synchronises with the host.
     """
 
-    def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> None:
-        """Capture graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens."""
+    def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int, sets: WeightSets) -> None:
+        """Capture graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens.
+
+        A graph keeps the addresses of the weights with which it was captured, so each set of weights has its own.
+        """
         from twinkle.sampler.torch_sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
 
         device = engine.device
@@ -64,12 +76,13 @@ class DecodeGraphs:
         self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
         self._table_NB.fill_(self._nobodys)
         self._lora = SlotLora(engine.architecture, max_rows, device)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        pool = None
-        for size in reversed(self.sizes):  # the largest first: the others reuse its memory pool
-            for lora in (True, False):
-                self._graphs[size, lora] = self._capture(size, lora, pool)
-                pool = pool or self._graphs[size, lora].graph.pool()
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}  # by set of weights, rows, and whether with LoRA
+        self._pool: Any = None  # the memory that all graphs share
+        self.weights = 0  # the set of weights with which to decode
+        for number in sets.weight_sets():
+            sets.use_weights(number)
+            self._capture_all(number)
+        sets.use_weights(0)
 
     @property
     def max_rows(self) -> int:
@@ -92,7 +105,8 @@ class DecodeGraphs:
         if lora:
             self._lora.bind(runs)
         self._fill(rows, size, uniform_nS.shape[1])
-        captured, ids_n, positions_n = self._graphs[size, lora], *self._ids_and_positions_2N[:, : len(rows)]
+        captured = self._graphs[self.weights, size, lora]
+        ids_n, positions_n = self._ids_and_positions_2N[:, : len(rows)]
         parts = []
         for step in range(uniform_nS.shape[1]):
             captured.graph.replay()
@@ -111,6 +125,14 @@ class DecodeGraphs:
             table[place, : len(row.blocks)] = row.blocks
         self._ids_and_positions_2N[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
         self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
+
+    def _capture_all(self, weights: int) -> None:
+        """Capture the graphs of a set of weights, which the model has now. Adapters exist on the base only, set 0."""
+        for size in reversed(self.sizes):  # the largest first: the others reuse its memory
+            for lora in (False,) if weights else (True, False):
+                graph = self._capture(size, lora, self._pool)
+                self._graphs[weights, size, lora] = graph
+                self._pool = self._pool or graph.graph.pool()
 
     def _capture(self, size: int, lora: bool, pool: Any) -> _Graph:
         stream = torch.cuda.Stream()
@@ -172,7 +194,9 @@ class _DecodeLayer:
         return out_nHD.unsqueeze(0)
 
 
-def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> DecodeGraphs | None:
+def capture_decoding(
+    engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int, sets: WeightSets
+) -> DecodeGraphs | None:
     """Capture decode graphs for the model. Return None, with a warning in the log, if the capture fails.
 
     Return None without a warning where graphs are not used at all: off CUDA, and for models that are not bf16.
@@ -183,10 +207,11 @@ def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_le
 
     rows = max(1, min(max_rows, engine.head.chunk_rows // MEMORY_OF_A_DRAW))
     try:
-        return DecodeGraphs(engine, cache, rows, max_length)
+        return DecodeGraphs(engine, cache, rows, max_length, sets)
     # CUDA and torch raise RuntimeError when a pass has to synchronise with the host; Triton raises its own error when
     # the heads are too wide for the device.
     except (RuntimeError, TritonError) as error:
         logger.warning("%s decodes without CUDA graphs: %s", engine.architecture.family, str(error).split("\n")[0])
         torch.cuda.synchronize()
+        sets.use_weights(0)
         return None

@@ -88,7 +88,7 @@ class Job:
     """A request, its samples, and the scores of its prompt so far."""
 
     request: CheckedRequest
-    version: Adapter | None
+    version: object | None  # what it samples from, an adapter or a set of weights; None: the base model
     number: int  # requests are numbered in the order of arrival
     end_tokens: frozenset[int]  # tokens that end this request's samples
     tokenizer: Tokenizer | None
@@ -134,6 +134,11 @@ class Job:
         return self.prompt_done and all(sequence.stop_reason is not None for sequence in self.sequences)
 
     @property
+    def adapter(self) -> Adapter | None:
+        """Return the adapter that its rows have in a pass, if it samples from one."""
+        return self.version if isinstance(self.version, Adapter) else None
+
+    @property
     def version_key(self) -> int:
         """Return a key that is unique among versions that are published or in use."""
         return BASE if self.version is None else id(self.version)
@@ -160,7 +165,7 @@ class Job:
     def piece(self, sequence: Sequence, start: int, stop: int) -> Piece:
         """Return the piece that computes ``sequence.tokens[start:stop]``, with its draws and scores."""
         return Piece(
-            self.version,
+            self.adapter,
             np.array(sequence.tokens[start:stop], np.int64),
             start,
             sequence.blocks,
@@ -172,7 +177,7 @@ class Job:
         """Return the current state of the sequence, for drawing several tokens in a row."""
         request = self.request
         return Ahead(
-            self.version,
+            self.adapter,
             sequence.tokens[-1],
             len(sequence.tokens) - 1,
             sequence.blocks,

@@ -1,10 +1,10 @@
 """A sampler on the trainer's own model: no second copy of the base, and log-probabilities by the trainer's own code.
 
-``step`` is one turn on the device. It first makes the versions of its sequences resident, because training may have
-paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one token (with CUDA
-graphs, several) for each sequence whose other tokens are all in the cache, then a piece of the prompts that are not
-computed yet. Between turns only the tokens and the cache remain. The sampler is used from one thread, the compute
-thread, in turns with training.
+``step`` is one turn on the device. It first makes the versions of its sequences resident (see ``versions``), because
+training may have paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one
+token (with CUDA graphs, several) for each sequence whose other tokens are all in the cache, then a piece of the prompts
+that are not computed yet. Between turns only the tokens and the cache remain. The sampler is used from one thread, the
+compute thread, in turns with training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
-from twinkle.model.adapters.adapter import Adapter
+from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
@@ -23,6 +22,7 @@ from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
 from twinkle.sampler.torch_sampler.model_pass import Computed, ModelPass, probe_shapes
 from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
+from twinkle.sampler.torch_sampler.versions import AdapterVersions, Versions
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
 from twinkle.sampler.validation import Limits, check_request
 
@@ -43,12 +43,14 @@ class TorchSampler:
         *,
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
+        versions: Versions | None = None,
     ) -> None:
         """Take part of the trainer's memory for a cache of keys and values, unless the architecture cannot use one.
 
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
         kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it.
         max_sequences: samples that run at the same time; None: 256 on CUDA, 64 on CPU.
+        versions: what there is to sample from beside the base model; None: adapters of the trainer.
         """
         if max_sequences is not None and max_sequences < 1:
             raise InvalidInputError("max_sequences", max_sequences, "an integer ≥ 1 or None")
@@ -59,9 +61,11 @@ class TorchSampler:
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         architecture = trainer.architecture
         self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
+        self._versions: Versions = AdapterVersions(trainer) if versions is None else versions
         self._graphs: DecodeGraphs | None = None
         if self._cache is not None:
-            self._graphs = capture_decoding(trainer.engine, self._cache, places, architecture.max_length + _AHEAD)
+            longest = architecture.max_length + _AHEAD
+            self._graphs = capture_decoding(trainer.engine, self._cache, places, longest, self._versions)
         tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
         self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
         chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
@@ -72,8 +76,7 @@ class TorchSampler:
             length_class=architecture.length_class,
         )
         self._pass = ModelPass(trainer.engine, self._cache, self._graphs)
-        self._versions: dict[str, Adapter] = {}
-        self._retired: list[Adapter] = []  # retired, but still used by active requests
+        self._versions.forget_with(self._schedule.forget)
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
         self._events: list[Finished | Progress] = []
@@ -81,46 +84,47 @@ class TorchSampler:
     @property
     def memory(self) -> str:
         """Describe the cache in one readable line, for logs."""
-        if self._cache is None:
-            return "sampler: no cache, every token computes its whole sequence again"
-        return f"sampler: cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
+        cache = "no cache, every token computes its whole sequence again"
+        if self._cache is not None:
+            cache = f"cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
+        return ", ".join(filter(None, (f"sampler: {cache}", self._versions.memory)))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        self._require_new(version_id)
-        self._versions[version_id] = self._trainer.pool.freeze(adapter_id)
+        self._versions.publish(version_id, adapter_id)
 
     def load_version(self, version_id: str, directory: str) -> None:
-        self._require_new(version_id)
-        self._add_version(version_id, self._trainer.frozen_from_checkpoint(directory))
+        self._versions.load(version_id, directory)
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-        """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
-        self._require_new(version_id)
-        self._add_version(version_id, self._trainer.frozen_from_weights(config, weights))
+        """Add a version from weights of another process.
+
+        They are an adapter's, named as PEFT does, with its adapter_config.json; or, for a sampler of complete sets of
+        weights, all weights of a model by the names of its checkpoint, with an empty ``config``.
+        """
+        self._versions.receive(version_id, config, weights)
+
+    def version_saved(self, version_id: str, directory: str) -> None:
+        """Note that a version's weights are in this directory too, so that they need not stay in memory."""
+        self._versions.saved(version_id, directory)
 
     def retire(self, version_id: str) -> None:
-        version = self._versions.pop(version_id, None)
-        if version is not None:
-            self._retired.append(version)
-            self._remove_unused()
+        self._versions.retire(version_id)
 
     def version_ids(self) -> list[str]:
-        return list(self._versions)
+        return self._versions.ids()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: SampleRequest) -> None:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
-        if request.version_id is not None and request.version_id not in self._versions:
-            raise InvalidInputError("version_id", request.version_id, "a published version, or None for the base model")
         checked = check_request(request, self._limits)
         ends = frozenset(checked.params.stop_tokens)
         if checked.params.stop_at_eos:
             ends |= self._end_tokens
-        version = None if request.version_id is None else self._versions[request.version_id]
+        version = None if request.version_id is None else self._versions.take(request.version_id)
         job = Job(checked, version, next(self._numbers), ends, self._tokenizer)
         self._jobs[checked.request_id] = job
         self._schedule.add(job.sequences[0])
@@ -135,9 +139,15 @@ class TorchSampler:
 
     def step(self) -> list[Finished | Progress]:
         deadline = perf_counter() + _TURN_SECONDS
-        present = self._bring_versions()
+        turn = self._versions.bring(self._schedule.candidates())
+        if turn.stuck:  # requests that could be computed wait for the places of requests that cannot
+            self._schedule.preempt_all()
+            turn = self._versions.bring(list(self._jobs.values()))
+        self._fail_lost(turn.lost)
+        if self._graphs is not None:
+            self._graphs.weights = turn.weights
         try:
-            while self._advance(lambda job: job.version is None or id(job.version) in present):
+            while self._advance(turn.eligible):
                 if perf_counter() >= deadline:
                     break
         finally:
@@ -150,20 +160,10 @@ class TorchSampler:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _bring_versions(self) -> set[int]:
-        """Make versions resident for this turn: the least recently used ones, as many as fit together.
-
-        Return the ids (``id()``) of the chosen versions.
-        """
-        jobs = self._schedule.candidates()
-        versions = list({id(job.version): job.version for job in jobs if job.version is not None}.values())
-        chosen: list[Adapter] = []
-        for version in sorted(versions, key=lambda each: each.last_used):
-            if not self._trainer.pool.fit([*chosen, version]):
-                break
-            chosen.append(version)
-        self._trainer.pool.make_resident(chosen)
-        return {id(version) for version in chosen}
+    def _fail_lost(self, lost: Mapping[int, TwinkleError]) -> None:
+        for job in list(self._jobs.values()):
+            if job.version is not None and id(job.version) in lost:
+                self._finish(job, SampleFailure(lost[id(job.version)]))
 
     def _advance(self, eligible: Eligible) -> bool:
         """Draw for each decoding sequence, then compute a piece of the prompts. Return False if nothing was to do."""
@@ -181,7 +181,7 @@ class TorchSampler:
             return self._compute_all(self._schedule.decode_steps(eligible))
 
         def ahead(job: Job) -> bool:  # penalties need the tokens before each draw on the host
-            return graphs.takes(job.version) and not job.request.params.penalises
+            return graphs.takes(job.adapter) and not job.request.params.penalises
 
         steps = self._schedule.decode_steps(lambda job: eligible(job) and ahead(job), _AHEAD)
         for start in range(0, len(steps), graphs.max_rows):
@@ -309,27 +309,8 @@ class TorchSampler:
         for sequence in job.sequences:
             self._schedule.remove(sequence)
         del self._jobs[job.request.request_id]
-        self._remove_unused()
-
-    def _add_version(self, version_id: str, version: Adapter) -> None:
-        self._trainer.pool.add_version(version)
-        self._versions[version_id] = version
-
-    def _require_new(self, version_id: str) -> None:
-        if not isinstance(version_id, str) or not version_id:
-            raise InvalidInputError("version_id", version_id, "a string that is not empty")
-        if version_id in self._versions:
-            raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
-
-    def _remove_unused(self) -> None:
-        if not self._retired:
-            return
-        used = {id(job.version) for job in self._jobs.values()}
-        for version in self._retired:
-            if id(version) not in used:
-                self._schedule.forget(id(version))
-                self._trainer.pool.remove_version(version)
-        self._retired = [version for version in self._retired if id(version) in used]
+        if job.version is not None:
+            self._versions.give_back(job.version)
 
 
 def _make_cache(trainer: Trainer, budget_bytes: int | None, max_sequences: int) -> KeyValueCache:

@@ -313,6 +313,11 @@ class Schedule:
         assert others, "a sequence must fit the cache alone"
         return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order))
 
+    def preempt_all(self) -> None:
+        """Take the places of all running sequences, which begin anew when they get one again."""
+        for sequence in list(self._running):
+            self._preempt(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
         self._leave(sequence)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinkle import hub
-from twinkle.errors import ConfigError
+from twinkle.errors import CapacityError, ConfigError
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, base_name
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twinkle.sampler import TorchSampler
     from twinkle.sampler.torch_sampler.jobs import Tokenizer
     from twinkle.sampler.vllm import VllmSampler
+    from twinkle.sampler.weight_sets.versions import WeightSource
 
 
 logger = logging.getLogger(__name__)
@@ -154,10 +155,36 @@ def load_full_trainer(
 
 
 def _with_full_sampler(served: ServedModelConfig, model: ServedModel, trainer: "FullTrainer") -> ServedModel:
-    """Return the model with a sampler of complete sets of weights, where the configuration asks for one."""
-    if served.sampler is None:
+    """Return the model with a sampler of complete sets of weights, where the configuration asks for one.
+
+    What the server samples from is always a copy: the sampler has its own base model, which is never trained, in the
+    memory that training leaves.
+    """
+    args, sampling = served.model, served.sampler
+    if sampling is None:
         return model
-    raise ConfigError("sampler_type", served.sampler.sampler_type, "no sampler application with train_mode: full yet")
+    needed, left = trainer.memory.weights, trainer.memory.adapters
+    if needed >= left:
+        raise CapacityError(
+            f"sampling beside train_mode: full needs a second copy of the base model, {needed} bytes "
+            f"({needed / 2**30:.2f} GiB), and training leaves {left} bytes; raise memory_budget_gib, lower "
+            "max_tokens_per_batch, give the sampler devices of its own (device_group on Ray), or serve no sampler"
+        )
+    base = load_trainer(args, str(trainer.device), left)
+    tokenizer = hub.load_tokenizer(args.model_id)
+    sampler = _full_sampler(base, tokenizer, sampling, lambda _run_id: trainer.compute_weights())
+    return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
+
+
+def _full_sampler(
+    base: "Trainer", tokenizer: "Tokenizer | None", args: SamplerArgs, source: "WeightSource | None"
+) -> "TorchSampler":
+    """Make a sampler whose versions are complete sets of weights. ``source``: None if another process trains."""
+    from twinkle.sampler import TorchSampler
+    from twinkle.sampler.weight_sets import WeightVersions
+
+    with Progress("preparing the sampler"):
+        return TorchSampler(base, tokenizer, versions=WeightVersions(base, source, args.max_weight_sets))
 
 
 def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
@@ -176,6 +203,8 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
 
             budget = memory_beside(engine_args)
     trainer = load_trainer(args, device, budget)
+    if args.train_mode == "full":
+        return _full_sampler(trainer, hub.load_tokenizer(args.model_id), sampler, None)
     return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
 
 

@@ -132,12 +132,14 @@ class ModelArgs(Section):
 
 
 class SamplerArgs(Section):
-    """Arguments of a sampler (`import_path: sampler`). A torch sampler in its model's process shares the weights."""
+    """Arguments of a sampler (`import_path: sampler`). A torch sampler in its model's process shares the weights; with
+    `train_mode: full` it has its own copy of the base model, in the same memory."""
 
     model_id: Name
     """The `model_id` of a model application."""
     sampler_type: Literal["torch", "mock", "vllm"]
-    """torch or vllm for a model with `backend: transformers`, vllm for `megatron`, mock for `mock`."""
+    """torch or vllm for a model with `backend: transformers`, vllm for `megatron`, mock for `mock`. With `train_mode:
+    full` torch or mock: vLLM takes adapters only as versions."""
     engine_args: dict[str, object] | None = None
     """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights. If it shares
     a GPU with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both
@@ -147,6 +149,10 @@ class SamplerArgs(Section):
     sampling_share: float = Field(default=DEFAULT_SAMPLING_SHARE, ge=0.05, le=0.95)
     """Share of the device's time that sampling gets while training has work too; training gets the rest. If only one of
     them has work, it gets all the time. No effect if the sampler has its own process, or for vllm."""
+    max_weight_sets: Annotated[int, Field(ge=0)] | None = None
+    """For a model with `train_mode: full`: versions that stay in memory beside the base model, each as large as the
+    model's weights. null: up to 2, as many as fit. Further versions are read from their files when requests come, and
+    the least recently used one leaves. With 0 only the base model can be sampled."""
     nproc_per_node: int = Field(default=1, ge=1)
     """Only 1 is accepted: each replica of the model has one sampling engine."""
     device_group: DeviceGroup | None = None

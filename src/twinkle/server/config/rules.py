@@ -68,6 +68,7 @@ def application_rules(applications: Applications, runtime: str = "embedded") -> 
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
+        _samplers_of_all_parameters,
         _one_engine_a_sampler if on_ray else _samplers_share_devices,
         _model_names_differ,
         _supported_models_exist,
@@ -274,6 +275,14 @@ def _samplers_have_their_model(applications: Applications) -> Broken:
         backend = models[sampler.model_id].backend
         if sampler.sampler_type not in _SAMPLERS_OF_BACKEND[backend]:
             allowed = f"{' or '.join(_SAMPLERS_OF_BACKEND[backend])}, as the model's backend is {backend}"
+            yield _broken((*at, "sampler_type"), sampler.sampler_type, allowed)
+
+
+def _samplers_of_all_parameters(applications: Applications) -> Broken:
+    """Refuse vLLM for a model that trains all its parameters."""
+    for at, _, sampler, model in _samplers(applications):
+        if model.train_mode == "full" and sampler.sampler_type == "vllm":
+            allowed = "torch with train_mode: full: a version is a whole set of weights, and vLLM takes adapters only"
             yield _broken((*at, "sampler_type"), sampler.sampler_type, allowed)
 
 

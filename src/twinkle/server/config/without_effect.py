@@ -53,6 +53,7 @@ def without_effect(config: Configuration) -> list[str]:
         notes += _on_ray(application, at) if on_ray else _embedded(application, at)
         notes += _sampling_share(application, trained, f"{at}.args.sampling_share", on_ray=on_ray)
         notes += _train_mode(application, f"{at}.args")
+        notes += _weight_sets(application, trained, f"{at}.args.max_weight_sets")
     if not config.telemetry.enabled:
         given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
         changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
@@ -122,6 +123,17 @@ def _train_mode(application: ApplicationSpec, at: str) -> Iterator[str]:
         yield f"{at}.merge: has no effect with train_mode: full, where a replica has one run"
     if args.train_mode == "lora" and "max_replayed_steps" in args.model_fields_set:
         yield f"{at}.max_replayed_steps: has no effect with train_mode: lora; it is for train_mode: full"
+
+
+def _weight_sets(sampler: ApplicationSpec, trained: Mapping[str, ModelArgs], at: str) -> Iterator[str]:
+    args = sampler.args
+    if not isinstance(args, SamplerArgs) or "max_weight_sets" not in args.model_fields_set:
+        return
+    model = trained.get(args.model_id)
+    if args.sampler_type == "mock":
+        yield f"{at}: has no effect, a mock has no weights"
+    elif model is not None and model.train_mode == "lora":
+        yield f"{at}: has no effect with train_mode: lora, whose versions are adapters"
 
 
 def _mesh(args: ModelArgs, at: str) -> Iterator[str]:

@@ -286,9 +286,10 @@ def load_replica(config: ServerConfig, served: ServedModelConfig, place: Place |
     starting = start_engine(served, devices)  # it loads while the trainer is loaded here
     model = load(replace(served, sampler=None))
     engine, memory = starting.ready()
+    whole = served.model.train_mode == "full"
     return replace(
         model,
-        sampler=RemoteSampler(engine, lambda: start_engine(served, devices).ready()[0], model.trainer),
+        sampler=RemoteSampler(engine, lambda: start_engine(served, devices).ready()[0], model.trainer, whole=whole),
         memory=f"{model.memory}; in a process of its own: {memory}",
         text=HubTextCodec(hub.load_tokenizer(served.model.model_id)),
     )

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from twinkle.errors import CheckpointError, InvalidInputError, StorageQuotaError, UnsupportedError
-from twinkle.sampler.types import Sampler
+from twinkle.sampler.types import Sampler, TakesFiles
 from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export, prepare_full_export
@@ -247,6 +247,8 @@ class Checkpoints:
                 await self.threads.in_thread(record.tenant_id, files)
             record = replace(record, size_bytes=size_of(self.files.root / directory))
             made = await self.store.sampling_sessions.create(record, most_bytes=most)
+            if isinstance(sampler, TakesFiles) and made.directory == directory:
+                await self._compute.run(partial(sampler.version_saved, version_id, str(self.files.root / directory)))
             return made
         finally:
             if made is None or made.directory != directory:

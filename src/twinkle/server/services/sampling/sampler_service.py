@@ -512,7 +512,7 @@ class SamplerService:
         del self._running[event.request_id]
         self._versions.unpin(job.session, time.monotonic())
         if isinstance(event.outcome, SampleFailure):
-            return SampleEvent(job, job.failed(event.outcome.error))
+            return SampleEvent(job, job.failed(self._versions.shown(job.session, event.outcome.error)))
         sampled = sum(len(sequence.tokens) for sequence in event.outcome.sequences)
         self.tokens_sampled += sampled
         self._recorder.sampled(job.request, event.outcome)

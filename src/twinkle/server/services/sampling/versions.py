@@ -8,7 +8,7 @@ there are too many (least recently used first), and when memory is short (all of
 from collections import Counter
 from pathlib import Path
 
-from twinkle.errors import CheckpointError, GoneError
+from twinkle.errors import CheckpointError, GoneError, TwinkleError
 from twinkle.sampler.types import Sampler
 from twinkle.server.services.checkpoints.access import without_server_paths
 from twinkle.server.state.files.data_dir import DataDir
@@ -48,6 +48,13 @@ class SamplerVersions:
         if version_id is not None:
             self._pins[version_id] -= 1
             self._last_used[version_id] = now
+
+    def shown(self, session: SamplingSessionRecord, error: TwinkleError) -> TwinkleError:
+        """Return the error of a session's request with the session's name in the place of the server's directory."""
+        if session.directory is None or str(self._files.root / session.directory) not in str(error):
+            return error
+        name = session.model_path or session.sampling_session_id
+        return CheckpointError(str(error).replace(str(self._files.root / session.directory), name))
 
     def release(self, version_id: str) -> None:
         """Note that no session needs the version any more, so that it is dropped when no request uses it."""

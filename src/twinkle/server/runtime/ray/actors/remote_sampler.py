@@ -72,23 +72,39 @@ class _UnderWay:
 class RemoteSampler:
     """A :class:`~twinkle.sampler.types.Sampler` that calls an engine in another process. Several threads may use it."""
 
-    def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend) -> None:
+    def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend, *, whole: bool = False) -> None:
         """Use ``engine`` until it dies. ``start`` returns the next engine and blocks until that is ready.
 
-        ``trainer`` has the weights that are published.
+        ``trainer`` has the weights that are published. ``whole``: they are all weights of the model, not an adapter's.
         """
         self._engine = engine
         self._start = start
         self._trainer = trainer
+        self._whole = whole
         self._lock = threading.Lock()  # held while anything below changes, and while an engine is replaced
         self._versions: dict[str, _Version] = {}
         self._requests: dict[str, _UnderWay] = {}
         self._failed: list[Finished] = []
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        """Publish an adapter's weights. Runs in the compute thread of training."""
-        weights = AdapterWeights(self._trainer.peft_config(adapter_id), self._trainer.weights(adapter_id))
+        """Publish an adapter's weights, or all weights. Runs in the compute thread of training.
+
+        They are put into Ray's store once; this process and the engine's read them there.
+        """
+        config = {} if self._whole else self._trainer.peft_config(adapter_id)
+        weights = AdapterWeights(config, self._trainer.weights(adapter_id))
         self._add(version_id, _Version("receive_version", ray.put(weights)))
+
+    def version_saved(self, version_id: str, directory: str) -> None:
+        """Note the files of a version. All weights of a model are large: Ray's store need not hold them any more."""
+        if not self._whole:
+            return
+
+        def note(_answer: object) -> None:
+            if version_id in self._versions:
+                self._versions[version_id] = _Version("load_version", directory)
+
+        self._ask("version_saved", version_id, directory, note=note)
 
     def load_version(self, version_id: str, directory: str) -> None:
         self._add(version_id, _Version("load_version", directory))

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from twinkle.environment import set_variables, twinkle_variables
 from twinkle.model.types import FloatArray
-from twinkle.sampler.types import Finished, Progress, SampleRequest
+from twinkle.sampler.types import Finished, Progress, SampleRequest, TakesFiles
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import (
     ApplicationSpec,
@@ -39,7 +39,10 @@ _PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """A version on its way to the engine: the contents of its adapter_config.json, and arrays by PEFT's names."""
+    """A version on its way to the engine: the contents of its adapter_config.json, and arrays by PEFT's names.
+
+    If it is not an adapter's but a complete set of weights, ``config`` is empty, and the names are the model's own.
+    """
 
     config: Mapping[str, object]
     arrays: Mapping[str, FloatArray]
@@ -79,9 +82,19 @@ class SamplerEngine:
         return tried(load)
 
     def receive_version(self, version_id: str, weights: AdapterWeights) -> Failure | None:
-        from twinkle.sampler.received_weights import as_tensors
+        from twinkle.sampler.received_weights import CopiedTensors, as_tensors
 
-        return tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
+        tensors = as_tensors(weights.arrays) if weights.config else CopiedTensors(weights.arrays)
+        return tried(lambda: self._engine.receive_version(version_id, weights.config, tensors))
+
+    def version_saved(self, version_id: str, directory: str) -> Failure | None:
+        """Note the files of a version that is a complete set of weights."""
+
+        def note() -> None:
+            if isinstance(self._engine, TakesFiles):
+                self._engine.version_saved(version_id, directory)
+
+        return tried(note)
 
     def load_version(self, version_id: str, directory: str) -> Failure | None:
         return tried(lambda: self._engine.load_version(version_id, directory))
