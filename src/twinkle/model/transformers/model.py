@@ -422,6 +422,11 @@ class TransformersModel(TwinkleModel):
         self._shard()
         return self._outgoing.offer(group.adapter_name, merge=merge_and_sync)
 
+    def offer_base_weights(self) -> WeightsOffer:
+        """Return what a sampler of this process that is made for the model begins with: the model without adapters."""
+        self._shard()
+        return self._outgoing.offer_base(trained="" in self.optimizer_group)
+
     @promised
     def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
         """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this."""
