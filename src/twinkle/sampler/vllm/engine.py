@@ -128,6 +128,10 @@ class Engine:
         if not self.dead:
             asyncio.run_coroutine_threadsafe(self._llm.remove_lora(lora_id), self._loop)
 
+    def call_workers(self, method: str, *args: object) -> None:
+        """Call a method of :class:`~twinkle.sampler.vllm.worker.BaseWeightsWorker` in every worker, and wait."""
+        self._call(lambda: self._llm.collective_rpc(method, args=args))
+
     def reset_prefix_cache(self) -> None:
         self._call(lambda: self._llm.reset_prefix_cache())
 

@@ -17,6 +17,7 @@ from vllm import AsyncEngineArgs
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
 from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm import worker
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
 
 _CPU_CACHE_BYTES = 2**30
@@ -43,6 +44,7 @@ _TAKEN = {
     "convert": "the engine only generates",
     "disable_log_stats": "the server has its own statistics",
     "additional_config": "the server uses it to pass its process id to vLLM's processes",
+    "worker_extension_cls": "the sampler uses it to replace weights",
 }
 
 
@@ -105,6 +107,7 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
         "additional_config": {SERVER: os.getpid()},
+        "worker_extension_cls": worker.IMPORT_NAME,
     }
 
 
