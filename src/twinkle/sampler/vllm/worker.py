@@ -9,6 +9,7 @@ Weights are replaced layer by layer, in place, and nothing can take that back: a
 a mixture, and :class:`~twinkle.sampler.vllm.vllm_sampler.VllmSampler` does not sample from it.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 # The import name under which vLLM loads the class.
 IMPORT_NAME = f"{__name__}.BaseWeightsWorker"
+# It warns of layers that got no weights: tied ones, and those that have none in the checkpoint. The sender knows better.
+_reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
 class BaseWeightsWorker:
@@ -50,6 +53,9 @@ class BaseWeightsWorker:
         with self._twinkle_checkpoint_form() as model:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _process_tied(model)
+        reset_lora = getattr(self.model_runner, "reset_lora_state", None)  # vLLM has it since 0.26
+        if reset_lora is not None:
+            reset_lora()
 
     @contextmanager
     def _twinkle_checkpoint_form(self) -> Iterator[nn.Module]:
@@ -64,9 +70,12 @@ class BaseWeightsWorker:
         with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
             for parent, name, layer in wrapped:
                 setattr(parent, name, layer.base_layer)
+            before = _reload_logger.level
+            _reload_logger.setLevel(logging.ERROR)
             try:
                 yield model
             finally:
+                _reload_logger.setLevel(before)
                 for parent, name, layer in wrapped:
                     setattr(parent, name, layer)
 
