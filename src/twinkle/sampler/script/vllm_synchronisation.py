@@ -85,8 +85,9 @@ class VllmWeightReceiver:
         return name
 
     def abandon(self, why: str) -> None:
-        if self._offer is not None and self._touched:
+        if self._wanted:  # on workers of a group that got less of it, too: all must ask for the same next time
             self._base_id = None
+        if self._touched:
             self._engine.base.refuse(
                 f"the last sync_weights failed ({why}) and left no complete weights; call sync_weights"
             )

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from twinkle.errors import CapacityError, InvalidInputError, TwinkleError, TwinkleServerError
+from twinkle.errors import CapacityError, InvalidInputError, TwinkleError, TwinkleServerError, UserError
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.weights.buckets import Bucket, TensorMeta
 from twinkle.sampler.vllm.engine import Engine
@@ -49,10 +49,14 @@ class EngineWeights:
         self._missing: Counter[str] = Counter()  # numbers of each tensor that have not arrived
         self._refusal: str | None = None
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._own)
+
     def require_whole(self) -> None:
         """Raise if the weights are not complete, so that nothing may be sampled."""
         if self._refusal is not None:
-            raise TwinkleError(f"the sampler has no complete weights: {self._refusal}; synchronise it again")
+            raise UserError(f"sample: {self._refusal}")
 
     def refuse(self, why: str) -> None:
         """Let nothing be sampled until the next replacement is complete."""
@@ -72,7 +76,7 @@ class EngineWeights:
 
     def begin(self) -> None:
         """Begin a replacement, or begin again after one that failed."""
-        self._refusal = "the replacement of its weights has not ended"
+        self._refusal = "the sampler's weights are being replaced, and that has not ended; call sync_weights"
         self._missing = Counter({name: tensor.numel() for name, tensor in self._own.items()})
         self._engine.call_workers("twinkle_begin_weights")
 

@@ -145,7 +145,7 @@ class VllmSampler:
         self._engine.sleep(level)
         self._asleep = frozenset(WAKE_TAGS)
         if level > 1:
-            self.base.refuse(f"sleep(level={level}) has discarded them")
+            self.base.refuse(f"sleep(level={level}) has discarded the sampler's weights; call sync_weights")
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Take back the memory of what is named in ``tags`` and asleep: "weights", "kv_cache"."""
