@@ -78,9 +78,14 @@ def end(*components: Any) -> None:
         each._workers.end()
 
 
+def adapter(model: Model) -> dict[str, str]:
+    """Return the adapter's name as the argument that verbs of a multi-LoRA model require."""
+    return {"adapter_name": A} if isinstance(model, MultiLoraTransformersModel) else {}
+
+
 def train(model: Model) -> None:
-    model.forward_backward(inputs=BATCH)
-    model.clip_grad_and_step()
+    model.forward_backward(inputs=BATCH, **adapter(model))
+    model.clip_grad_and_step(**adapter(model))
 
 
 def assert_same(model: Model, sampler: LocalSampler, name: str) -> None:
@@ -90,7 +95,7 @@ def assert_same(model: Model, sampler: LocalSampler, name: str) -> None:
     sequences = [response.sequences[0] for response in responses]
     whole = [[*prompt["input_ids"], *each.tokens] for prompt, each in zip(PROMPTS, sequences, strict=True)]
     rows = [{"input_ids": tokens, "labels": [*tokens[1:], -100]} for tokens in whole]
-    logps = result(model.forward_only(inputs=rows))["logps"]
+    logps = result(model.forward_only(inputs=rows, **adapter(model)))["logps"]
     for index, each in enumerate(sequences):
         found = np.array([pair[1] for [pair] in each.logprobs])
         last = len(whole[index]) - 1

@@ -60,9 +60,14 @@ def full(model_dir: Path) -> TransformersModel:
     return model
 
 
+def adapter(model: Model) -> dict[str, str]:
+    """Return the adapter's name as the argument that verbs of a multi-LoRA model require."""
+    return {"adapter_name": A} if isinstance(model, MultiLoraTransformersModel) else {}
+
+
 def train(model: Model) -> None:
-    model.forward_backward(inputs=[ROW])
-    model.clip_grad_and_step()
+    model.forward_backward(inputs=[ROW], **adapter(model))
+    model.clip_grad_and_step(**adapter(model))
 
 
 def sample(sampler: vLLMSampler, **named: Any) -> SampleResponse:
@@ -74,7 +79,8 @@ def errors(model: Model, sampler: vLLMSampler) -> tuple[float, float]:
     """Return the largest differences to the model's log-probabilities: of sampled tokens, and of the prompt's."""
     (sequence,) = sample(sampler).sequences
     whole = [*PROMPT["input_ids"], *sequence.tokens]
-    logps = model.forward_only(inputs=[{"input_ids": whole, "labels": [*whole[1:], -100]}])["logps"][0].numpy()
+    row = {"input_ids": whole, "labels": [*whole[1:], -100]}
+    logps = model.forward_only(inputs=[row], **adapter(model))["logps"][0].numpy()
     sampled = np.array([pair[1] for [pair] in sequence.logprobs])
     (scored,) = sampler.sample([PROMPT], SamplingParams(max_tokens=0, prompt_logprobs=1))
     prompt = np.array(scored.prompt_logprobs[1:])
@@ -112,9 +118,9 @@ def test_the_sampler_computes_what_the_model_computes(kind: str, own: vLLMSample
 
 
 def test_an_adapter_is_forgotten_with_its_base(own: vLLMSampler, model_dir: Path) -> None:
-    adapter, whole = lora(model_dir), full(model_dir)
-    CheckpointEngineManager(adapter, own).sync_weights(merge_and_sync=False)
-    own.receive_weights("handed over", adapter.get_state_dict(adapter_name=A), adapter.get_peft_config_dict())
+    tuned, whole = lora(model_dir), full(model_dir)
+    CheckpointEngineManager(tuned, own).sync_weights(merge_and_sync=False)
+    own.receive_weights("handed over", tuned.get_state_dict(adapter_name=A), tuned.get_peft_config_dict(adapter_name=A))
     train(whole)
     name = CheckpointEngineManager(whole, own).sync_weights()
     assert sample(own).weights_version == name
@@ -166,9 +172,7 @@ def test_after_a_failure_it_refuses_or_goes_on_with_the_old_weights(own: vLLMSam
     assert max(errors(model, own)) < BOUND
 
 
-def test_a_worker_of_vllms_that_fails(
-    own: vLLMSampler, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_vllms_that_fails(own: vLLMSampler, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = full(model_dir)
     workers = own.engine._engine.call_workers
     calls: list[str] = []

@@ -16,8 +16,7 @@ from vllm import AsyncEngineArgs
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
-from twinkle.sampler.vllm import message
-from twinkle.sampler.vllm import worker
+from twinkle.sampler.vllm import message, worker
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
 
 _CPU_CACHE_BYTES = 2**30

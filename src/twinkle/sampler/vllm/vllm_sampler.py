@@ -87,9 +87,7 @@ class VllmSampler:
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
         self._files = VersionFiles(memory_dir)
         with base_folder(trainer.model_id, trainer.dtype, trainer.device, self._files.root) as folder:
-            args = make_engine_args(
-                engine_args or {}, str(folder), trainer.device, trainer.dtype, adapters=adapters
-            )
+            args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype, adapters=adapters)
             self._max_rank = int(args.max_lora_rank) if adapters else 0
             self._engine = Engine(args)
         architecture = trainer.architecture

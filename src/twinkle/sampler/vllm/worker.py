@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 # The import name under which vLLM loads the class.
 IMPORT_NAME = f"{__name__}.BaseWeightsWorker"
-# It warns of layers that got no weights: tied ones, and those that have none in the checkpoint. The sender knows better.
+# It warns of layers that got no weights: tied ones, and those that a checkpoint has none for. We know what was sent.
 _reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
@@ -53,7 +53,7 @@ class BaseWeightsWorker:
         with self._twinkle_checkpoint_form() as model:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _process_tied(model)
-        reset_lora = getattr(self.model_runner, "reset_lora_state", None)  # vLLM has it since 0.26
+        reset_lora = getattr(self.model_runner, "reset_lora_state", None)  # newer versions of vLLM have it
         if reset_lora is not None:
             reset_lora()
 
