@@ -197,7 +197,7 @@ def test_weights_that_do_not_fit(sampler: LocalSampler, tmp_path: Path) -> None:
         model_id=str(write_model(tmp_path / "other", tied=False)), mixed_precision="no", remote_group="work"
     )
     before = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
-    with pytest.raises(UserError, match="lm_head.weight"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         CheckpointEngineManager(other, sampler).sync_weights()
     after = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
     assert [each.sequences[0].logprobs for each in after] == [each.sequences[0].logprobs for each in before]

@@ -200,7 +200,7 @@ def test_a_worker_of_vllms_that_fails(own: vLLMSampler, model_dir: Path, monkeyp
 def test_weights_of_another_model(own: vLLMSampler, tmp_path: Path) -> None:
     other = TransformersModel(model_id=str(write_model(tmp_path / "other", tied=False)), mixed_precision="no")
     before = numbers(sample(own))
-    with pytest.raises(InvalidInputError, match=r"the sampler's model; only one of the two has lm_head.weight"):
+    with pytest.raises(InvalidInputError, match=r"the sampler's model; only one of the two has lm_head\.weight"):
         CheckpointEngineManager(other, own).sync_weights()
     assert numbers(sample(own)) == before
 

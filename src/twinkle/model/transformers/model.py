@@ -423,6 +423,11 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._shard()
         return self._outgoing.offer(group.adapter_name, merge=merge_and_sync)
 
+    def offer_base_weights(self) -> WeightsOffer:
+        """Return what a sampler of this process that is made for the model begins with: the model without adapters."""
+        self._shard()
+        return self._outgoing.offer_base(trained="" in self.optimizer_group)
+
     @property
     def weights_device(self) -> torch.device:
         return self.device
