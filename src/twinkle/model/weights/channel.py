@@ -10,10 +10,10 @@ from twinkle.model.weights.buckets import Bucket, TensorMeta
 from twinkle.model.weights.engines import CheckpointEngine, NCCLCheckpointEngine
 from twinkle.utils.network import find_node_ip
 
-__all__ = ["CheckpointEngineMixin"]
+__all__ = ["WeightChannel"]
 
 
-class CheckpointEngineMixin:
+class WeightChannel:
     """A base of models and samplers, which :class:`~twinkle.checkpoint_engine.CheckpointEngineManager` calls.
 
     A model has ``send_weights``, a sampler ``receive_bucket``; both have ``weights_device``.

@@ -28,7 +28,7 @@ from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.weights.buckets import Bucket, TensorMeta
-from twinkle.model.weights.channel import CheckpointEngineMixin
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import WeightsOffer, pretrained_id
 from twinkle.sampler.script.features import as_sampling_params
 from twinkle.sampler.script.in_one_call import (
@@ -53,7 +53,7 @@ _RESERVE = 0.02  # share of a GPU's memory that neither vLLM nor the copy of the
 
 
 @remote_class()
-class vLLMSampler(CheckpointEngineMixin):  # noqa: N801 - the name that scripts use
+class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
     """A sampler that generates with a base model and with adapters for it, using vLLM.
 
     engine_args: vLLM's own arguments by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU,
