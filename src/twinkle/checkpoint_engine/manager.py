@@ -11,8 +11,10 @@ succeeds. It never samples with some old and some new weights.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
+from twinkle.checkpoint_engine.broadcast import Broadcasts
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, TwinkleError, UnknownNameError, UnsupportedError
+from twinkle.infra.lazy_result import LazyResult
 from twinkle.infra.proxy import RemoteProxy
 from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.weights.buckets import Bucket, TensorMeta, plan_buckets
@@ -60,7 +62,9 @@ class CheckpointEngineManager:
     """Synchronises the weights of a model to a sampler.
 
     model: a :class:`~twinkle.model.TransformersModel` or :class:`~twinkle.model.MultiLoraTransformersModel`.
-    sampler: a :class:`~twinkle.sampler.LocalSampler`.
+    sampler: a :class:`~twinkle.sampler.LocalSampler` or :class:`~twinkle.sampler.vLLMSampler`.
+    Each is an object of this process or on a worker group. Between groups whose workers all have GPUs of their own,
+    weights travel over NCCL, otherwise through Ray's object store.
     platform: "GPU" or "CPU"; the devices are those of the model and the sampler. There is no backend for "NPU".
     bucket_size_mb: the size of a bucket in MiB; None: ``TWINKLE_SYNC_BUCKET_MB`` (default 512).
     """
@@ -78,8 +82,13 @@ class CheckpointEngineManager:
         self.model = model
         self.sampler = sampler
         self._bucket_bytes = max(16, int(size * _MIB))
+        self._from_workers = isinstance(model, RemoteProxy)
+        self._to_workers = isinstance(sampler, RemoteProxy)
+        self._broadcasts: Broadcasts | None = None
+        if self._from_workers and self._to_workers:
+            self._broadcasts = Broadcasts.between(model, sampler)
         # A model on a worker group keeps its own processes together; other processes of a mesh are our peers.
-        self._ranks: Ranks = ALONE if isinstance(model, RemoteProxy) else cast("Any", model).ranks
+        self._ranks: Ranks = ALONE if self._from_workers else cast("Any", model).ranks
 
     def sync_weights(self, merge_and_sync: object = True, *, adapter_name: str | None = None) -> str:
         """Give the sampler the model's present weights; return the name that they have in its responses.
@@ -97,15 +106,35 @@ class CheckpointEngineManager:
     def _sync(self, merge: bool, adapter_name: str | None) -> str:
         offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
         wanted = self._together(lambda: self.sampler.prepare_weights(offer))
-        for pieces in plan_buckets(wanted, self._bucket_bytes):
-            bucket = self.model.send_weights(offer.adapter_name, offer.merged, pieces)
-
-            def receive(bucket: Bucket = bucket) -> None:
-                self.sampler.receive_bucket(bucket)
-
-            self._together(receive)
-            del bucket, receive  # before the next one is made
+        buckets = plan_buckets(wanted, self._bucket_bytes)
+        if self._broadcasts is not None:
+            self._broadcasts.send(offer, buckets)
+        elif self._from_workers:
+            self._send_from_workers(offer, buckets)
+        else:
+            for pieces in buckets:
+                self._receive(self.model.send_weights(offer.adapter_name, offer.merged, pieces))
         return self._together(self.sampler.finish_weights)
+
+    def _send_from_workers(self, offer: WeightsOffer, buckets: Sequence[Sequence[TensorMeta]]) -> None:
+        """Send buckets from the model's workers, each while the sampler copies from the one before.
+
+        A bucket is a promise here: its numbers go from worker to worker, and are freed with it.
+        """
+        before: Bucket | None = None
+        for pieces in buckets:
+            bucket = self.model.send_weights(offer.adapter_name, offer.merged, pieces)
+            if before is not None:
+                self._receive(before)
+            before = bucket
+            del bucket
+        if before is not None:
+            self._receive(before)
+
+    def _receive(self, bucket: Bucket) -> None:
+        if isinstance(bucket, LazyResult) and not self._to_workers:
+            bucket = bucket()
+        self._together(lambda: self.sampler.receive_bucket(bucket))
 
     def _together(self, action: Callable[[], T]) -> T:
         """Run ``action``, as all processes do. An error in one of them is an error in all."""

@@ -14,19 +14,20 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
-from twinkle.model.library.remote_verbs import at_once, promised
+from twinkle.model.library.remote_verbs import at_once, gathered
 from twinkle.model.multi_lora.outgoing import adapter_sources, base_sources
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.types import MAX_LOGITS
 from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import BaseModel, LiveWeights, WeightsOffer, pretrained_id
 from twinkle.model.weights.sources import metas, read_bucket
 
 
 @remote_class()
-class MultiLoraTransformersModel(LoraVerbs):
+class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
     """Many LoRA adapters on one frozen model. Verbs of an adapter need ``adapter_name``; no adapter affects another.
 
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
@@ -170,11 +171,21 @@ class MultiLoraTransformersModel(LoraVerbs):
             live,
         )
 
-    @promised
-    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
-        """Return pieces of the weights that :meth:`offer_weights` has offered."""
+    @property
+    def weights_device(self) -> torch.device:
+        return self.trainer.device
+
+    @gathered
+    def send_weights(
+        self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
+    ) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this.
+
+        keep: False on a rank whose pieces nobody needs: it takes part, and returns none.
+        """
         sources = base_sources(self.trainer, adapter_name if merged else None)
-        return read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
+        bucket = read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
+        return bucket if keep else Bucket((), ())
 
 
 def _limit(field: str, value: int) -> int:

@@ -43,7 +43,7 @@ from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
-from twinkle.model.library.remote_verbs import at_once, promised
+from twinkle.model.library.remote_verbs import at_once, gathered
 from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
@@ -57,6 +57,7 @@ from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
 from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import BaseModel, WeightsOffer
 from twinkle.patch.interface import make_patch
 from twinkle.utils.logger import get_logger, note_once
@@ -65,7 +66,7 @@ _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
 
 @remote_class()
-class TransformersModel(TwinkleModel):
+class TransformersModel(TwinkleModel, WeightChannel):
     """A Hugging Face model with the library's verbs. ``model`` is that model, or PEFT's wrapper if it has adapters.
 
     Without adapters all parameters are one group, named "". A verb without ``adapter_name`` uses ``active_group``, the
@@ -427,10 +428,20 @@ class TransformersModel(TwinkleModel):
         self._shard()
         return self._outgoing.offer_base(trained="" in self.optimizer_group)
 
-    @promised
-    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
-        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this."""
-        return self._outgoing.send(adapter_name, merged, pieces)
+    @property
+    def weights_device(self) -> torch.device:
+        return self.device
+
+    @gathered
+    def send_weights(
+        self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
+    ) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this.
+
+        keep: False on a rank whose pieces nobody needs: it takes part, and returns none.
+        """
+        bucket = self._outgoing.send(adapter_name, merged, pieces)
+        return bucket if keep else Bucket((), ())
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)
