@@ -22,9 +22,9 @@ _LAZY = "packages import their names on first use, by the __getattr__ of Python 
 _MEGATRON = "there is no Megatron backend yet"
 _EXPERTS = "there is no expert parallelism yet"
 _NPU = "there is no backend for NPUs"
-_SYNC = (
-    "there is no checkpoint engine yet; hand_over and LocalSampler give a model's weights to a sampler, and "
-    "vLLMSampler.sample(adapter_path=model.save(...)) reads them from a checkpoint"
+_NO_MIXIN = (
+    "models have offer_weights and send_weights themselves, and samplers prepare_weights, receive_bucket and "
+    "finish_weights; CheckpointEngineManager calls them"
 )
 _NO_PATCH = "vLLM runs unpatched; adapters reach it as files in memory"
 _FAILURES = "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass that fails is refused on all ranks"
@@ -36,11 +36,8 @@ _DOCUMENT = "no release of the existing library has it either"
 
 PATHS: Table = {
     # the library
-    "twinkle.checkpoint_engine": NotYet(
-        _SYNC,
-        "CheckpointEngine CheckpointEngineManager CheckpointEngineMixin HCCLCheckpointEngine NCCLCheckpointEngine "
-        "TensorMeta",
-    ),
+    "twinkle.checkpoint_engine.base": Moved("twinkle.checkpoint_engine"),
+    "twinkle.checkpoint_engine:CheckpointEngineMixin": Absent(_NO_MIXIN),
     "twinkle.cli.cli": Moved("twinkle.cli"),
     "twinkle.dataset.base": Moved("twinkle.dataset"),
     "twinkle.hub.hub": Moved("twinkle.hub"),

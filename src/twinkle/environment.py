@@ -13,6 +13,7 @@ TWINKLE_NOTIFIER           a notifier's ``to_dict()`` as a JSON object, used if 
 TWINKLE_FAIL_FAST          a switch, on by default; off: a loss of TransformersModel that raises is logged, counts as 0,
                            and training goes on; for unattended runs of many processes
 TWINKLE_DIST_TIMEOUT_SECONDS  how long training processes wait for each other, a number > 0 (default 7200)
+TWINKLE_SYNC_BUCKET_MB     how many MiB of weights ``sync_weights`` sends at a time, a number > 0 (default 512)
 LOG_LEVEL                  a level of Python's logging, as a name or number (default INFO)
 TWINKLE_SESSION_ID         identifies the launch that a process belongs to (default: the id of its parent process)
 TWINKLE_CPU_PG_CPUS_PER_PROC  Ray CPUs that a worker of a CPU group reserves, a number > 0 (default 1)
@@ -88,6 +89,7 @@ class Environment:
     local_rank: int
     session_id: str
     cpus_per_process: float
+    sync_bucket_mb: float
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def read_environment() -> Environment:
         local_rank=max(0, _integer("LOCAL_RANK") or 0),  # some launchers set −1 for "not distributed"
         session_id=os.environ.get("TWINKLE_SESSION_ID") or str(os.getppid()),
         cpus_per_process=_positive("TWINKLE_CPU_PG_CPUS_PER_PROC", 1.0),
+        sync_bucket_mb=_positive("TWINKLE_SYNC_BUCKET_MB", 512.0),
     )
 
 

@@ -65,6 +65,11 @@ class TwinkleModel(ABC):
         self._data_ranks = ranks if data_ranks is None else data_ranks
         self.optimizer_group: dict[str, OptimizerGroup] = {}
 
+    @property
+    def ranks(self) -> Ranks:
+        """Return the group of processes that train together; all must call the same verbs."""
+        return self._ranks
+
     # --- computing ----------------------------------------------------------------------------------------------------
 
     @on_rows

@@ -1,0 +1,125 @@
+"""``sync_weights``: the weights of a model go to a sampler, tensor by tensor, in buckets.
+
+The model offers its weights, the sampler says which of them it needs, and these are sent bucket by bucket. In one
+process the sampler shares the model's own tensors where it can, and they are not sent. Under torchrun every process has
+its own model and sampler, and all call :meth:`CheckpointEngineManager.sync_weights`.
+
+After an error the sampler either still has all its old weights, or it refuses to sample until the next synchronisation
+succeeds. It never samples with some old and some new weights.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+from twinkle.environment import read_environment
+from twinkle.errors import InvalidInputError, TwinkleError, UnknownNameError, UnsupportedError
+from twinkle.infra.proxy import RemoteProxy
+from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.weights.buckets import Bucket, TensorMeta, plan_buckets
+from twinkle.model.weights.offer import WeightsOffer
+
+__all__ = ["CheckpointEngineManager", "SendsWeights", "SyncsWeights"]
+
+T = TypeVar("T")
+
+_MIB = 1 << 20
+_PLATFORMS = ("GPU", "CPU", "NPU")
+
+
+class SendsWeights(Protocol):
+    """A model, or its proxy, from which weights are synchronised. With several processes all make the same calls."""
+
+    def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
+        """Return what can be sent: an adapter, or the whole model, with the adapter merged into it if so asked."""
+        ...
+
+    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
+        """Return the numbers of these pieces, which are of tensors that were offered."""
+        ...
+
+
+class SyncsWeights(Protocol):
+    """A sampler, or its proxy, that receives weights. The methods are called in the order in which they stand here."""
+
+    def prepare_weights(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
+        """Return the tensors that must be sent. Raise if the weights do not fit, before anything changes."""
+        ...
+
+    def receive_bucket(self, bucket: Bucket) -> None: ...
+
+    def finish_weights(self) -> str:
+        """Sample with the new weights from now on. Return their name."""
+        ...
+
+    def abandon_weights(self, why: str) -> None:
+        """End a synchronisation that failed: go on with the old weights, or refuse to sample if some are lost."""
+        ...
+
+
+class CheckpointEngineManager:
+    """Synchronises the weights of a model to a sampler.
+
+    model: a :class:`~twinkle.model.TransformersModel` or :class:`~twinkle.model.MultiLoraTransformersModel`.
+    sampler: a :class:`~twinkle.sampler.LocalSampler`.
+    platform: "GPU" or "CPU"; the devices are those of the model and the sampler. There is no backend for "NPU".
+    bucket_size_mb: the size of a bucket in MiB; None: ``TWINKLE_SYNC_BUCKET_MB`` (default 512).
+    """
+
+    def __init__(
+        self, model: SendsWeights, sampler: SyncsWeights, platform: str = "GPU", *, bucket_size_mb: float | None = None
+    ) -> None:
+        if platform not in _PLATFORMS:
+            raise UnknownNameError("platform", platform, _PLATFORMS)
+        if platform == "NPU":
+            raise UnsupportedError("platform: got 'NPU', allowed: 'GPU' or 'CPU'; there is no backend for NPUs")
+        size = read_environment().sync_bucket_mb if bucket_size_mb is None else bucket_size_mb
+        if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < float("inf"):
+            raise InvalidInputError("bucket_size_mb", size, "a number of MiB > 0")
+        self.model = model
+        self.sampler = sampler
+        self._bucket_bytes = max(16, int(size * _MIB))
+        # A model on a worker group keeps its own processes together; other processes of a mesh are our peers.
+        self._ranks: Ranks = ALONE if isinstance(model, RemoteProxy) else cast("Any", model).ranks
+
+    def sync_weights(self, merge_and_sync: object = True, *, adapter_name: str | None = None) -> str:
+        """Give the sampler the model's present weights; return the name that they have in its responses.
+
+        merge_and_sync: whether an adapter is merged into the weights that are sent. If not, the adapter is sent by
+        itself, and the sampler draws with it unless another one is named. No effect on a model without adapters.
+        adapter_name: None: the model's active adapter.
+        """
+        try:
+            return self._sync(bool(merge_and_sync), adapter_name)
+        except BaseException as error:
+            self.sampler.abandon_weights(f"{type(error).__name__}: {error}")
+            raise
+
+    def _sync(self, merge: bool, adapter_name: str | None) -> str:
+        offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
+        wanted = self._together(lambda: self.sampler.prepare_weights(offer))
+        for pieces in plan_buckets(wanted, self._bucket_bytes):
+            bucket = self.model.send_weights(offer.adapter_name, offer.merged, pieces)
+
+            def receive(bucket: Bucket = bucket) -> None:
+                self.sampler.receive_bucket(bucket)
+
+            self._together(receive)
+            del bucket, receive  # before the next one is made
+        return self._together(self.sampler.finish_weights)
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """Run ``action``, as all processes do. An error in one of them is an error in all."""
+        if self._ranks.size == 1:
+            return action()
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:  # noqa: BLE001  # raised again below, after the other processes know of it
+            error = raised
+        told = self._ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise TwinkleError(f"sync_weights: process {rank} failed: {text}")
+        return cast("T", result)

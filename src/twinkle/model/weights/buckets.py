@@ -1,0 +1,95 @@
+"""Tensors in buckets: many small tensors travel together, and a tensor that is larger than a bucket in pieces."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bucket", "TensorMeta", "pack", "plan_buckets", "unpack"]
+
+_ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be read as numbers of any dtype
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor, or a piece of it: the numbers ``start`` … ``start + count`` of the flattened tensor.
+
+    ``offset``: where the piece begins in its bucket, in bytes. ``count`` −1: all numbers from ``start`` on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    start: int = 0
+    count: int = -1
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            object.__setattr__(self, "count", prod(self.shape) - self.start)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Return whether this is the whole tensor."""
+        return self.count == prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces of tensors, and their numbers: a tensor of one dimension for each piece.
+
+    In one process these may be views of the model's own weights: whoever receives a bucket copies from it.
+    """
+
+    pieces: tuple[TensorMeta, ...]
+    tensors: tuple[Tensor, ...]
+
+    def __iter__(self) -> Iterator[tuple[TensorMeta, Tensor]]:
+        return zip(self.pieces, self.tensors, strict=True)
+
+
+def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[tuple[TensorMeta, ...]]:
+    """Divide tensors, in their order, into buckets of at most ``bucket_bytes``, which is at least 16."""
+    buckets: list[tuple[TensorMeta, ...]] = []
+    bucket: list[TensorMeta] = []
+    used = 0
+    for tensor in tensors:
+        most = bucket_bytes // tensor.dtype.itemsize  # numbers of this dtype in a bucket
+        start = tensor.start
+        while start < tensor.stop:
+            count = min(tensor.stop - start, most)
+            if bucket and used + count * tensor.dtype.itemsize > bucket_bytes:
+                buckets.append(tuple(bucket))
+                bucket, used = [], 0
+            bucket.append(replace(tensor, offset=used, start=start, count=count))
+            used += -(-count * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            start += count
+    if bucket:
+        buckets.append(tuple(bucket))
+    return buckets
+
+
+def pack(bucket: Bucket) -> Tensor:
+    """Return a bucket as one tensor of bytes, to be sent to another process."""
+    size = max((piece.offset + piece.nbytes for piece in bucket.pieces), default=0)
+    device = bucket.tensors[0].device if bucket.tensors else torch.device("cpu")
+    packed = torch.empty(size, dtype=torch.uint8, device=device)
+    for piece, tensor in bucket:
+        packed[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(tensor)
+    return packed
+
+
+def unpack(pieces: Sequence[TensorMeta], packed: Tensor) -> Bucket:
+    """Return the bucket that :func:`pack` made; its tensors are views of ``packed``."""
+    views = [packed[piece.offset : piece.offset + piece.nbytes].view(piece.dtype) for piece in pieces]
+    return Bucket(tuple(pieces), tuple(views))
