@@ -43,10 +43,11 @@ parser.add_argument(
 )
 parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: run on workers of a Ray cluster")
 parser.add_argument("--workers", type=int, default=2, help="number of training and of sampling workers in mode ray")
+parser.add_argument("--test", type=int, default=64, help="held-out sums, asked before and after with greedy sampling")
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
 args = parser.parse_args()
 
-ADAPTER, TEST = "adder", 64  # number of test sums, asked before and after with greedy sampling
+ADAPTER, TEST = "adder", args.test
 
 # --- the task ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import ROOT
 from twinkle import hub
-from twinkle.advantage import GRPOAdvantage
+from twinkle.advantage import GAEAdvantage, GRPOAdvantage
 
 COOKBOOK = ROOT / "cookbook"
 
@@ -101,6 +101,47 @@ def test_grpo(run, tmp_path, monkeypatch):
     assert names["metrics"]["train/approx_kl"] < 0.01
     assert names["metrics"]["iters"] == 1
     assert json.loads((tmp_path / "c.json").read_text())["reward"] == [0.0, 0.0]
+
+
+SMALL = ("--steps", 2, "--prompts", 2, "--samples", 4, "--test", 3, "--precision", "fp32")
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.get_state_dict().items()}
+
+
+def test_grpo_full(run, tmp_path, monkeypatch, tiny):
+    monkeypatch.setattr(
+        GRPOAdvantage, "__call__", lambda _, rewards, num_generations: torch.linspace(-1, 1, len(rewards))
+    )
+    names = run("rl/grpo_full.py", *SMALL, "--curve", tmp_path / "c.json")
+    assert len(names["useful"]) == 8
+    assert names["metrics"]["train/approx_kl"] < 1e-6  # the sampler has the trainer's weights, in fp32
+    assert json.loads((tmp_path / "c.json").read_text()) == {"reward": [0.0, 0.0], "accuracy": [0.0, 0.0]}
+    before = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
+    assert all(not torch.equal(value, before[name]) for name, value in weights(names["model"]).items())
+
+
+@pytest.mark.parametrize("script", ["rl/ppo.py", "rl/ppo_full.py", "rl/ppo/ppo.py"])
+def test_ppo(run, tmp_path, monkeypatch, script):
+    """A random model never adds correctly, so every second answer is rewarded."""
+    monkeypatch.setattr(
+        GAEAdvantage,
+        "build_token_rewards",
+        lambda _, rewards, lengths, **price: [[0.0] * (n - 1) + [float(i % 2)] for i, n in enumerate(lengths)],
+    )
+    kl = () if "full" in script else ("--kl-coef", 0.1)
+    names = run(script, *SMALL, *kl, "--critic-learning-rate", 1e-3, "--curve", tmp_path / "c.json")
+    curves = json.loads((tmp_path / "c.json").read_text())
+    assert curves["reward"] == curves["accuracy"] == [0.0, 0.0]
+    assert len(curves["explained_variance"]) == 2
+    if script == "rl/ppo/ppo.py":  # the path of an older document, which runs the first script
+        return
+    assert names["metrics"]["iters"] == 7  # two steps, two epochs, two mini-batches
+    assert [len(row) for row in names["advantages"]] == names["lengths"]
+    assert names["critic"].model.get_output_embeddings().weight.any()
+    full = script == "rl/ppo_full.py"
+    assert set(names["policy"].optimizer_group) == ({""} if full else {"adder"})
 
 
 def test_reward_of_addition(run):
