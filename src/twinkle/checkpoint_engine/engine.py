@@ -49,6 +49,4 @@ class HCCLCheckpointEngine:
     """HCCL, the library of Ascend NPUs, as a transport. There is no backend for NPUs."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise UnsupportedError(
-            "HCCLCheckpointEngine: there is no backend for NPUs; use CheckpointEngineManager on GPUs"
-        )
+        raise UnsupportedError("HCCLCheckpointEngine: there is no backend for NPUs; CheckpointEngineManager uses GPUs")

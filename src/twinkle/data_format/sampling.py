@@ -188,12 +188,18 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResponse:
-    """All continuations of one prompt. Prompt log-probabilities begin with None, because nothing predicts token 0."""
+    """All continuations of one prompt. Prompt log-probabilities begin with None, because nothing predicts token 0.
+
+    ``weights_version`` names the weights that they were drawn with: ``sync-3`` those of the third ``sync_weights``,
+    ``base`` the base model as it was loaded, otherwise an adapter that was handed over (``name-0``, ``name-1``, …) or
+    its name or path. None: not known.
+    """
 
     sequences: list[SampledSequence]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    weights_version: str | None = None
 
 
 def _check_stop(stop: object) -> None:

@@ -47,10 +47,17 @@ class Sampler:
         client: TwinkleClient | None = None,
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
+        dtype: str | None = None,
+        memory_budget_bytes: int | None = None,
         remote_group: str | None = None,
     ) -> None:
         left_to_server(
-            "Sampler", kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences, remote_group=remote_group
+            "Sampler",
+            kv_budget_bytes=kv_budget_bytes,
+            max_sequences=max_sequences,
+            dtype=dtype,
+            memory_budget_bytes=memory_budget_bytes,
+            remote_group=remote_group,
         )
         if isinstance(model_id, MultiLoraTransformersModel):
             client = model_id.client if client is None else client

@@ -1,7 +1,7 @@
 """Many LoRA adapters on one frozen model: the library's verbs, with a Trainer in each process."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,15 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
-from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.remote_verbs import at_once, promised
+from twinkle.model.multi_lora.outgoing import adapter_sources, base_sources
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.types import MAX_LOGITS
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """What another process needs to load the same base model."""
-
-    model_id: str
-    tokenizer_id: str | None
-    dtype: torch.dtype
+from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.offer import BaseModel, LiveWeights, WeightsOffer, pretrained_id
+from twinkle.model.weights.sources import metas, read_bucket
 
 
 @remote_class()
@@ -150,6 +145,36 @@ class MultiLoraTransformersModel(LoraVerbs):
     @at_once
     def base_model(self) -> BaseModel:
         return BaseModel(self.model_id, self.tokenizer_id, self.trainer.dtype)
+
+    # --- weight synchronisation ---------------------------------------------------------------------------------------
+
+    @at_once
+    def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
+        """Return what :meth:`send_weights` can send: the adapter, or the base model with the adapter merged into it.
+
+        ``adapter_name`` may be left out if there is only one adapter.
+        """
+        if adapter_name is None and len(self.optimizer_group) == 1:
+            adapter_name = next(iter(self.optimizer_group))
+        name = self._group(adapter_name).adapter_name
+        live = LiveWeights(self, self.trainer.base, {}, lambda: 0)
+        if merge_and_sync:
+            return WeightsOffer(name, True, metas(base_sources(self.trainer, name)), None, live=live)
+        return WeightsOffer(
+            name,
+            False,
+            metas(base_sources(self.trainer, None)),
+            pretrained_id(self.model_id),
+            metas(adapter_sources(self.trainer, name)),
+            self.trainer.peft_config(name),
+            live,
+        )
+
+    @promised
+    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered."""
+        sources = base_sources(self.trainer, adapter_name if merged else None)
+        return read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
 
 
 def _limit(field: str, value: int) -> int:

@@ -68,6 +68,7 @@ class Engine:
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
+        self.model = model
         self._decoder = model.base_model
         self._stance = "default"
         self.token_rows = self.padding_rows = 0  # counted over all passes so far

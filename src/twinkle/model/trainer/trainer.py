@@ -485,6 +485,11 @@ class Trainer:
         return self._engine
 
     @property
+    def base(self) -> PreTrainedModel:
+        """Return the base model, with its layers replaced, and its weights sharded if the trainer's are."""
+        return self._engine.model
+
+    @property
     def pool(self) -> AdapterPool:
         return self._pool
 

@@ -11,7 +11,7 @@ ranks of a sequence group get the same data, and divide the computation of its t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -43,7 +43,7 @@ from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
-from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.remote_verbs import at_once, promised
 from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
@@ -52,9 +52,12 @@ from twinkle.model.transformers import gradients
 from twinkle.model.transformers.causal_forward import Asked, CausalForward
 from twinkle.model.transformers.loading import load_for_training
 from twinkle.model.transformers.micro_batches import Pass, Passes, split
+from twinkle.model.transformers.outgoing import OutgoingWeights
 from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
+from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.offer import BaseModel, WeightsOffer
 from twinkle.patch.interface import make_patch
 from twinkle.utils.logger import get_logger, note_once
 
@@ -127,6 +130,7 @@ class TransformersModel(TwinkleModel):
         base_name = self.model_id if model_id is None else loadable_name(model_id)
         self._state = PlainState(plain, self._adapters, parallel, base_name, self.tokenizer_id)
         self._in_shards = False
+        self._outgoing = OutgoingWeights(plain, self._adapters, owner=self)
         self.active_group = ""
         self._add_group(OptimizerGroup(""))
 
@@ -326,6 +330,7 @@ class TransformersModel(TwinkleModel):
             raise UnsupportedError("set_optimizer: with shards, give the name or class of an optimizer, and no params")
         parameters = trained_parameters(self.model, group.adapter_name)
         group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
+        group.optimizer.register_step_post_hook(lambda *_: self._outgoing.changed(group))
         group.lr_scheduler = None
         group.chosen.add("set_optimizer")
 
@@ -387,6 +392,7 @@ class TransformersModel(TwinkleModel):
         group, directory = self._group(adapter_name), Path(checkpoint_dir)
         self._shard()
         parameters = trained_parameters(self.model, group.adapter_name)
+        self._outgoing.changed(group)  # before, because an error may leave some of them changed
         return self._state.resume(group, parameters, directory, resume_only_model=resume_only_model)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
@@ -400,6 +406,26 @@ class TransformersModel(TwinkleModel):
         """Return the config of an adapter, or None for a model without adapters."""
         group = self._group(adapter_name)
         return self._adapters.config(group.adapter_name) if group.adapter_name else None
+
+    @at_once
+    def base_model(self) -> BaseModel:
+        dtype = torch.bfloat16 if self._half else self._plain.dtype
+        return BaseModel(self.model_id, self.tokenizer_id, dtype)
+
+    @at_once
+    def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
+        """Return what :meth:`send_weights` can send: all weights, an adapter, or all weights with the adapter in them.
+
+        A mesh with shards cuts the model into them now: adapters must have been added before.
+        """
+        group = self._group(adapter_name)
+        self._shard()
+        return self._outgoing.offer(group.adapter_name, merge=merge_and_sync)
+
+    @promised
+    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this."""
+        return self._outgoing.send(adapter_name, merged, pieces)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)

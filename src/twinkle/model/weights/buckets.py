@@ -64,20 +64,16 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[tuple
     bucket: list[TensorMeta] = []
     used = 0
     for tensor in tensors:
+        most = bucket_bytes // tensor.dtype.itemsize  # numbers of this dtype in a bucket
         start = tensor.start
-        while start < tensor.stop or tensor.count == 0:
-            room = (bucket_bytes - used) // tensor.dtype.itemsize
-            if room < min(tensor.stop - start, bucket_bytes // tensor.dtype.itemsize):
-                if bucket:  # the rest of the tensor, or a whole bucket of it, begins in the next bucket
-                    buckets.append(tuple(bucket))
-                    bucket, used = [], 0
-                    continue
-            count = min(room, tensor.stop - start)
+        while start < tensor.stop:
+            count = min(tensor.stop - start, most)
+            if bucket and used + count * tensor.dtype.itemsize > bucket_bytes:
+                buckets.append(tuple(bucket))
+                bucket, used = [], 0
             bucket.append(replace(tensor, offset=used, start=start, count=count))
             used += -(-count * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             start += count
-            if tensor.count == 0:
-                break
     if bucket:
         buckets.append(tuple(bucket))
     return buckets

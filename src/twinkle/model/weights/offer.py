@@ -4,22 +4,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from twinkle.model.weights.buckets import TensorMeta
 
-__all__ = ["LiveWeights", "WeightsOffer"]
+__all__ = ["BaseModel", "LiveWeights", "WeightsOffer", "pretrained_id"]
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What another process needs to load the same base model. ``dtype``: that of the products of training."""
+
+    model_id: str
+    tokenizer_id: str | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class LiveWeights:
     """The tensors that a model of this process computes with, which a sampler of this process may share.
 
-    ``tensors``: by name; only those that are sent as they are, so neither shards nor weights with a merged adapter.
+    ``module``: the model itself, with the layers that it has now. ``tensors``: by name; only those that are sent as
+    they are, so neither shards nor weights with a merged adapter.
     ``changes``: returns how often training or loading has changed them so far.
     """
 
     owner: object
+    module: PreTrainedModel
     tensors: Mapping[str, Tensor]
     changes: Callable[[], int]
 
@@ -45,3 +58,8 @@ class WeightsOffer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "live": None}
+
+
+def pretrained_id(model_id: str) -> str:
+    """Return the ``base_id`` of a base model that is as it was loaded, and stays so."""
+    return f"pretrained {model_id}"

@@ -6,7 +6,7 @@ answers its share of the inputs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,17 @@ from twinkle.sampler.script.features import as_sampling_params, engine_request, 
 if TYPE_CHECKING:
     from twinkle.template import Template
 
-__all__ = ["AdapterVersions", "Inputs", "Params", "ReceivesWeights", "own_prompts", "sample_in_one_call"]
+__all__ = [
+    "AdapterVersions",
+    "Chosen",
+    "Inputs",
+    "Params",
+    "PresentAdapters",
+    "ReceivesWeights",
+    "TrainerAdapters",
+    "own_prompts",
+    "sample_in_one_call",
+]
 
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
@@ -61,16 +71,49 @@ def own_prompts(
     return (), {**given, "inputs": inputs[place], "sampling_params": params}
 
 
-class AdapterVersions:
-    """Maps the adapters of a script to versions of an engine.
+class PresentAdapters(Protocol):
+    """The adapters of a model of this process, with the weights that they have at the time of a call."""
 
-    A version is either received once and kept, or made for one call from a trainer's adapter or from a directory.
-    """
+    def adapter_ids(self) -> list[str]: ...
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        """Add the adapter's present weights to the engine as a version."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a call samples with: the engine's version, None for the base model, and its name in responses."""
+
+    version: str | None
+    name: str
+
+
+class TrainerAdapters:
+    """The adapters of the trainer on whose model an engine runs."""
 
     def __init__(self, engine: engine_types.Sampler, trainer: Trainer) -> None:
         self._engine = engine
         self._trainer = trainer
+
+    def adapter_ids(self) -> list[str]:
+        return self._trainer.adapter_ids()
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        self._engine.publish(version_id, adapter_id)
+
+
+class AdapterVersions:
+    """Maps the adapters of a script to versions of an engine.
+
+    A version is either received once and kept, or made for one call from an adapter of a model or from a directory.
+    """
+
+    def __init__(self, engine: engine_types.Sampler, present: PresentAdapters) -> None:
+        self._engine = engine
+        self._present = present
         self._received: dict[str, str] = {}  # version ids by adapter name
+        self._synced: str | None = None  # the version of the last synchronisation, if that was one of an adapter
         self._numbers = count()
 
     def receive(self, adapter_name: str, install: Callable[[str], None]) -> None:
@@ -81,42 +124,62 @@ class AdapterVersions:
             self._engine.retire(self._received[adapter_name])
         self._received[adapter_name] = version
 
+    def draw_with(self, version: str | None) -> None:
+        """Use this version of the engine in calls that name no adapter; None: the base model."""
+        if self._synced is not None:
+            self._engine.retire(self._synced)
+        self._synced = version
+
     @contextmanager
-    def chosen(self, adapter_name: str | None, adapter_path: str | PathLike[str] | None) -> Iterator[str | None]:
-        """Yield the adapter's received version, or one made for this call; None (the base model) if none is named."""
-        if adapter_name and adapter_path is not None:
+    def chosen(
+        self,
+        adapter_name: str | None,
+        adapter_path: str | PathLike[str] | None,
+        *,
+        use_base_model: bool = False,
+        base_name: str = "base",
+    ) -> Iterator[Chosen]:
+        """Yield the adapter's received version, or one made for this call.
+
+        If none is named, yield the version that was synchronised last; without that, or with ``use_base_model``, the
+        base model, whose name is ``base_name``.
+        """
+        if adapter_name and adapter_path is not None and not use_base_model:
             raise InvalidInputError("adapter_path", adapter_path, f"None beside adapter_name {adapter_name!r}")
+        if use_base_model or not (adapter_name or adapter_path is not None):
+            synced = None if use_base_model else self._synced
+            yield Chosen(synced, base_name if synced is None else synced)
+            return
         if adapter_name and adapter_name in self._received:
-            yield self._received[adapter_name]
+            yield Chosen(self._received[adapter_name], self._received[adapter_name])
             return
         version = f"call-{next(self._numbers)}"
         if adapter_path is not None:
             self._engine.load_version(version, fspath(adapter_path))
-        elif adapter_name:
-            if adapter_name not in self._trainer.adapter_ids():
-                known = (*self._trainer.adapter_ids(), *self._received)
-                raise UnknownNameError("adapter", adapter_name, known or ("none",))
-            self._engine.publish(version, adapter_name)
         else:
-            yield None
-            return
+            assert adapter_name
+            if adapter_name not in self._present.adapter_ids():
+                known = (*self._present.adapter_ids(), *self._received)
+                raise UnknownNameError("adapter", adapter_name, known or ("none",))
+            self._present.publish(version, adapter_name)
         try:
-            yield version
+            yield Chosen(version, adapter_name or fspath(adapter_path or ""))
         finally:
             self._engine.retire(version)
 
 
 def sample_in_one_call(
-    engine: engine_types.Sampler, template: "Template", inputs: Inputs, params: SamplingParams, version: str | None
+    engine: engine_types.Sampler, template: "Template", inputs: Inputs, params: SamplingParams, chosen: Chosen
 ) -> list[SampleResponse]:
     """Return one response for each trajectory or feature, in the same order."""
     features = _encoded(template, as_feature_list(inputs), generation_prompt=params.max_tokens != 0)
     requests = [
-        engine_request(feature, params, index, version, f"local-{next(_request_numbers)}")
+        engine_request(feature, params, index, chosen.version, f"local-{next(_request_numbers)}")
         for index, feature in enumerate(features)
     ]
     results = _run(engine, requests)
-    return [response_of(template, *each, params) for each in zip(features, results, strict=True)]
+    responses = [response_of(template, *each, params) for each in zip(features, results, strict=True)]
+    return [replace(response, weights_version=chosen.name) for response in responses]
 
 
 def _encoded(

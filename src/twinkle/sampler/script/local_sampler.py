@@ -4,27 +4,41 @@ Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from twinkle.data_format import SampleResponse
+from twinkle.errors import InvalidInputError
+from twinkle.hub.model_id import id_text
 from twinkle.infra import remote_class, remote_function
 from twinkle.infra.proxy import RemoteProxy
+from twinkle.model.decoder.loading import adopt_model
 from twinkle.model.library.components import build_template
 from twinkle.model.multi_lora.model import MultiLoraTransformersModel
+from twinkle.model.trainer.memory import available_bytes, parameter_bytes
 from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.transformers.model import TransformersModel
+from twinkle.model.weights.buckets import Bucket, TensorMeta, plan_buckets
+from twinkle.model.weights.offer import LiveWeights, WeightsOffer, pretrained_id
+from twinkle.sampler.script.base_weights import BaseWeights, empty_clone
 from twinkle.sampler.script.features import as_sampling_params
 from twinkle.sampler.script.in_one_call import (
     AdapterVersions,
     Inputs,
     Params,
+    PresentAdapters,
     ReceivesWeights,
+    TrainerAdapters,
     own_prompts,
     sample_in_one_call,
 )
+from twinkle.sampler.script.synchronisation import WeightReceiver
 from twinkle.sampler.torch_sampler.sampler import TorchSampler
+from twinkle.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -32,35 +46,51 @@ if TYPE_CHECKING:
 __all__ = ["LocalSampler", "hand_over"]
 
 _at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
+_BUCKET_BYTES = 64 << 20  # for the weights that a new sampler copies from its model
+_FREE_SHARE = 0.3  # share of a GPU's free memory that a sampler beside a TransformersModel takes, if none is given
 
 
 @remote_class()
 class LocalSampler:
-    """A sampler that generates with the base model and the adapters of a :class:`MultiLoraTransformersModel`.
+    """A sampler that generates with a base model and with adapters for it.
 
-    model: a model of this process, whose weights the sampler uses; or a model on a worker group, in which case the
-    sampler loads its own copy of the base model, and adapters come by :meth:`receive_weights`.
+    model: what to sample from:
+    a :class:`MultiLoraTransformersModel` of this process: the sampler runs on its base model and its adapters;
+    a :class:`TransformersModel` of this process: the sampler shares its tensors where it can, and copies the others;
+    the id of a model, or a model on a worker group: the sampler loads a base model of its own.
+    Trained weights come by ``CheckpointEngineManager.sync_weights``, or by :meth:`receive_weights`.
     template: encodes trajectories, and joins prompt and completion; the default is the model's plain template.
     kv_budget_bytes, max_sequences: see :class:`TorchSampler`.
+    dtype: that of a base model of its own, "bf16" or "fp32"; None: the model's, or what :class:`Trainer` chooses.
+    memory_budget_bytes: the device memory of the sampler with its weights, shared ones included. None: beside a
+    :class:`TransformersModel` on a GPU, 30 % of the free memory; otherwise see :class:`Trainer`.
     """
 
     def __init__(
         self,
-        model: MultiLoraTransformersModel,
+        model: MultiLoraTransformersModel | TransformersModel | str | PathLike[str],
         template: "Template | type[Template] | str" = "Template",
         *,
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
+        dtype: str | None = None,
+        memory_budget_bytes: int | None = None,
     ) -> None:
-        base = model.base_model()
-        elsewhere = isinstance(model, RemoteProxy)
-        trainer = Trainer.from_pretrained(base.model_id, dtype=base.dtype) if elsewhere else model.trainer
-        self._tokenizer_id = base.tokenizer_id
+        made = _base_for(model, dtype, memory_budget_bytes)
+        self._tokenizer_id = made.tokenizer_id
         self.set_template(template)
         self.engine = TorchSampler(
-            trainer, self.template.tokenizer, kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences
+            made.trainer, self.template.tokenizer, kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences
         )
-        self._versions = AdapterVersions(self.engine, trainer)
+        present: PresentAdapters = TrainerAdapters(self.engine, made.trainer)
+        if made.model is not None:
+            present = _PeftAdapters(self.engine, made.model)
+        self._versions = AdapterVersions(self.engine, present)
+        base = None
+        if made.own:
+            base = BaseWeights(made.trainer.base, made.trainer.engine.head.spec, made.shared)
+        self._base = base
+        self._receiver = WeightReceiver(self.engine, self._versions, base, made.base_id, made.live)
 
     @_at_once
     def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
@@ -85,24 +115,165 @@ class LocalSampler:
         sampling_params: Params = None,
         adapter_name: str | None = "",
         adapter_path: str | PathLike[str] | None = None,
+        *,
+        use_base_model: bool = False,
     ) -> list[SampleResponse]:
         """Return one response for each trajectory or feature, with ``num_samples`` sequences each.
 
         sampling_params: a :class:`SamplingParams`, or its fields as a mapping.
         adapter_name: sample with the weights received for this adapter or, if none were, with its present weights.
         adapter_path: sample with an adapter from a directory in PEFT's format.
-        With neither of the two, the base model is used.
+        With neither of the two, the adapter that ``sync_weights`` has sent is used, if it sent one by itself; otherwise
+        the base model. use_base_model: use no adapter, even if one is named or was sent.
 
         A ``seed`` belongs to the first input, and each further input uses the next number, so that equal inputs get
         different samples. ``max_tokens=0`` generates nothing and scores the prompt, which is then the whole
         conversation. Log-probabilities are those of the tempered distribution, as a loss with the same ``temperature``
-        computes them; those of the prompt are at temperature 1.
+        computes them; those of the prompt are at temperature 1. ``weights_version`` of a response names the weights.
         """
         params = as_sampling_params(sampling_params)
+        self._receiver.require_usable()
         if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
-        with self._versions.chosen(adapter_name, adapter_path) as version:
-            return sample_in_one_call(self.engine, self.template, inputs, params, version)
+        base_name = self._receiver.base_name
+        named = self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name)
+        with named as chosen:
+            return sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+
+    # --- weight synchronisation: CheckpointEngineManager calls these, in this order -----------------------------------
+
+    @_at_once
+    def prepare_weights(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
+        """Return the tensors of ``offer`` that must be sent. Raise if they do not fit this sampler."""
+        return self._receiver.prepare(offer)
+
+    @_at_once
+    def receive_bucket(self, bucket: Bucket) -> None:
+        self._receiver.receive(bucket)
+
+    @_at_once
+    def finish_weights(self) -> str:
+        """Sample with the weights that were sent, and return their name."""
+        return self._receiver.finish()
+
+    @_at_once
+    def abandon_weights(self, why: str) -> None:
+        """End a synchronisation that failed: keep the old weights, or refuse to sample if they are not whole."""
+        self._receiver.abandon(why)
+
+    @_at_once
+    def get_state_keys(self) -> list[str]:
+        """Return the names of the base model's weights that :meth:`prepare_weights` knows."""
+        return [] if self._base is None else self._base.names
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @_at_once
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached beginnings of earlier prompts. Results do not depend on it."""
+        self.engine.reset_prefix_cache()
+
+    @_at_once
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: there is no cache of encoded images, because images are not supported."""
+
+    @_at_once
+    def reset_mm_cache(self) -> None:
+        """Do nothing: there is no cache of preprocessed images, because images are not supported."""
+
+    @_at_once
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of cached keys and values and, if the sampler has weights of its own, of these.
+
+        level 1: the weights move to host memory (where the device is the CPU, that frees nothing). level 2: they are
+        discarded, and after :meth:`wake_up` the sampler needs ``sync_weights``. Weights that are shared with a model
+        stay.
+        """
+        self._receiver.sleep(level)
+
+    @_at_once
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what :meth:`sleep` freed: "weights", "kv_cache", or both (None)."""
+        self._receiver.wake_up(None if tags is None else list(tags))
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A base model for a sampler.
+
+    ``own``: whether its modules are the sampler's alone. ``shared``: the weights that are tensors of the model that
+    ``live`` describes. ``model``: that model, if it is a :class:`TransformersModel`.
+    """
+
+    trainer: Trainer
+    tokenizer_id: str | None
+    own: bool
+    base_id: str | None
+    shared: frozenset[str] = frozenset()
+    live: LiveWeights | None = None
+    model: TransformersModel | None = None
+
+
+def _base_for(model: object, dtype: str | None, budget: int | None) -> _Base:
+    elsewhere = isinstance(model, RemoteProxy)
+    if isinstance(model, str | PathLike):
+        trainer = Trainer.from_pretrained(model, dtype=dtype, memory_budget_bytes=budget)
+        return _Base(trainer, id_text(model), True, pretrained_id(id_text(model)))
+    if not isinstance(model, MultiLoraTransformersModel | TransformersModel):
+        allowed = "a TransformersModel, a MultiLoraTransformersModel, or the id of a model"
+        raise InvalidInputError("model", model, allowed)
+    base = model.base_model()
+    if elsewhere:
+        trainer = Trainer.from_pretrained(base.model_id, dtype=dtype or base.dtype, memory_budget_bytes=budget)
+        return _Base(trainer, base.tokenizer_id, True, pretrained_id(base.model_id))
+    if dtype is not None:
+        raise InvalidInputError("dtype", dtype, "None for a sampler that uses the weights of a model of this process")
+    if isinstance(model, TransformersModel):
+        return _beside(model, base.dtype, budget)
+    if budget is not None:
+        raise InvalidInputError(
+            "memory_budget_bytes", budget, "None for a sampler on a MultiLoraTransformersModel, which has a budget"
+        )
+    return _Base(model.trainer, base.tokenizer_id, False, pretrained_id(base.model_id))
+
+
+def _beside(model: TransformersModel, dtype: torch.dtype, budget: int | None) -> _Base:
+    """Make a base model that shares the tensors of a model of this process where it can, and copies the others."""
+    offer = model.offer_weights(merge_and_sync=False)
+    live = offer.live
+    assert live is not None, "the model is in this process"
+    clone, shared = empty_clone(live, dtype, model.device)
+    copied = [tensor for tensor in offer.base if tensor.name not in shared]
+    if copied:
+        size = sum(tensor.count for tensor in copied) * dtype.itemsize / 2**20
+        get_logger().info(
+            f"LocalSampler: {len(copied)} of {len(offer.base)} weights are copied ({size:.0f} MiB as {dtype}), because "
+            "those of the model are sharded or of another dtype"
+        )
+    parameters = dict(clone.named_parameters())
+    for pieces in plan_buckets(copied, _BUCKET_BYTES):
+        for piece, numbers in model.send_weights(offer.adapter_name, False, pieces):
+            parameters[piece.name].data.view(-1)[piece.start : piece.stop].copy_(numbers)
+    if budget is None and model.device.type == "cuda":
+        budget = parameter_bytes(clone) + int(_FREE_SHARE * available_bytes(model.device))
+    trainer = Trainer(adopt_model(clone), model_id=model.model_id, memory_budget_bytes=budget)
+    return _Base(trainer, model.tokenizer_id, True, offer.base_id, frozenset(shared), live if shared else None, model)
+
+
+class _PeftAdapters:
+    """The adapters of a :class:`TransformersModel`, with the weights that they have at the time of a call."""
+
+    def __init__(self, engine: TorchSampler, model: TransformersModel) -> None:
+        self._engine = engine
+        self._model = model
+
+    def adapter_ids(self) -> list[str]:
+        return [name for name in self._model.optimizer_group if name]
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        config = self._model.get_peft_config_dict(adapter_name=adapter_id)
+        assert config is not None
+        self._engine.receive_version(version_id, config, self._model.get_state_dict(adapter_name=adapter_id))
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: ReceivesWeights, adapter_name: str) -> None:

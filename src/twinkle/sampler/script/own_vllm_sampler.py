@@ -28,7 +28,14 @@ from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.script.features import as_sampling_params
-from twinkle.sampler.script.in_one_call import AdapterVersions, Inputs, Params, own_prompts, sample_in_one_call
+from twinkle.sampler.script.in_one_call import (
+    AdapterVersions,
+    Inputs,
+    Params,
+    TrainerAdapters,
+    own_prompts,
+    sample_in_one_call,
+)
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -81,7 +88,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         self._memory_dir = MEMORY_DIR if memory_dir is None else Path(memory_dir)
         self.engine = VllmSampler(trainer, self.template.tokenizer, engine_args=told, memory_dir=self._memory_dir)
         atexit.register(self.engine.close)
-        self._versions = AdapterVersions(self.engine, trainer)
+        self._versions = AdapterVersions(self.engine, TrainerAdapters(self.engine, trainer))
 
     @_at_once
     def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
@@ -128,9 +135,8 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         params = as_sampling_params(sampling_params)
         if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
-        named = ("", None) if use_base_model else (adapter_name, adapter_path)
-        with self._versions.chosen(*named) as version:
-            return sample_in_one_call(self.engine, self.template, inputs, params, version)
+        with self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model) as chosen:
+            return sample_in_one_call(self.engine, self.template, inputs, params, chosen)
 
     @_at_once
     def reset_prefix_cache(self) -> None:

@@ -59,23 +59,51 @@ class KeyValueCache:
             raise CapacityError(
                 f"kv_budget_bytes: got {budget_bytes}, allowed: at least {2 * per_block}, two blocks of {BLOCK} tokens"
             )
+        self._shapes = shapes
         self._buffer = torch.empty(count, per_block // dtype.itemsize, dtype=dtype, device=device)
-        self._buffer[0] = 0
+        self._size = self._buffer.shape
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._owners = [0] * count
+        self._cut()
+        self.reset()
+
+    def _cut(self) -> None:
+        """Make the views of the layers."""
+        self._buffer[0] = 0
         place = 0
-        for shape in shapes:
+        for shape in self._shapes:
             for views, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
                 size = BLOCK * shape.heads * width
                 part = self._buffer.narrow(1, place, size)
                 views.append(part.unflatten(1, (BLOCK, shape.heads, width)))
                 place += size
-        self._free = list(range(count - 1, 0, -1))
+
+    def reset(self) -> None:
+        """Forget all contents, remembered blocks and reserved ones. No sequence may own blocks."""
+        self._free = list(range(len(self._owners) - 1, 0, -1))
         self._idle: dict[int, None] = {}  # remembered, without owners, in the order in which they lost the last one
         self._prefixes = PrefixCache()
-        self._owners = [0] * count
+        self._owners = [0] * len(self._owners)
         self._unclean: list[int] = []
         self._set_aside = 1
+
+    def free_memory(self) -> None:
+        """Free the memory of all blocks. The cache can be used again after :meth:`take_memory`."""
+        self.keys.clear()
+        self.values.clear()
+        self._buffer = self._buffer.new_empty(0)
+
+    def take_memory(self) -> None:
+        """Take memory again after :meth:`free_memory`, with nothing in it."""
+        self._buffer = self._buffer.new_empty(self._size)
+        self._cut()
+        self.reset()
+
+    def forget_all(self) -> None:
+        """Forget the remembered blocks of all versions, so that no request finds them again."""
+        for version in self._prefixes.versions():
+            self.forget(version)
 
     @property
     def capacity(self) -> int:
@@ -85,6 +113,11 @@ class KeyValueCache:
     @property
     def nbytes(self) -> int:
         return self._buffer.nbytes
+
+    @property
+    def remembered(self) -> int:
+        """Return how many blocks can be found by their contents."""
+        return len(self._prefixes)
 
     @property
     def free(self) -> int:

@@ -36,6 +36,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._names)
 
+    def versions(self) -> list[int]:
+        return list(self._blocks)
+
     def find(self, version: int, name: bytes) -> int | None:
         return self._blocks.get(version, {}).get(name)
 

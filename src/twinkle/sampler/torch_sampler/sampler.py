@@ -59,9 +59,9 @@ class TorchSampler:
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         architecture = trainer.architecture
         self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
+        self._places = places
         self._graphs: DecodeGraphs | None = None
-        if self._cache is not None:
-            self._graphs = capture_decoding(trainer.engine, self._cache, places, architecture.max_length + _AHEAD)
+        self._capture()
         tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
         self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
         chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
@@ -84,6 +84,58 @@ class TorchSampler:
         if self._cache is None:
             return "sampler: no cache, every token computes its whole sequence again"
         return f"sampler: cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
+
+    # --- the base model and the cache ---------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes that the cache takes now."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    @property
+    def cached_prefixes(self) -> int:
+        """Return how many blocks of earlier prompts could be found again."""
+        return 0 if self._cache is None else self._cache.remembered
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached blocks of earlier prompts."""
+        if self._cache is not None:
+            self._cache.forget_all()
+
+    def base_changed(self, *, moved: bool) -> None:
+        """Forget what was computed with the base model's old weights. No request may be under way.
+
+        moved: whether some weights are at another address, so that graphs must be captured again.
+        """
+        assert not self._jobs, "the weights of requests under way never change"
+        self.reset_prefix_cache()
+        self._pass.forget_versions()
+        if moved and self._graphs is not None and self.cache_bytes:
+            self._recapture()
+
+    def free_cache(self) -> None:
+        """Free the memory of the cache and of captured graphs until :meth:`restore_cache`. No request may run."""
+        assert not self._jobs, "requests under way need the cache"
+        self._graphs = None
+        self._pass = ModelPass(self._trainer.engine, self._cache, None)
+        if self._cache is not None:
+            self._cache.free_memory()
+
+    def restore_cache(self) -> None:
+        if self._cache is not None:
+            self._cache.take_memory()
+            self._recapture()
+
+    def _recapture(self) -> None:
+        if self._cache is not None:
+            self._cache.reset()  # gives back the block that the old graphs reserved
+        self._capture()
+        self._pass = ModelPass(self._trainer.engine, self._cache, self._graphs)
+
+    def _capture(self) -> None:
+        if self._cache is not None:
+            longest = self._trainer.architecture.max_length + _AHEAD
+            self._graphs = capture_decoding(self._trainer.engine, self._cache, self._places, longest)
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
