@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, TwinkleError, UnknownNameError, UnsupportedError
+from twinkle.infra.lazy_result import LazyResult
 from twinkle.infra.proxy import RemoteProxy
 from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.weights.buckets import Bucket, TensorMeta, plan_buckets
@@ -78,8 +79,9 @@ class CheckpointEngineManager:
         self.model = model
         self.sampler = sampler
         self._bucket_bytes = max(16, int(size * _MIB))
+        self._from_workers = isinstance(model, RemoteProxy)
         # A model on a worker group keeps its own processes together; other processes of a mesh are our peers.
-        self._ranks: Ranks = ALONE if isinstance(model, RemoteProxy) else cast("Any", model).ranks
+        self._ranks: Ranks = ALONE if self._from_workers else cast("Any", model).ranks
 
     def sync_weights(self, merge_and_sync: object = True, *, adapter_name: str | None = None) -> str:
         """Give the sampler the model's present weights; return the name that they have in its responses.
@@ -97,15 +99,33 @@ class CheckpointEngineManager:
     def _sync(self, merge: bool, adapter_name: str | None) -> str:
         offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
         wanted = self._together(lambda: self.sampler.prepare_weights(offer))
-        for pieces in plan_buckets(wanted, self._bucket_bytes):
-            bucket = self.model.send_weights(offer.adapter_name, offer.merged, pieces)
-
-            def receive(bucket: Bucket = bucket) -> None:
-                self.sampler.receive_bucket(bucket)
-
-            self._together(receive)
-            del bucket, receive  # before the next one is made
+        buckets = plan_buckets(wanted, self._bucket_bytes)
+        if self._from_workers:
+            self._send_from_workers(offer, buckets)
+        else:
+            for pieces in buckets:
+                self._receive(self.model.send_weights(offer.adapter_name, offer.merged, pieces))
         return self._together(self.sampler.finish_weights)
+
+    def _send_from_workers(self, offer: WeightsOffer, buckets: Sequence[Sequence[TensorMeta]]) -> None:
+        """Send buckets from the model's workers, each while the sampler copies from the one before.
+
+        A bucket is a promise here: its numbers go from worker to worker, and are freed with it.
+        """
+        before: Bucket | None = None
+        for pieces in buckets:
+            bucket = self.model.send_weights(offer.adapter_name, offer.merged, pieces)
+            if before is not None:
+                self._receive(before)
+            before = bucket
+            del bucket
+        if before is not None:
+            self._receive(before)
+
+    def _receive(self, bucket: Bucket) -> None:
+        if isinstance(bucket, LazyResult) and not isinstance(self.sampler, RemoteProxy):
+            bucket = bucket()
+        self._together(lambda: self.sampler.receive_bucket(bucket))
 
     def _together(self, action: Callable[[], T]) -> T:
         """Run ``action``, as all processes do. An error in one of them is an error in all."""

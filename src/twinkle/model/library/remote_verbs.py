@@ -34,6 +34,13 @@ def own_rows(
     return args, {**others, "inputs": list(rows[place])}
 
 
+def first_keeps(
+    n_workers: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_mesh: DeviceMesh
+) -> Arguments:
+    """Return the arguments of worker i, with ``keep`` True for the first worker alone."""
+    return args, {**kwargs, "keep": i == 0}
+
+
 def joined_outputs(outputs: Sequence[Mapping[str, Any]], *, device_mesh: DeviceMesh) -> dict[str, Any]:
     """Join the outputs of all workers in the order of the rows; see :func:`collect_tensor_dict` for the padding.
 
@@ -58,6 +65,9 @@ promised = remote_function(dispatch="all", collect="first")
 at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
 # A number that is averaged over the workers.
 averaged = remote_function(dispatch="all", collect="mean")
+# Weights that travel on to other workers: all workers gather them, the first one keeps them, and the driver does not
+# fetch them.
+gathered = remote_function(dispatch=first_keeps, collect="first", lazy_collect=True)
 # Verbs that only the first worker runs, and for which the driver waits.
 by_first = remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
 

@@ -14,7 +14,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
-from twinkle.model.library.remote_verbs import at_once, promised
+from twinkle.model.library.remote_verbs import at_once, gathered
 from twinkle.model.multi_lora.outgoing import adapter_sources, base_sources
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
@@ -170,11 +170,17 @@ class MultiLoraTransformersModel(LoraVerbs):
             live,
         )
 
-    @promised
-    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
-        """Return pieces of the weights that :meth:`offer_weights` has offered."""
+    @gathered
+    def send_weights(
+        self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
+    ) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this.
+
+        keep: False on a rank whose pieces nobody needs: it takes part, and returns none.
+        """
         sources = base_sources(self.trainer, adapter_name if merged else None)
-        return read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
+        bucket = read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
+        return bucket if keep else Bucket((), ())
 
 
 def _limit(field: str, value: int) -> int:

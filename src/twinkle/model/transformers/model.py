@@ -43,7 +43,7 @@ from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
-from twinkle.model.library.remote_verbs import at_once, promised
+from twinkle.model.library.remote_verbs import at_once, gathered
 from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
@@ -422,10 +422,16 @@ class TransformersModel(TwinkleModel):
         self._shard()
         return self._outgoing.offer(group.adapter_name, merge=merge_and_sync)
 
-    @promised
-    def send_weights(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
-        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this."""
-        return self._outgoing.send(adapter_name, merged, pieces)
+    @gathered
+    def send_weights(
+        self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
+    ) -> Bucket:
+        """Return pieces of the weights that :meth:`offer_weights` has offered. All ranks must call this.
+
+        keep: False on a rank whose pieces nobody needs: it takes part, and returns none.
+        """
+        bucket = self._outgoing.send(adapter_name, merged, pieces)
+        return bucket if keep else Bucket((), ())
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)

@@ -1,13 +1,17 @@
 """Tensors in buckets: many small tensors travel together, and a tensor that is larger than a bucket in pieces."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Bucket", "TensorMeta", "pack", "plan_buckets", "unpack"]
+__all__ = ["Bucket", "TensorMeta", "pack", "packed_bytes", "plan_buckets", "unpack"]
 
 _ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be read as numbers of any dtype
 
@@ -57,6 +61,11 @@ class Bucket:
     def __iter__(self) -> Iterator[tuple[TensorMeta, Tensor]]:
         return zip(self.pieces, self.tensors, strict=True)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To another process go the numbers alone, in host memory. A view pickled as it is would take the whole tensor
+        # along. As an array, Ray's object store hands them out without a copy.
+        return _unpickled, (self.pieces, pack(self).cpu().numpy())
+
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[tuple[TensorMeta, ...]]:
     """Divide tensors, in their order, into buckets of at most ``bucket_bytes``, which is at least 16."""
@@ -79,11 +88,15 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[tuple
     return buckets
 
 
+def packed_bytes(pieces: Sequence[TensorMeta]) -> int:
+    """Return the size of a bucket with these pieces, in bytes."""
+    return max((piece.offset + piece.nbytes for piece in pieces), default=0)
+
+
 def pack(bucket: Bucket) -> Tensor:
     """Return a bucket as one tensor of bytes, to be sent to another process."""
-    size = max((piece.offset + piece.nbytes for piece in bucket.pieces), default=0)
     device = bucket.tensors[0].device if bucket.tensors else torch.device("cpu")
-    packed = torch.empty(size, dtype=torch.uint8, device=device)
+    packed = torch.empty(packed_bytes(bucket.pieces), dtype=torch.uint8, device=device)
     for piece, tensor in bucket:
         packed[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(tensor)
     return packed
@@ -93,3 +106,9 @@ def unpack(pieces: Sequence[TensorMeta], packed: Tensor) -> Bucket:
     """Return the bucket that :func:`pack` made; its tensors are views of ``packed``."""
     views = [packed[piece.offset : piece.offset + piece.nbytes].view(piece.dtype) for piece in pieces]
     return Bucket(tuple(pieces), tuple(views))
+
+
+def _unpickled(pieces: Sequence[TensorMeta], packed: NDArray[np.uint8]) -> Bucket:
+    with warnings.catch_warnings():  # the array may be memory that several processes share; nobody writes to a bucket
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return unpack(pieces, torch.from_numpy(packed))

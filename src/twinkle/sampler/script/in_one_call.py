@@ -130,6 +130,11 @@ class AdapterVersions:
             self._engine.retire(self._synced)
         self._synced = version
 
+    def forget_all(self) -> None:
+        """Forget all received versions, because the engine has retired them: its base model is being replaced."""
+        self._received.clear()
+        self._synced = None
+
     @contextmanager
     def chosen(
         self,

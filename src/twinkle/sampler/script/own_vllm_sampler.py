@@ -1,8 +1,8 @@
 """vLLM as a script's own sampler: the server's vLLM engine, used in one call.
 
-Adapter weights come by ``receive_weights`` or from directories. Every change makes a new version, so that vLLM's prefix
-cache never mixes prompts computed with different weights. Prompt scores are computed by a second copy of the base
-model; vLLM is also compared with that copy when it starts and whenever it gets a version.
+Weights come by ``sync_weights``, by ``receive_weights`` or from directories. Every change of an adapter makes a new
+version, so that vLLM's prefix cache never mixes prompts computed with different weights. Prompt scores are computed by
+a second copy of the base model; vLLM is also compared with that copy when it starts and whenever it gets weights.
 """
 
 import atexit
@@ -27,6 +27,8 @@ from twinkle.infra import DeviceMesh, remote_class, remote_function
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
 from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.offer import WeightsOffer, pretrained_id
 from twinkle.sampler.script.features import as_sampling_params
 from twinkle.sampler.script.in_one_call import (
     AdapterVersions,
@@ -36,6 +38,9 @@ from twinkle.sampler.script.in_one_call import (
     own_prompts,
     sample_in_one_call,
 )
+from twinkle.sampler.script.vllm_options import VllmOptions
+from twinkle.sampler.script.vllm_synchronisation import VllmWeightReceiver
+from twinkle.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -52,7 +57,8 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
 
     engine_args: vLLM's own arguments by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU,
     ``gpu_memory_utilization`` is required: it is the share that vLLM takes, and the copy of the model gets the rest.
-    With ``memory_budget_bytes``, ``kv_cache_memory_bytes`` may be given instead.
+    With ``memory_budget_bytes``, ``kv_cache_memory_bytes`` may be given instead. ``enable_lora``, ``logprobs_mode`` and
+    ``max_logprobs``: see :class:`~twinkle.sampler.script.vllm_options.VllmOptions`.
     device_mesh: how workers share the inputs; every worker has its own engine on all devices that it sees.
     template: encodes trajectories, and joins prompt and completion.
     dtype: "bf16" or "fp32", like the trainer's.
@@ -79,16 +85,25 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         self.model_id = id_text(model_id)
         self.device_mesh = device_mesh
         self.set_template(template)
-        told = dict(engine_args or {})
+        self._options = VllmOptions.read(engine_args or {})
+        told = dict(self._options.engine_args)
         budget = memory_budget_bytes
         if torch.cuda.is_available():
             budget = _rest_of_gpu(told) if budget is None else budget
             told.setdefault("tensor_parallel_size", torch.cuda.device_count())
         trainer = Trainer.from_pretrained(model_id, dtype=dtype, memory_budget_bytes=budget)
         self._memory_dir = MEMORY_DIR if memory_dir is None else Path(memory_dir)
-        self.engine = VllmSampler(trainer, self.template.tokenizer, engine_args=told, memory_dir=self._memory_dir)
+        self.engine = VllmSampler(
+            trainer,
+            self.template.tokenizer,
+            engine_args=told,
+            memory_dir=self._memory_dir,
+            adapters=self._options.adapters,
+        )
         atexit.register(self.engine.close)
+        self._can_sleep = bool(told.get("enable_sleep_mode"))
         self._versions = AdapterVersions(self.engine, TrainerAdapters(self.engine, trainer))
+        self._receiver = VllmWeightReceiver(self.engine, self._versions, pretrained_id(self.model_id))
 
     @_at_once
     def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
@@ -127,21 +142,97 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
     ) -> list[SampleResponse]:
         """Sample as :meth:`LocalSampler.sample` does, with an adapter that was received or that is in a directory.
 
-        An adapter that vLLM does not apply as the model's copy does is an error.
+        An adapter that vLLM does not apply as the model's copy does is an error. Without one, the adapter that
+        ``sync_weights`` has sent is used, if it sent one by itself; otherwise the base model.
 
-        use_base_model: use no adapter, even if one is named. return_encoded: accepted and ignored; responses always
-        hold the encoded feature.
+        use_base_model: use no adapter, even if one is named or was sent. return_encoded: accepted and ignored;
+        responses always hold the encoded feature.
         """
         params = as_sampling_params(sampling_params)
+        self._options.check(params)
         if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
-        with self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model) as chosen:
+        base_name = self._receiver.base_name
+        named = self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name)
+        with named as chosen:
             return sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+
+    # --- weight synchronisation: CheckpointEngineManager calls these, in this order -----------------------------------
+
+    @_at_once
+    def prepare_weights(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
+        """Return the tensors of ``offer`` that must be sent. Raise if they do not fit this sampler."""
+        return self._receiver.prepare(offer)
+
+    @_at_once
+    def receive_bucket(self, bucket: Bucket) -> None:
+        self._receiver.receive(bucket)
+
+    @_at_once
+    def finish_weights(self) -> str:
+        """Sample with the weights that were sent, and return their name."""
+        return self._receiver.finish()
+
+    @_at_once
+    def abandon_weights(self, why: str) -> None:
+        """End a synchronisation that failed: keep the old weights, or refuse to sample if they are not whole."""
+        self._receiver.abandon(why)
+
+    @_at_once
+    def get_state_keys(self) -> list[str]:
+        """Return the names of the base model's weights that :meth:`prepare_weights` knows."""
+        return self.engine.base.names
+
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     @_at_once
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Results do not depend on it, because each version has a cache of its own."""
+        """Forget the cached beginnings of earlier prompts. Results do not depend on it."""
         self.engine.reset_prefix_cache()
+
+    @_at_once
+    def reset_mm_cache(self) -> None:
+        """Drop the preprocessed images that vLLM keeps."""
+        self.engine.reset_mm_cache()
+
+    @_at_once
+    def reset_encoder_cache(self) -> None:
+        """Drop the outputs of vLLM's image encoder that it keeps."""
+        self.engine.reset_encoder_cache()
+
+    @_at_once
+    def sleep(self, level: int = 1) -> None:
+        """Free the GPU memory of vLLM's cache and weights until :meth:`wake_up`; the copy of the model stays.
+
+        level 1: the weights move to host memory. level 2: they are discarded, and after :meth:`wake_up` the sampler
+        needs ``sync_weights``. Needs ``engine_args={"enable_sleep_mode": True}``; without it nothing happens.
+        """
+        if not isinstance(level, int) or isinstance(level, bool) or level not in (1, 2):
+            raise InvalidInputError("level", level, "1 (the weights move to host memory) or 2 (they are discarded)")
+        if self._sleeps("sleep"):
+            self.engine.sleep(level)
+            if level > 1:
+                self._receiver.forget_base()
+
+    @_at_once
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what :meth:`sleep` freed: "weights", "kv_cache", or both (None)."""
+        from twinkle.sampler.vllm.vllm_sampler import WAKE_TAGS
+
+        chosen = WAKE_TAGS if tags is None else tuple(tags)
+        for tag in chosen:
+            if tag not in WAKE_TAGS:
+                raise InvalidInputError("tags", tag, f"{', '.join(map(repr, WAKE_TAGS))}, or None for both")
+        if self._sleeps("wake_up"):
+            self.engine.wake_up(chosen)
+
+    def _sleeps(self, method: str) -> bool:
+        if not self._can_sleep:
+            get_logger().warning(
+                f"vLLMSampler.{method} does nothing, because vLLM was started without its sleep mode: "
+                'construct the sampler with engine_args={"enable_sleep_mode": True}'
+            )
+        return self._can_sleep
 
     @_at_once
     def shutdown(self) -> None:

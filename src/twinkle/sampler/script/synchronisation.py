@@ -169,6 +169,8 @@ class WeightReceiver:
             return
         if self._installed is not None:
             self._engine.retire(self._installed)
+        if self._missing:  # on workers of a group that got less of it, too: all must ask for the same next time
+            self._base_id = None
         if self._touched:
             self._base_id = None
             self._refusal = f"the last sync_weights failed ({why}) and left no complete weights; call sync_weights"

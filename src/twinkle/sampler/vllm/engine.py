@@ -128,8 +128,28 @@ class Engine:
         if not self.dead:
             asyncio.run_coroutine_threadsafe(self._llm.remove_lora(lora_id), self._loop)
 
-    def reset_prefix_cache(self) -> None:
-        self._call(lambda: self._llm.reset_prefix_cache())
+    def call_workers(self, method: str, *args: object) -> None:
+        """Call a method of :class:`~twinkle.sampler.vllm.worker.BaseWeightsWorker` in every worker, and wait."""
+        self._call(lambda: self._llm.collective_rpc(method, args=args))
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Return False, and change nothing, if requests still use it."""
+        return bool(self._call(lambda: self._llm.reset_prefix_cache()))
+
+    def reset_mm_cache(self) -> None:
+        """Drop preprocessed images."""
+        self._call(lambda: self._llm.reset_mm_cache())
+
+    def reset_encoder_cache(self) -> None:
+        """Drop outputs of the image encoder."""
+        self._call(lambda: self._llm.reset_encoder_cache())
+
+    def sleep(self, level: int) -> None:
+        """Free the cache's memory, and move the weights to host memory (level 1) or discard them (level 2)."""
+        self._call(lambda: self._llm.sleep(level))
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call(lambda: self._llm.wake_up(list(tags)))
 
     def close(self) -> None:
         """End the engine's processes. For generations that were active nothing more arrives."""

@@ -16,7 +16,7 @@ from vllm import AsyncEngineArgs
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
-from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm import message, worker
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
 
 _CPU_CACHE_BYTES = 2**30
@@ -43,6 +43,7 @@ _TAKEN = {
     "convert": "the engine only generates",
     "disable_log_stats": "the server has its own statistics",
     "additional_config": "the server uses it to pass its process id to vLLM's processes",
+    "worker_extension_cls": "the sampler uses it to replace weights",
 }
 
 
@@ -62,18 +63,23 @@ def check_engine_args(given: Mapping[str, object]) -> None:
 
 
 def make_engine_args(
-    given: Mapping[str, object], folder: str, device: torch.device, dtype: torch.dtype
+    given: Mapping[str, object], folder: str, device: torch.device, dtype: torch.dtype, *, adapters: bool = True
 ) -> AsyncEngineArgs:
-    """Return the arguments of an engine for the model in ``folder`` that computes like the trainer on ``device``."""
+    """Return the arguments of an engine for the model in ``folder`` that computes like the trainer on ``device``.
+
+    adapters: whether the engine can apply adapters, which costs memory.
+    """
     check_engine_args(given)
-    defaults = dict(_DEFAULTS)
+    if given.get("enable_sleep_mode") and device.type == "cpu":
+        raise UnsupportedError("engine_args.enable_sleep_mode: vLLM has no sleep mode on a CPU, allowed: False")
+    defaults = dict(_DEFAULTS) if adapters else {}
     if device.type == "cpu":
         # On a CPU, compiling takes longer than it saves.
         defaults |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
     elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
         raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
-    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype)})
+    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype), "enable_lora": adapters})
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
@@ -98,13 +104,13 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "model": folder,
         "dtype": names[dtype],
         "skip_tokenizer_init": True,
-        "enable_lora": True,
         "logprobs_mode": "processed_logprobs",
         "logits_processors": [IMPORT_NAME],
         "max_logprobs": MAX_WIDTH + message.OVERHEAD,
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
         "additional_config": {SERVER: os.getpid()},
+        "worker_extension_cls": worker.IMPORT_NAME,
     }
 
 

@@ -8,7 +8,7 @@ before it is used: one that vLLM applies only in part is refused, unless its eff
 ``step`` waits a moment for tokens when there is nothing else to do; between calls, training has the thread.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,11 +37,13 @@ except ImportError as error:
 from twinkle.sampler.vllm.base_folder import base_folder
 from twinkle.sampler.vllm.engine import Arrival, Ended, Engine, Failed
 from twinkle.sampler.vllm.engine_args import make_engine_args
+from twinkle.sampler.vllm.engine_weights import EngineWeights
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
 from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank, write_version
 
 MEMORY_DIR = Path("/dev/shm")
+WAKE_TAGS = ("weights", "kv_cache")  # what sleep frees, by vLLM's names
 _WAIT_SECONDS = 0.02
 _SCORED_AT_ONCE = 16  # prompts
 # "spawn", because a server has threads when vLLM starts its processes; V1 runner, because V2 does not support our
@@ -64,11 +66,13 @@ class VllmSampler:
         *,
         engine_args: Mapping[str, object] | None = None,
         memory_dir: Path = MEMORY_DIR,
+        adapters: bool = True,
     ) -> None:
         """Start vLLM with the trainer's base model, which takes about half a minute.
 
         tokenizer: see :class:`TorchSampler`. engine_args: see :mod:`twinkle.sampler.vllm.engine_args`.
         memory_dir: a directory in memory (a tmpfs) for the files of versions.
+        adapters: False: only the base model can be sampled from, and versions of adapters are refused.
         """
         set_variable_defaults(_VARIABLES)
         self._trainer = trainer
@@ -83,17 +87,26 @@ class VllmSampler:
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
         self._files = VersionFiles(memory_dir)
         with base_folder(trainer.model_id, trainer.dtype, trainer.device, self._files.root) as folder:
-            args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype)
-            self._max_rank = int(args.max_lora_rank)
+            args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype, adapters=adapters)
+            self._max_rank = int(args.max_lora_rank) if adapters else 0
             self._engine = Engine(args)
         architecture = trainer.architecture
         context = min(architecture.max_length, self._engine.max_model_len)
         self._limits = Limits(architecture.vocab_size, context, self._engine.cache_tokens, tokenizer is not None)
         self._check = SelfCheck(self._engine, self._score_now, architecture.vocab_size, trainer.dtype)
         self._unapplied: frozenset[str] = frozenset()
+        self._asleep: frozenset[str] = frozenset()  # what has no memory now: the names of vLLM's tags
+        self.base = EngineWeights(
+            self._engine,
+            trainer.base,
+            self._files.root,
+            changed=lambda: self._scorer.base_changed(moved=False),
+            check=self._check_base,
+        )
         try:
             self._check_base()
-            self._unapplied = frozenset(kind for kind in kinds(architecture) if not self._applies(kind))
+            if adapters:
+                self._unapplied = frozenset(kind for kind in kinds(architecture) if not self._applies(kind))
         except BaseException:
             self.close()
             raise
@@ -104,9 +117,55 @@ class VllmSampler:
         left_out = f"; no LoRA on {', '.join(sorted(self._unapplied))}" if self._unapplied else ""
         return f"vLLM {vllm.__version__}: cache {self._limits.cache_tokens} tokens{left_out}; {self._scorer.memory}"
 
+    # --- memory -------------------------------------------------------------------------------------------------------
+
     def reset_prefix_cache(self) -> None:
-        """Empty vLLM's prefix cache."""
+        """Empty the prefix caches of vLLM and of the copy of the model, except for what active requests use."""
         self._engine.reset_prefix_cache()
+        self._scorer.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Drop the preprocessed images that vLLM keeps."""
+        self._engine.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the outputs of vLLM's image encoder that it keeps."""
+        self._engine.reset_encoder_cache()
+
+    def sleep(self, level: int) -> None:
+        """Free the GPU memory of vLLM's cache and weights; level 1 keeps the weights in host memory, level 2 does not.
+
+        The copy of the model stays. After level 2 nothing is sampled until the base model is replaced.
+        """
+        self._require_idle("sleep")
+        if self._asleep:
+            return
+        self._engine.sleep(level)
+        self._asleep = frozenset(WAKE_TAGS)
+        if level > 1:
+            self.base.refuse(f"sleep(level={level}) has discarded the sampler's weights; call sync_weights")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take back the memory of what is named in ``tags`` and asleep: "weights", "kv_cache"."""
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            self._engine.wake_up(wanted)
+            self._asleep -= set(wanted)
+
+    def require_idle_and_awake(self) -> None:
+        """Raise if the weights cannot be replaced now."""
+        self._require_idle("a replacement of weights")
+        self._require_awake()
+
+    def begin_base(self) -> None:
+        """Begin to replace the weights of the base model; :attr:`base` receives them.
+
+        All versions are retired, because they belong to the old weights.
+        """
+        self.require_idle_and_awake()
+        for version_id in self.version_ids():
+            self.retire(version_id)
+        self.base.begin()
 
     def close(self) -> None:
         """End vLLM's processes and remove all files. The sampler cannot be used afterwards."""
@@ -116,7 +175,7 @@ class VllmSampler:
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        require_rank(self._trainer.spec(adapter_id).largest_rank, self._max_rank)
+        self._require_rank(self._trainer.spec(adapter_id).largest_rank)
         self._require_new(version_id)
         self._scorer.publish(version_id, adapter_id)
         size = sum(array.nbytes for array in self._trainer.weights(adapter_id).values())
@@ -124,7 +183,7 @@ class VllmSampler:
 
     def load_version(self, version_id: str, directory: str) -> None:
         source = Path(directory)
-        require_rank(checkpoint.read_spec(source).largest_rank, self._max_rank)
+        self._require_rank(checkpoint.read_spec(source).largest_rank)
         self._require_new(version_id)
         self._scorer.load_version(version_id, directory)
         size = (source / checkpoint.WEIGHTS).stat().st_size
@@ -132,11 +191,15 @@ class VllmSampler:
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
         """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
-        require_rank(checkpoint.spec_of(config).largest_rank, self._max_rank)
+        self.check_adapter(config)
         self._require_new(version_id)
         self._scorer.receive_version(version_id, config, weights)
         size = sum(tensor.nbytes for tensor in weights.values())
         self._install(version_id, size, lambda path: write_version(config, weights, path))
+
+    def check_adapter(self, config: Mapping[str, object]) -> None:
+        """Raise if vLLM was not started for an adapter with this adapter_config.json."""
+        self._require_rank(checkpoint.spec_of(config).largest_rank)
 
     def retire(self, version_id: str) -> None:
         version = self._versions.pop(version_id, None)
@@ -156,6 +219,8 @@ class VllmSampler:
             raise InvalidInputError("version_id", request.version_id, "a published version, or None for the base model")
         if self._engine.dead:
             raise TwinkleServerError("the vLLM engine has died; restart the server to sample again")
+        self._require_awake()
+        self.base.require_whole()
         checked = check_request(request, self._limits)
         if checked.topk_sample_logprobs > self._limits.vocab_size - 2:
             allowed = f"at most {self._limits.vocab_size - 2} of this vocabulary with sampler_type vllm"
@@ -189,7 +254,22 @@ class VllmSampler:
 
     # --- versions, inside ---------------------------------------------------------------------------------------------
 
+    def _require_rank(self, rank: int) -> None:
+        if not self._max_rank:
+            raise UnsupportedError("engine_args.enable_lora: got False, allowed: True to sample with an adapter")
+        require_rank(rank, self._max_rank)
+
+    def _require_idle(self, action: str) -> None:
+        if self._requests:
+            raise InvalidInputError("requests under way", len(self._requests), f"none: {action} would disturb them")
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise InvalidInputError("sampler", "asleep", "a sampler that is awake: call wake_up() first")
+
     def _require_new(self, version_id: str) -> None:
+        self._require_awake()
+        self.base.require_whole()
         if version_id in self._versions:
             raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
 

@@ -1,0 +1,217 @@
+"""sync_weights from a model on workers to a sampler on other workers, through Ray's object store."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+
+from twinkle import WorkerDiedError
+from twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle.data_format import SamplingParams
+from twinkle.errors import InvalidInputError, UserError
+from twinkle.infra import DeviceMesh, LazyResult
+from twinkle.model import MultiLoraTransformersModel, TransformersModel
+from twinkle.sampler import LocalSampler
+
+pytestmark = pytest.mark.ray
+
+MODEL = "random://llama-tiny"
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+A = "a"
+BUCKET_MB = 0.03
+STEPS = 10
+
+Model = MultiLoraTransformersModel | TransformersModel
+
+
+def row(length: int, seed: int) -> dict:
+    tokens = np.random.default_rng(seed).integers(0, 500, length).tolist()
+    return {"input_ids": tokens, "labels": [*tokens[1:], -100]}
+
+
+BATCH = [row(9, 1), row(12, 2), row(5, 3)]
+PROMPTS = [{"input_ids": row(6, 4)["input_ids"]}, {"input_ids": row(7, 5)["input_ids"]}]
+
+
+def lora(**where: Any) -> Model:
+    model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", **where)
+    model.add_adapter_to_model(A, peft.LoraConfig(**LORA), seed=3)
+    model.set_optimizer("AdamW", lr=1e-2, adapter_name=A)
+    return model
+
+
+def peft_lora(**where: Any) -> Model:
+    model = TransformersModel(model_id=MODEL, mixed_precision="no", device="cpu", **where)
+    model.add_adapter_to_model(A, peft.LoraConfig(**LORA))
+    model.set_optimizer("AdamW", lr=1e-2, adapter_name=A)
+    return model
+
+
+def full(**where: Any) -> Model:
+    model = TransformersModel(model_id=MODEL, mixed_precision="no", device="cpu", **where)
+    model.set_optimizer("AdamW", lr=1e-2)
+    return model
+
+
+def shards(make: Callable[..., Model]) -> Callable[..., Model]:
+    return lambda **where: make(device_mesh=DeviceMesh.from_sizes(fsdp_size=2, device_type="cpu"), **where)
+
+
+KINDS: dict[str, tuple[Callable[..., Model], bool]] = {
+    "adapter": (lora, False),
+    "merged": (lora, True),
+    "full": (full, True),
+    "PEFT adapter in shards": (shards(peft_lora), False),
+    "full in shards": (shards(full), True),
+}
+
+
+def result(outputs: Any) -> Any:
+    return outputs() if isinstance(outputs, LazyResult) else outputs
+
+
+def end(*components: Any) -> None:
+    for each in components:
+        each._workers.end()
+
+
+def adapter(model: Model) -> dict[str, str]:
+    """Return the adapter's name as the argument that verbs of a multi-LoRA model require."""
+    return {"adapter_name": A} if isinstance(model, MultiLoraTransformersModel) else {}
+
+
+def train(model: Model) -> None:
+    model.forward_backward(inputs=BATCH, **adapter(model))
+    model.clip_grad_and_step(**adapter(model))
+
+
+def assert_same(model: Model, sampler: LocalSampler, name: str) -> None:
+    """The log-probabilities of samples are those that the model computes for the same tokens."""
+    responses = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
+    assert {response.weights_version for response in responses} == {name}
+    sequences = [response.sequences[0] for response in responses]
+    whole = [[*prompt["input_ids"], *each.tokens] for prompt, each in zip(PROMPTS, sequences, strict=True)]
+    rows = [{"input_ids": tokens, "labels": [*tokens[1:], -100]} for tokens in whole]
+    logps = result(model.forward_only(inputs=rows, **adapter(model)))["logps"]
+    for index, each in enumerate(sequences):
+        found = np.array([pair[1] for [pair] in each.logprobs])
+        last = len(whole[index]) - 1
+        wanted = logps[index, last - len(found) : last].numpy()
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def sampler(program) -> Iterator[LocalSampler]:
+    sampler = LocalSampler(MODEL, dtype="fp32", remote_group="data", instance_id="synchronised")
+    yield sampler
+    end(sampler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sampler_computes_what_the_model_computes(kind: str, sampler: LocalSampler) -> None:
+    make, merge = KINDS[kind]
+    model = make(remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    for _ in range(STEPS):
+        train(model)
+        assert_same(model, sampler, manager.sync_weights(merge_and_sync=merge))
+    end(model)
+
+
+def test_a_sampler_on_two_workers(program) -> None:
+    model, sampler = full(remote_group="data"), LocalSampler(MODEL, dtype="fp32", remote_group="work")
+    train(model)
+    assert_same(model, sampler, CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB).sync_weights())
+    end(model, sampler)
+
+
+def test_only_one_of_them_on_workers(sampler: LocalSampler) -> None:
+    here = full()
+    train(here)
+    assert_same(here, sampler, CheckpointEngineManager(here, sampler).sync_weights())
+    there, own = full(remote_group="work"), LocalSampler(MODEL, dtype="fp32")
+    train(there)
+    assert_same(there, own, CheckpointEngineManager(there, own).sync_weights())
+    end(there)
+
+
+class Watched:
+    """A model on workers; ``after`` is called when a bucket was asked for, with the number of buckets that exist."""
+
+    def __init__(self, model: Any, after: Callable[[int], None]) -> None:
+        self._model = model
+        self._after = after
+        self._alive: weakref.WeakSet[LazyResult] = weakref.WeakSet()
+        self.buckets = 0
+
+    @property
+    def __class__(self) -> type:
+        return self._model.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def send_weights(self, *args: Any) -> Any:
+        bucket = self._model.send_weights(*args)
+        assert isinstance(bucket, LazyResult), "the driver never holds the numbers"
+        self._alive.add(bucket)
+        self.buckets += 1
+        self._after(len(self._alive))
+        return bucket
+
+
+def test_at_most_two_buckets_exist(sampler: LocalSampler) -> None:
+    counts: list[int] = []
+    model = full(remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    manager.model = Watched(model, counts.append)
+    assert_same(model, sampler, manager.sync_weights())
+    assert len(counts) > 10
+    assert max(counts) <= 2
+    end(model)
+
+
+def test_weights_that_do_not_fit(sampler: LocalSampler) -> None:
+    other = TransformersModel(model_id="random://llama-tiny-wide", mixed_precision="no", remote_group="work")
+    before = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
+    with pytest.raises(InvalidInputError, match="the sampler"):
+        CheckpointEngineManager(other, sampler).sync_weights()
+    assert sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1)) == before
+    end(other)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_whose_worker_dies(rank: int, sampler: LocalSampler) -> None:
+    """It is an error, and the sampler refuses until weights arrive whole."""
+    import ray
+
+    model = shards(full)(remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    watched = Watched(model, lambda _: ray.kill(model._workers.actors[rank]) if watched.buckets == 4 else None)
+    manager.model = watched
+    with pytest.raises(WorkerDiedError, match=f"rank {rank} of group 'work' died"):
+        manager.sync_weights()
+    with pytest.raises(UserError, match=r"the last sync_weights failed \(WorkerDiedError"):
+        sampler.sample(PROMPTS)
+    end(model)
+    fresh = full(remote_group="work")
+    assert_same(fresh, sampler, CheckpointEngineManager(fresh, sampler).sync_weights())
+    end(fresh)
+
+
+def test_a_sampler_whose_worker_dies(program) -> None:
+    """It is an error; the other workers of the sampler refuse."""
+    import ray
+
+    model, sampler = full(remote_group="data"), LocalSampler(MODEL, dtype="fp32", remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    watched = Watched(model, lambda _: ray.kill(sampler._workers.actors[1]) if watched.buckets == 4 else None)
+    manager.model = watched
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'work' died"):
+        manager.sync_weights()
+    with pytest.raises((UserError, WorkerDiedError)):
+        sampler.sample(PROMPTS)
+    end(model, sampler)
