@@ -22,7 +22,6 @@ _LAZY = "packages import their names on first use, by the __getattr__ of Python 
 _MEGATRON = "there is no Megatron backend yet"
 _EXPERTS = "there is no expert parallelism yet"
 _NPU = "there is no backend for NPUs"
-_PPO = "there is no PPO yet; GRPO and its variants train without a value model"
 _NO_MIXIN = (
     "models have offer_weights and send_weights themselves, and samplers prepare_weights, receive_bucket and "
     "finish_weights; CheckpointEngineManager calls them"
@@ -37,7 +36,6 @@ _DOCUMENT = "no release of the existing library has it either"
 
 PATHS: Table = {
     # the library
-    "twinkle.advantage:GAEAdvantage": NotYet(_PPO),
     "twinkle.checkpoint_engine.base": Moved("twinkle.checkpoint_engine"),
     "twinkle.checkpoint_engine:CheckpointEngineMixin": Absent(_NO_MIXIN),
     "twinkle.cli.cli": Moved("twinkle.cli"),
@@ -57,11 +55,7 @@ PATHS: Table = {
         "Liger's layers are not offered as a mapping yet; LigerFusedLinearCrossEntropyLoss is its loss, and functions "
         "of liger_kernel.transformers change a model of transformers, such as model.model"
     ),
-    "twinkle.loss:PPOLoss": NotYet(_PPO),
-    "twinkle.loss:PPOValueLoss": NotYet(_PPO),
     "twinkle.loss_scale": Absent(f"{_DOCUMENT}; labels of -100 leave tokens out of a loss"),
-    "twinkle.metric:PPOMetric": NotYet(_PPO),
-    "twinkle.metric:PPOValueMetric": NotYet(_PPO),
     "twinkle.model.megatron": Moved(
         "twinkle.model",
         {
@@ -85,7 +79,6 @@ PATHS: Table = {
     "twinkle.model:MegatronModel": NotYet(f"{_MEGATRON}; TransformersModel has the same verbs"),
     "twinkle.model:MultiAdapter": Absent("the Trainer keeps adapters in its own store, beside the base model"),
     "twinkle.model:MultiLoraMegatronModel": NotYet(f"{_MEGATRON}; MultiLoraTransformersModel has the same verbs"),
-    "twinkle.model:TransformersValueModel": NotYet(_PPO),
     "twinkle.notifier.base": Moved("twinkle.notifier"),
     "twinkle.patch.gdn_padding_free": Absent("models with linear attention, such as Qwen3.5, train on padded rows"),
     "twinkle.patch.megatron_emb": Absent(_MEGATRON),

@@ -101,6 +101,7 @@ SIGNATURES = {
     "twinkle.processor:InputProcessor": "device_mesh padding_free framework padding_side",
     "twinkle.processor:InputProcessor.collate_fn": "inputs micro_batch_size variable_seq_lengths",
     "twinkle.model:TransformersModel": _MODEL,
+    "twinkle.model:TransformersValueModel": _MODEL,
     "twinkle.model:MultiLoraTransformersModel": _MODEL.replace("fsdp_config", "fsdp_config lora_config")
     + " max_loras max_r max_length target_modules",
     "twinkle.model:TwinkleModel.upload_to_hub": "checkpoint_dir hub_model_id hub_token async_upload",
@@ -127,6 +128,8 @@ SIGNATURES = {
     "twinkle.loss:LigerFusedLinearCrossEntropyLoss": "ignore_index reduction label_smoothing softcap",
     "twinkle.loss:GRPOLoss": _GRPO,
     "twinkle.loss:GSPOLoss": _GRPO,
+    "twinkle.loss:PPOLoss": f"loss_agg_mode {_GRPO}",
+    "twinkle.loss:PPOValueLoss": "epsilon ignore_index",
     "twinkle.loss:SAPOLoss": "epsilon beta tau_pos tau_neg",
     "twinkle.loss:CISPOLoss": _GRPO,
     "twinkle.loss:BNPOLoss": _GRPO,
@@ -142,8 +145,13 @@ SIGNATURES = {
     "twinkle.metric:CompletionRewardMetric": "device_mesh process_group",
     "twinkle.metric:DPOMetric": "device_mesh process_group ignore_index beta",
     "twinkle.metric:GRPOMetric": _POLICY_METRIC,
+    "twinkle.metric:PPOMetric": _POLICY_METRIC,
+    "twinkle.metric:PPOValueMetric": "device_mesh process_group epsilon ignore_index",
     "twinkle.metric:GSPOMetric": _POLICY_METRIC,
     "twinkle.metric:CISPOMetric": _POLICY_METRIC,
+    "twinkle.advantage:GAEAdvantage": "gamma gae_lambda normalize",
+    "twinkle.advantage:GAEAdvantage.__call__": "rewards values masks normalize",
+    "twinkle.advantage:GAEAdvantage.build_token_rewards": "rewards lengths old_logps ref_logps kl_coef",
     "twinkle.advantage:GRPOAdvantage.__call__": "rewards num_generations scale",
     "twinkle.advantage:RLOOAdvantage.__call__": "rewards num_generations scale",
     "twinkle.reward:MathReward": "ground_truth_key",
@@ -211,8 +219,9 @@ ATTRIBUTES = {
     "twinkle.processor:InputProcessor": "prepare_inputs align_routed_experts collate_fn postprocess_tensor_sp "
     "unpack_packed_sequences unpack_inputs",
     "twinkle.model:TransformersModel": f"{_VERBS} get_peft_config_dict model",
+    "twinkle.model:TransformersValueModel": f"{_VERBS} model",
     "twinkle.model:MultiLoraTransformersModel": f"{_VERBS} get_peft_config_dict remove_adapter",
-    "twinkle.loss:Loss": "require_logits require_entropy require_logps",
+    "twinkle.loss:Loss": "require_logits require_entropy require_logps require_values",
     "twinkle.metric:Metric": "accumulate calculate reset gather_results",
     "twinkle.reward:GSM8KAccuracyReward": "extract_answer",
     "twinkle.data_format:SamplingParams": "to_vllm to_transformers from_dict",
@@ -232,7 +241,7 @@ KEYS = {
 
 LOSS_NAMES = (
     "mse chunked_cross_entropy cross_entropy liger_fused_linear_cross_entropy gkd grpo gspo sapo cispo bnpo dr_grpo "
-    "dpo simpo cpo orpo infonce"
+    "dpo simpo cpo orpo infonce ppo ppo_value"
 )
 
 # A class, the attributes that it does not have, and why.

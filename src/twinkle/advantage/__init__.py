@@ -1,4 +1,4 @@
-"""Advantages computed from rewards. torch is imported when a name is first used."""
+"""Advantages computed from rewards and, for GAE, values. torch is imported when a name is first used."""
 
 from typing import TYPE_CHECKING
 
@@ -6,12 +6,14 @@ from twinkle.compatibility import find_name
 from twinkle.extras import load
 
 if TYPE_CHECKING:
+    from twinkle.advantage.gae import GAEAdvantage
     from twinkle.advantage.group_relative import Advantage, GRPOAdvantage, RLOOAdvantage
 
-__all__ = ["Advantage", "GRPOAdvantage", "RLOOAdvantage"]
+__all__ = ["Advantage", "GAEAdvantage", "GRPOAdvantage", "RLOOAdvantage"]
 
 _HOME = {
     "Advantage": "twinkle.advantage.group_relative",
+    "GAEAdvantage": "twinkle.advantage.gae",
     "GRPOAdvantage": "twinkle.advantage.group_relative",
     "RLOOAdvantage": "twinkle.advantage.group_relative",
 }

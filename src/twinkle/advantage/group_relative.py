@@ -5,6 +5,7 @@ Shapes: B completions, G of a group, F reward functions.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,15 @@ EPSILON = 1e-8  # added to the standard deviation, which is 0 if all rewards are
 class Advantage(ABC):
     """The base class of advantages.
 
-    ``rewards`` are (B,), or (B, F), which are summed over F. The result is one number for each completion, (B,).
+    Those of this module take ``num_generations`` and ``scale``; ``rewards`` are (B,), or (B, F), which are summed over
+    F, and the result is one number for each completion, (B,). :class:`twinkle.advantage.GAEAdvantage` takes values of a
+    critic instead, and has a result for each token.
     """
 
     @abstractmethod
     def __call__(
-        self, rewards: Tensor | Sequence[float] | Sequence[Sequence[float]], num_generations: int, scale: str = "group"
-    ) -> Tensor: ...
+        self, rewards: Tensor | Sequence[float] | Sequence[Sequence[float]], *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class GRPOAdvantage(Advantage):

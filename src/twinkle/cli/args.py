@@ -141,6 +141,7 @@ class LossArgs:
     sft_weight: float = 1.0
     entropy_coef: float = 0.0
     ignore_index: int = -100
+    value_clip: float = 0.2
 
 
 @dataclass
@@ -175,6 +176,7 @@ class InfraArgs:
     model_gpus: int | None = None
     sampler_gpus: int | None = None
     ref_model_gpus: int | None = None
+    critic_model_gpus: int | None = None
     world_size: int | None = None
     dp_size: int | None = None
     fsdp_size: int | None = None
@@ -211,6 +213,11 @@ class RLArgs:
     gkd_temperature: float = 1.0
     gkd_topk: int = 64
     router_replay_mode: str = "disabled"
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    kl_coef: float = 0.0
+    normalize_advantages: bool = True
+    critic_learning_rate: float = 1e-5
 
 
 @dataclass

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from twinkle.loss.interface import Loss, LossOutput, check_call_arguments
     from twinkle.loss.mse import MSELoss
     from twinkle.loss.policy import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+    from twinkle.loss.ppo import PPOLoss, PPOValueLoss
     from twinkle.loss.preference import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
     from twinkle.loss.registry import loss_by_name, torch_loss_mapping
     from twinkle.loss.token_losses import TOKEN_LOSSES, TokenLoss, coefficients, get_loss, resolve_config
@@ -35,6 +36,8 @@ __all__ = [
     "LossOutput",
     "MSELoss",
     "ORPOLoss",
+    "PPOLoss",
+    "PPOValueLoss",
     "SAPOLoss",
     "SimPOLoss",
     "TokenLoss",
@@ -64,6 +67,8 @@ _HOME = {
     "LossOutput": "twinkle.loss.interface",
     "MSELoss": "twinkle.loss.mse",
     "ORPOLoss": "twinkle.loss.preference",
+    "PPOLoss": "twinkle.loss.ppo",
+    "PPOValueLoss": "twinkle.loss.ppo",
     "SAPOLoss": "twinkle.loss.policy",
     "SimPOLoss": "twinkle.loss.preference",
     "TOKEN_LOSSES": "twinkle.loss.token_losses",

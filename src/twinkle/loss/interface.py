@@ -5,7 +5,7 @@ Shapes: B sequences, T positions, V vocabulary entries, N pooled texts, D their 
     inputs:  "labels" (B, T) int, already shifted: labels[b, t] is the target of position t, −100 = no target;
              for embeddings (N,) or (N, 1), 1 at each anchor
     outputs: "logps" (B, T), and, if the loss asks for them, "entropies" (B, T), "logits" (B, T, V),
-             "embeddings" (N, D)
+             "embeddings" (N, D); of a value model "values" (B, T) alone
 
 A loss returns {"loss": scalar, "num_tokens": n}. If n > 0, the loss is a sum over n tokens, and the gradients of
 several batches are divided by their total number of tokens. If n = 0, the loss is a mean, and each batch counts once.
@@ -43,6 +43,7 @@ class Loss(ABC):
     require_entropy: bool = False
     require_logps: bool = True
     require_embeddings: bool = False
+    require_values: bool = False  # only a value model has them
     reduction: str = "mean"  # "sum" where num_tokens is above 0
     call_arguments: ClassVar[tuple[str, ...]] = ()
 

@@ -9,6 +9,7 @@ from twinkle.loss.distillation import GKDLoss
 from twinkle.loss.interface import Loss
 from twinkle.loss.mse import MSELoss
 from twinkle.loss.policy import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+from twinkle.loss.ppo import PPOLoss, PPOValueLoss
 from twinkle.loss.preference import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 
 __all__ = ["loss_by_name", "torch_loss_mapping"]
@@ -28,6 +29,8 @@ torch_loss_mapping: Mapping[str, type[Loss]] = {
     "liger_fused_linear_cross_entropy": LigerFusedLinearCrossEntropyLoss,
     "mse": MSELoss,
     "orpo": ORPOLoss,
+    "ppo": PPOLoss,
+    "ppo_value": PPOValueLoss,
     "sapo": SAPOLoss,
     "simpo": SimPOLoss,
 }

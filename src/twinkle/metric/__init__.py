@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from twinkle.metric.completion import CompletionRewardMetric
     from twinkle.metric.embedding import EmbeddingMetric
     from twinkle.metric.interface import Metric
-    from twinkle.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric
+    from twinkle.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric, PPOMetric
     from twinkle.metric.preference import DPOMetric
     from twinkle.metric.registry import metric_by_name
     from twinkle.metric.training import Accuracy, LossMetric, TrainMetric
+    from twinkle.metric.value import PPOValueMetric
 
 __all__ = [
     "Accuracy",
@@ -24,6 +25,8 @@ __all__ = [
     "GSPOMetric",
     "LossMetric",
     "Metric",
+    "PPOMetric",
+    "PPOValueMetric",
     "TrainMetric",
     "metric_by_name",
 ]
@@ -38,6 +41,8 @@ _HOME = {
     "GSPOMetric": "twinkle.metric.policy",
     "LossMetric": "twinkle.metric.training",
     "Metric": "twinkle.metric.interface",
+    "PPOMetric": "twinkle.metric.policy",
+    "PPOValueMetric": "twinkle.metric.value",
     "TrainMetric": "twinkle.metric.training",
     "metric_by_name": "twinkle.metric.registry",
 }

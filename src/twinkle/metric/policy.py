@@ -19,7 +19,7 @@ from twinkle.loss.alignment import TokenValues, align_to_mask, labels_of
 from twinkle.loss.interface import IGNORE_INDEX
 from twinkle.metric.interface import Inputs, Metric, Outputs
 
-__all__ = ["CISPOMetric", "GRPOMetric", "GSPOMetric", "HighKLRecord"]
+__all__ = ["CISPOMetric", "GRPOMetric", "GSPOMetric", "HighKLRecord", "PPOMetric"]
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -236,3 +236,7 @@ class CISPOMetric(GRPOMetric):
     def clipped(self, batch: PolicyBatch, advantages_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratio = torch.exp(batch.log_ratio)
         return batch.mask, ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
+
+
+class PPOMetric(GRPOMetric):
+    """The metrics of a policy that is trained with PPO: the same as those of GRPO."""

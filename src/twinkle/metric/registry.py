@@ -6,9 +6,10 @@ from twinkle.errors import UnknownNameError
 from twinkle.metric.completion import CompletionRewardMetric
 from twinkle.metric.embedding import EmbeddingMetric
 from twinkle.metric.interface import Metric
-from twinkle.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric
+from twinkle.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric, PPOMetric
 from twinkle.metric.preference import DPOMetric
 from twinkle.metric.training import Accuracy, LossMetric, TrainMetric
+from twinkle.metric.value import PPOValueMetric
 
 __all__ = ["METRICS", "metric_by_name"]
 
@@ -21,6 +22,8 @@ METRICS: Mapping[str, type[Metric]] = {
     "GRPOMetric": GRPOMetric,
     "GSPOMetric": GSPOMetric,
     "LossMetric": LossMetric,
+    "PPOMetric": PPOMetric,
+    "PPOValueMetric": PPOValueMetric,
     "TrainMetric": TrainMetric,
 }
 

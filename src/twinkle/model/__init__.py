@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from twinkle.model.multi_lora.model import MultiLoraTransformersModel
     from twinkle.model.trainer.trainer import Trainer
     from twinkle.model.transformers.model import TransformersModel
+    from twinkle.model.transformers.value_model import TransformersValueModel
 
 __all__ = [
     "AdamParams",
@@ -39,6 +40,7 @@ __all__ = [
     "TrainResult",
     "Trainer",
     "TransformersModel",
+    "TransformersValueModel",
     "TwinkleModel",
     "adopt_model",
 ]
@@ -47,6 +49,7 @@ _HOME = {
     "MultiLoraTransformersModel": "twinkle.model.multi_lora.model",
     "Trainer": "twinkle.model.trainer.trainer",
     "TransformersModel": "twinkle.model.transformers.model",
+    "TransformersValueModel": "twinkle.model.transformers.value_model",
     "TwinkleModel": "twinkle.model.library.interface",
     "adopt_model": "twinkle.model.decoder.loading",
 }

@@ -88,6 +88,6 @@ def test_unknown_scale() -> None:
 
 
 def test_public_names() -> None:
-    assert twinkle.advantage.__all__ == ["Advantage", "GRPOAdvantage", "RLOOAdvantage"]
+    assert twinkle.advantage.__all__ == ["Advantage", "GAEAdvantage", "GRPOAdvantage", "RLOOAdvantage"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         twinkle.advantage.nothing  # noqa: B018

@@ -25,6 +25,8 @@ NAMES = [
     "cpo",
     "orpo",
     "infonce",
+    "ppo",
+    "ppo_value",
 ]
 LOSSES = list(torch_loss_mapping.values())
 
@@ -62,14 +64,13 @@ def test_constructors_take_named_arguments_only(loss: type[Loss]) -> None:
 
 def test_flags() -> None:
     flags = {
-        name: (loss.require_logps, loss.require_logits, loss.require_embeddings)
+        name: (loss.require_logps, loss.require_logits, loss.require_embeddings, loss.require_values)
         for name, loss in torch_loss_mapping.items()
     }
     needs_logits = {"mse", "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "gkd"}
+    needs_others = needs_logits | {"infonce", "ppo_value"}
     for name, values in flags.items():
-        expected = (
-            (False, False, True) if name == "infonce" else (name not in needs_logits, name in needs_logits, False)
-        )
+        expected = (name not in needs_others, name in needs_logits, name == "infonce", name == "ppo_value")
         assert values == expected
 
 

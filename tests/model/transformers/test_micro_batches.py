@@ -45,6 +45,8 @@ LOSSES = {
     "mean over tokens": (("CrossEntropyLoss", {}), {}),
     "mean over sequences": (("GRPOLoss", {"entropy_coef": 0.1}), PER_ROW),
     "mean over all tokens": (("BNPOLoss", {}), PER_ROW),
+    "PPO": (("PPOLoss", {"entropy_coef": 0.1}), PER_ROW | {"old_logps": [[-5.5] * n for n in (6, 2, 4, 1, 3, 0)]}),
+    "PPO by sequences": (("PPOLoss", {"loss_agg_mode": "seq-mean-token-mean"}), PER_ROW),
     "pairs": (
         ("DPOLoss", {"beta": 0.3, "sft_weight": 0.5}),
         {"ref_chosen_logps": [0.0] * 3} | {"ref_rejected_logps": [-1.0] * 3},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import twinkle
 from tests.support.models.plain_training import LORA, MODEL, assert_close, features, logps, plain_model
@@ -375,6 +376,25 @@ def test_weights_of_another_model_are_refused(tmp_path):
         other.resume_from_checkpoint(where)
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
+def test_a_full_model_loads_checkpoints_of_transformers(tmp_path, family):
+    """Also in several files, in bf16, and with a head that is the embedding."""
+    tiny_model(family, seed=0).save_pretrained(tmp_path / "first")
+    tiny_model(family, seed=1).bfloat16().save_pretrained(tmp_path / "other", max_shard_size="10KB")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32).eval()
+    model = make(model_id=str(tmp_path / "first"), tokenizer_id=MODEL)
+    model.set_optimizer("AdamW", lr=1e-2)
+    batch = [{name: [t % 97 if t >= 0 else t for t in row[name]] for name in row} for row in features(9, 5)]
+    model.forward_backward(inputs=batch)
+    model.clip_grad_and_step()
+    model.load("other", tmp_path)
+    assert not model.optimizer_group[""].optimizer.state  # the moments belonged to the weights before
+    expected = logps(other, batch)[1].detach()
+    for options in ({}, {"disable_lora": True}):  # without adapters there is nothing to disable
+        torch.testing.assert_close(model.forward_only(inputs=batch, **options)["logps"], expected, rtol=1e-5, atol=1e-5)
+    assert_close(model.get_state_dict(), dict(other.named_parameters()), 0.0)
+
+
 def test_the_older_name_of_dtype():
     assert {each.dtype for each in make(torch_dtype=torch.bfloat16).model.parameters()} == {torch.bfloat16}
 
@@ -470,7 +490,7 @@ def model() -> TransformersModel:
         (lambda m: m.forward(inputs=features(4), temperature=-1), InvalidInputError, "temperature"),
         (lambda m: m.forward(inputs=[{**features(4)[0], "pixel_values": torch.ones(1)}]), UnsupportedError, "text"),
         (lambda m: m.backward(), UserError, "forward"),
-        (lambda m: m.load("x"), UnsupportedError, "model_id"),
+        (lambda m: m.load("./no-such-folder"), CheckpointError, "no-such-folder"),
         (lambda m: m.add_adapter_to_model("a", 3), InvalidInputError, "LoraConfig"),
         (lambda m: m.set_loss("dpo", bta=1), UnknownNameError, "beta"),
         (lambda m: m.forward(inputs=features(4), adapter_name="a"), UnknownNameError, "adapter"),

@@ -38,6 +38,12 @@ def build_loss(loss_cls: object, options: Mapping[str, Any]) -> Loss:
     return built if isinstance(built, Loss) else FunctionLoss(built)
 
 
+def check_no_values(loss: Loss) -> None:
+    """Raise for a loss on the values of a critic, which a language model does not have."""
+    if loss.require_values:
+        raise UnsupportedError(f"{type(loss).__name__}: it needs the values of a TransformersValueModel")
+
+
 def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Call a loss, check what it returns (it may be a user's own), and return the loss and its number of tokens."""
     result = loss(inputs, outputs, **kwargs)

@@ -314,7 +314,10 @@ class TwinkleModel(ABC):
         load_optimizer: bool = False,
         token: str | None = None,
     ) -> None:
-        """Read an adapter's weights, with ``load_optimizer`` all its state, from a directory or a hub repository."""
+        """Read the weights of an adapter or a whole model, with ``load_optimizer`` all its state.
+
+        They come from a directory or a hub repository.
+        """
 
     @at_once
     @abstractmethod

@@ -22,7 +22,7 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import LossMetric, TrainMetric
-from twinkle.model.library.components import loss_value
+from twinkle.model.library.components import check_no_values, loss_value
 from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_accumulation, check_clipping
 from twinkle.model.library.parallel_options import describe
@@ -432,7 +432,8 @@ class LoraVerbs(TwinkleModel):
         return group
 
     def _check_loss(self, loss: Loss) -> None:
-        """Accept any loss: the Trainer computes the logits or embeddings that it reads."""
+        """Accept all losses but those on values: the Trainer computes the logits or embeddings that others read."""
+        check_no_values(loss)
 
     def _normalize(self, group: OptimizerGroup) -> None:
         divisor = group.take_divisor(self._ranks)

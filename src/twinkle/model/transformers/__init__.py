@@ -11,8 +11,9 @@ from twinkle.extras import load
 if TYPE_CHECKING:
     from twinkle.model.multi_lora.model import MultiLoraTransformersModel
     from twinkle.model.transformers.model import TransformersModel
+    from twinkle.model.transformers.value_model import TransformersValueModel
 
-__all__ = ["MultiLoraTransformersModel", "TransformersModel"]
+__all__ = ["MultiLoraTransformersModel", "TransformersModel", "TransformersValueModel"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,6 @@
-"""The forward pass of a causal language model with autograd: from sequences to log-probabilities, logits or embeddings.
+"""The forward pass of a causal language model with autograd, from sequences to outputs for a loss.
+
+The outputs are log-probabilities and what else is asked for; or embeddings, or the values of a critic.
 
 For families that the tests cover, sequences run packed if their layers allow it, and the head computes
 log-probabilities chunk by chunk and recomputes them in the backward pass, so that all logits exist only if they are
@@ -41,6 +43,7 @@ class Asked:
     predictions: bool = False
     logits: bool = False
     embeddings: bool = False  # returned instead of log-probabilities
+    values: bool = False  # outputs of a head with one output, returned instead of log-probabilities
 
 
 class CausalForward(nn.Module):
@@ -71,8 +74,8 @@ class CausalForward(nn.Module):
     def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
         """Return (B, L) "logps" and, as asked, "entropies", "predictions" and (B, L, V) "logits".
 
-        With ``asked.embeddings``, only (B, H) "embeddings" is returned. An auxiliary loss of the model's own forward
-        is returned as "aux_loss".
+        With ``asked.embeddings``, only (B, H) "embeddings" is returned; with ``asked.values``, only (B, L) "values". An
+        auxiliary loss of the model's own forward is returned as "aux_loss".
         """
         if asked.embeddings:
             return {"embeddings": self._embeddings(batch)}
@@ -80,6 +83,8 @@ class CausalForward(nn.Module):
             return self._through_its_own_forward(batch, asked)
         row = self._cut(batch)
         hidden_SH = self._hidden(batch, row)
+        if asked.values:
+            return {"values": _padded_column(batch, row.gather(self._values(hidden_SH))[:, 0])}
         targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets])
         targets_S = row.take_slice(targets_T, 0).to(hidden_SH.device)
         if not asked.logits:
@@ -122,6 +127,15 @@ class CausalForward(nn.Module):
         last_B = torch.tensor(batch.lengths).cumsum(0) - 1
         return F.normalize(row.gather_tokens(hidden_SH, last_B.to(hidden_SH.device)).float(), dim=-1)
 
+    def _values(self, hidden_SH: Tensor) -> Tensor:
+        """Return the outputs (S, 1) of a value head in fp32, also under autocast; a scale or cap of logits is left out.
+
+        One number per token costs nothing in fp32, and bf16 would round a critic's values to three digits.
+        """
+        head = self._model.get_output_embeddings()
+        with torch.autocast(hidden_SH.device.type, enabled=False):
+            return F.linear(hidden_SH.float(), head.weight.float(), head.bias.float())
+
     def _logits(self, hidden_CH: Tensor, temperature: float) -> Tensor:
         logits_CV = self._model.get_output_embeddings()(hidden_CH).float()
         if self._scale != 1.0:
@@ -149,8 +163,11 @@ class CausalForward(nn.Module):
             use_cache=False,
         )
         logits_TV = output.logits[batch.mask.to(device)].float() / asked.temperature
-        targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(device)
-        outputs = _named(batch, _values(logits_TV, targets_T, asked), asked)
+        if asked.values:
+            outputs = {"values": _padded_column(batch, logits_TV[:, 0])}
+        else:
+            targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(device)
+            outputs = _named(batch, _values(logits_TV, targets_T, asked), asked)
         if asked.logits:
             outputs["logits"] = _padded_logits(batch, logits_TV)
         aux_loss = output.get("aux_loss")
@@ -176,9 +193,13 @@ def _padded_logits(batch: SequenceBatch, logits_TV: Tensor) -> Tensor:
 
 def _named(batch: SequenceBatch, values_TM: Tensor, asked: Asked) -> dict[str, Tensor]:
     names = ["logps", *(["entropies"] if asked.entropies else []), *(["predictions"] if asked.predictions else [])]
-    mask_BL = batch.mask.to(values_TM.device)
-    zeros_BL = torch.zeros(mask_BL.shape, dtype=values_TM.dtype, device=values_TM.device)
-    columns = {name: zeros_BL.masked_scatter(mask_BL, values_TM[:, i]) for i, name in enumerate(names)}
+    columns = {name: _padded_column(batch, values_TM[:, i]) for i, name in enumerate(names)}
     if asked.predictions:
         columns["predictions"] = columns["predictions"].detach().long()
     return columns
+
+
+def _padded_column(batch: SequenceBatch, values_T: Tensor) -> Tensor:
+    """Return one value per token as (B, L), with 0 in the padding."""
+    mask_BL = batch.mask.to(values_T.device)
+    return values_T.new_zeros(mask_BL.shape).masked_scatter(mask_BL, values_T)

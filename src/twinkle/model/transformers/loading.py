@@ -33,13 +33,13 @@ def load_for_training(
     if model_id is None:
         if config is None:
             raise InvalidInputError("model_id", None, "the id of a model or a local directory; or a config")
-        model = _blank(_model_class(model_cls, config), config, given)
+        model = _blank(model_class(model_cls, config), config, given)
         return model.to(device)
     local = hub.resolve(model_id)
     trust = {"trust_remote_code": options.get("trust_remote_code", trust_remote_code())}
     if config is None:
         config = AutoConfig.from_pretrained(local.path, **trust)
-    chosen = _model_class(model_cls, config)
+    chosen = model_class(model_cls, config)
     if local.random_seed is None:
         return chosen.from_pretrained(local.path, config=config, **{**trust, **given}).to(device)
     cuda = [device] if device.type == "cuda" else []
@@ -58,7 +58,7 @@ def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any])
     return model_cls._from_config(config, **options)
 
 
-def _model_class(model_cls: object, config: PreTrainedConfig) -> Any:
+def model_class(model_cls: object, config: PreTrainedConfig) -> Any:
     """Return the model class, given as a class or by name.
 
     Without one it is the class that the config names, or AutoModelForCausalLM.

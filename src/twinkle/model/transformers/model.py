@@ -34,13 +34,13 @@ from twinkle.hub.resolution import loadable_name
 from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
-from twinkle.metric import Accuracy, LossMetric, TrainMetric
+from twinkle.metric import Accuracy, LossMetric, Metric, TrainMetric
 from twinkle.model.decoder.architecture import find_layers
 from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.decoder.products import bf16_is_slow
-from twinkle.model.library.components import guarded_loss_value
+from twinkle.model.library.components import check_no_values, guarded_loss_value
 from twinkle.model.library.interface import TwinkleModel
-from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
+from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus, check_clipping
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.library.remote_verbs import at_once, gathered
@@ -72,6 +72,10 @@ class TransformersModel(TwinkleModel):
     adapter that was added last. ``gradient_checkpointing`` saves memory and costs time. Further keywords go to
     ``from_pretrained``.
     """
+
+    # A value model has others: it replaces the head, and has no distribution over tokens.
+    _load_model = staticmethod(load_for_training)
+    _default_metrics: tuple[type[Metric], ...] = (LossMetric, Accuracy, TrainMetric)
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class TransformersModel(TwinkleModel):
             hide_bf16_trace()
         place = torch.device("cpu") if parallel.sharded else self.device  # the shards move to the device later
         attention = load_options.pop("attn_implementation", None)
-        plain = load_for_training(model_id, model_cls, config, place, load_options)
+        plain = self._load_model(model_id, model_cls, config, place, load_options)
         if model_id is None:
             copy_from_first(parallel.ranks, plain.parameters())
         if gradient_checkpointing:
@@ -380,9 +384,6 @@ class TransformersModel(TwinkleModel):
         load_optimizer: bool = False,
         token: str | None = None,
     ) -> None:
-        group = self._group(adapter_name)
-        if not group.adapter_name:
-            raise UnsupportedError("load: a full model is loaded when it is constructed, with model_id=<directory>")
         directory = find_checkpoint(name, output_dir, token)
         self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
 
@@ -422,6 +423,11 @@ class TransformersModel(TwinkleModel):
         self._shard()
         return self._outgoing.offer(group.adapter_name, merge=merge_and_sync)
 
+    def offer_base_weights(self) -> WeightsOffer:
+        """Return what a sampler of this process that is made for the model begins with: the model without adapters."""
+        self._shard()
+        return self._outgoing.offer_base(trained="" in self.optimizer_group)
+
     @gathered
     def send_weights(
         self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
@@ -451,13 +457,25 @@ class TransformersModel(TwinkleModel):
 
     def _add_group(self, group: OptimizerGroup) -> None:
         for status in (group.train_status, group.eval_status):
-            kinds = (LossMetric, Accuracy, TrainMetric)
-            status.metrics += [metric(self.device_mesh, self._data_ranks.group) for metric in kinds]
+            status.metrics += [metric(self.device_mesh, self._data_ranks.group) for metric in self._default_metrics]
         self.optimizer_group[group.adapter_name] = group
         self.active_group = group.adapter_name
 
     def _check_loss(self, loss: Loss) -> None:
-        """Accept any loss."""
+        check_no_values(loss)
+
+    def _asked(self, loss: Loss, status: TrainStatus, temperature: float, return_logits: bool, task: str) -> Asked:
+        """Check the options of a forward pass, and return what it computes."""
+        _check_task(task)
+        if not isinstance(temperature, int | float) or temperature <= 0:
+            raise InvalidInputError("temperature", temperature, "a number > 0")
+        return Asked(
+            float(temperature),
+            entropies=loss.require_entropy,
+            predictions=any(isinstance(metric, Accuracy) for metric in status.metrics),
+            logits=return_logits or loss.require_logits,
+            embeddings=task == "embedding",
+        )
 
     def _begin(
         self,
@@ -472,21 +490,12 @@ class TransformersModel(TwinkleModel):
         training: bool,
     ) -> Pass:
         """Check the arguments of a forward pass, and prepare it."""
-        _check_task(task)
-        if not isinstance(temperature, int | float) or temperature <= 0:
-            raise InvalidInputError("temperature", temperature, "a number > 0")
+        status = group.train_status if training else group.eval_status
+        asked = self._asked(group.loss_instance, status, temperature, return_logits, task)
         self._shard()
-        loss = group.loss_instance
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
         if self._parallel.sequence.size > 1:
             check_same_rows(batch, self._parallel)
-        asked = Asked(
-            float(temperature),
-            entropies=loss.require_entropy,
-            predictions=any(isinstance(metric, Accuracy) for metric in status.metrics),
-            logits=return_logits or loss.require_logits,
-            embeddings=task == "embedding",
-        )
         self.model.train(training)
         return Pass(status, batch, asked, split(batch, micro_batch_size, self._ranks))
 

@@ -1,6 +1,7 @@
 """The weights that a plain model sends to a sampler: all of them, an adapter, or all with an adapter merged in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -38,18 +39,28 @@ class OutgoingWeights:
             self._changes += 1
 
     def offer(self, adapter_name: str, *, merge: bool) -> WeightsOffer:
-        merged = merge and bool(adapter_name)
-        sources = _base_sources(self._model, adapter_name, merged=merged)
+        if merge and adapter_name:
+            sources = _base_sources(self._model, adapter_name, merged=True)
+            return WeightsOffer(adapter_name, True, metas(sources), None, live=self._live(sources))
+        base = self.offer_base(trained=not adapter_name)
+        if not adapter_name:
+            return base
+        adapter, config = metas(_adapter_sources(self._adapters, adapter_name)), self._adapters.config(adapter_name)
+        return replace(base, adapter_name=adapter_name, adapter=adapter, peft_config=config)
+
+    def offer_base(self, *, trained: bool) -> WeightsOffer:
+        """Offer the model without adapters. ``trained``: whether it is trained itself."""
+        sources = _base_sources(self._model, "", merged=False)
+        base_id = None if trained else f"{self._id} {self._changes}"
+        return WeightsOffer("", False, metas(sources), base_id, live=self._live(sources))
+
+    def _live(self, sources: Mapping[str, WeightSource]) -> LiveWeights:
         shared = {
             name: source.tensor.detach()
             for name, source in sources.items()
             if source.lora is None and not isinstance(source.tensor, DTensor)
         }
-        live = LiveWeights(self._owner, self._model, shared, lambda: self._changes)
-        if merged or not adapter_name:
-            return WeightsOffer(adapter_name, merged, metas(sources), None, live=live)
-        adapter, config = metas(_adapter_sources(self._adapters, adapter_name)), self._adapters.config(adapter_name)
-        return WeightsOffer(adapter_name, False, metas(sources), f"{self._id} {self._changes}", adapter, config, live)
+        return LiveWeights(self._owner, self._model, shared, lambda: self._changes)
 
     def send(self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta]) -> Bucket:
         sources = _base_sources(self._model, adapter_name, merged=merged)

@@ -239,7 +239,7 @@ def _base_for(model: object, dtype: str | None, budget: int | None) -> _Base:
 
 def _beside(model: TransformersModel, dtype: torch.dtype, budget: int | None) -> _Base:
     """Make a base model that shares the tensors of a model of this process where it can, and copies the others."""
-    offer = model.offer_weights(merge_and_sync=False)
+    offer = model.offer_base_weights()
     live = offer.live
     assert live is not None, "the model is in this process"
     clone, shared = empty_clone(live, dtype, model.device)
