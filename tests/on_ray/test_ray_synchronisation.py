@@ -2,16 +2,19 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
 
+from tests.on_ray.gloo_components import GlooModel, GlooSampler
+from tests.sampler.vllm.vllm_model import write_model
 from twinkle import WorkerDiedError
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SamplingParams
-from twinkle.errors import InvalidInputError, UserError
+from twinkle.errors import UserError
 from twinkle.infra import DeviceMesh, LazyResult
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
 from twinkle.sampler import LocalSampler
@@ -174,12 +177,30 @@ def test_at_most_two_buckets_exist(sampler: LocalSampler) -> None:
     end(model)
 
 
-def test_weights_that_do_not_fit(sampler: LocalSampler) -> None:
-    other = TransformersModel(model_id="random://llama-tiny-wide", mixed_precision="no", remote_group="work")
+def test_from_gpu_to_gpu(program) -> None:
+    """Weights do not pass through the object store if workers have GPUs of their own; here gloo stands for NCCL."""
+    mesh = DeviceMesh.from_sizes(fsdp_size=2, device_type="cpu")
+    model = GlooModel(model_id=MODEL, mixed_precision="no", device="cpu", device_mesh=mesh, remote_group="work")
+    model.set_optimizer("AdamW", lr=1e-2)
+    sampler = GlooSampler(MODEL, dtype="fp32", remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    assert manager._broadcasts is not None
+    manager.model = Watched(model, lambda _: pytest.fail("a bucket went through the object store"))
+    for _ in range(3):
+        train(model)
+        assert_same(model, sampler, manager.sync_weights())
+    end(model, sampler)
+
+
+def test_weights_that_do_not_fit(sampler: LocalSampler, tmp_path: Path) -> None:
+    other = TransformersModel(
+        model_id=str(write_model(tmp_path / "other", tied=False)), mixed_precision="no", remote_group="work"
+    )
     before = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
-    with pytest.raises(InvalidInputError, match="the sampler"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         CheckpointEngineManager(other, sampler).sync_weights()
-    assert sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1)) == before
+    after = sampler.sample(PROMPTS, SamplingParams(max_tokens=5, seed=1, logprobs=1))
+    assert [each.sequences[0].logprobs for each in after] == [each.sequences[0].logprobs for each in before]
     end(other)
 
 

@@ -3,10 +3,10 @@
 May import ``twinkle.sampler``, ``twinkle.model`` and what is below them.
 """
 
-from twinkle.checkpoint_engine.engine import CheckpointEngine, HCCLCheckpointEngine, NCCLCheckpointEngine
 from twinkle.checkpoint_engine.manager import CheckpointEngineManager
 from twinkle.compatibility import find_name
 from twinkle.model.weights.buckets import TensorMeta
+from twinkle.model.weights.engines import CheckpointEngine, HCCLCheckpointEngine, NCCLCheckpointEngine
 
 __all__ = [
     "CheckpointEngine",

@@ -11,6 +11,7 @@ succeeds. It never samples with some old and some new weights.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
+from twinkle.checkpoint_engine.broadcast import Broadcasts
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, TwinkleError, UnknownNameError, UnsupportedError
 from twinkle.infra.lazy_result import LazyResult
@@ -61,7 +62,9 @@ class CheckpointEngineManager:
     """Synchronises the weights of a model to a sampler.
 
     model: a :class:`~twinkle.model.TransformersModel` or :class:`~twinkle.model.MultiLoraTransformersModel`.
-    sampler: a :class:`~twinkle.sampler.LocalSampler`.
+    sampler: a :class:`~twinkle.sampler.LocalSampler` or :class:`~twinkle.sampler.vLLMSampler`.
+    Each is an object of this process or on a worker group. Between groups whose workers all have GPUs of their own,
+    weights travel over NCCL, otherwise through Ray's object store.
     platform: "GPU" or "CPU"; the devices are those of the model and the sampler. There is no backend for "NPU".
     bucket_size_mb: the size of a bucket in MiB; None: ``TWINKLE_SYNC_BUCKET_MB`` (default 512).
     """
@@ -80,6 +83,10 @@ class CheckpointEngineManager:
         self.sampler = sampler
         self._bucket_bytes = max(16, int(size * _MIB))
         self._from_workers = isinstance(model, RemoteProxy)
+        self._to_workers = isinstance(sampler, RemoteProxy)
+        self._broadcasts: Broadcasts | None = None
+        if self._from_workers and self._to_workers:
+            self._broadcasts = Broadcasts.between(model, sampler)
         # A model on a worker group keeps its own processes together; other processes of a mesh are our peers.
         self._ranks: Ranks = ALONE if self._from_workers else cast("Any", model).ranks
 
@@ -100,7 +107,9 @@ class CheckpointEngineManager:
         offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
         wanted = self._together(lambda: self.sampler.prepare_weights(offer))
         buckets = plan_buckets(wanted, self._bucket_bytes)
-        if self._from_workers:
+        if self._broadcasts is not None:
+            self._broadcasts.send(offer, buckets)
+        elif self._from_workers:
             self._send_from_workers(offer, buckets)
         else:
             for pieces in buckets:
@@ -123,7 +132,7 @@ class CheckpointEngineManager:
             self._receive(before)
 
     def _receive(self, bucket: Bucket) -> None:
-        if isinstance(bucket, LazyResult) and not isinstance(self.sampler, RemoteProxy):
+        if isinstance(bucket, LazyResult) and not self._to_workers:
             bucket = bucket()
         self._together(lambda: self.sampler.receive_bucket(bucket))
 

@@ -7,7 +7,7 @@ from twinkle.infra.collect import Collect, Origin, collect_results
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
 
-__all__ = ["LazyResult", "Origin", "has_lazy", "resolved"]
+__all__ = ["LazyResult", "Origin", "has_lazy", "resolved", "wait_for"]
 
 
 class LazyResult:
@@ -60,6 +60,16 @@ class LazyResult:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyResult, (self._refs, self._origin, self._collect, self._mesh, self._timeout)
+
+
+def wait_for(results: Sequence[LazyResult]) -> None:
+    """Wait for several promises at the same time, without fetching them. The first failure is raised at once."""
+    from twinkle.infra.ray_results import wait_together
+
+    for result in results:
+        if result._when_seen is not None:
+            result._when_seen()
+    wait_together([(result._refs, result._origin) for result in results])
 
 
 def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from twinkle.errors import WorkerDiedError, WorkerTimeoutError
 from twinkle.infra.collect import Origin
 
-__all__ = ["gather"]
+__all__ = ["gather", "wait_together"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colour codes of terminals, which Ray writes into error texts
 
@@ -30,6 +30,16 @@ def gather(refs: Sequence[Any], origin: Origin, timeout: float | None) -> list[A
         place = waiting.pop(done[0])
         values[place] = _value(done[0], origin, origin.workers[place])
     return values
+
+
+def wait_together(calls: Sequence[tuple[Sequence[Any], Origin]]) -> None:
+    """Wait until several calls have ended. The first failure of any of them is raised at once."""
+    waiting = {
+        ref: (origin, worker) for refs, origin in calls for ref, worker in zip(refs, origin.workers, strict=True)
+    }
+    while waiting:
+        done, _ = ray.wait(list(waiting), num_returns=1)
+        _value(done[0], *waiting.pop(done[0]))
 
 
 def _value(ref: Any, origin: Origin, worker: int) -> Any:

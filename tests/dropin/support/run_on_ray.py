@@ -65,10 +65,22 @@ def record_model(recorder: RayRecorder, owner: type) -> None:
 
 
 def record_all(recorder: RayRecorder, sampler: str) -> None:
+    import twinkle.sampler
     from twinkle import model
+    from twinkle.checkpoint_engine import CheckpointEngineManager
     from twinkle.infra.proxy import _proxy_class
 
-    record_model(recorder, _proxy_class(model.TransformersModel))
+    for kind in (model.TransformersModel, model.TransformersValueModel):
+        record_model(recorder, _proxy_class(kind))
+    recorder.wrap(CheckpointEngineManager, "sync_weights", ("merge_and_sync",))
+    if sampler == "torch":
+        from torch_for_vllm import vLLMSampler
+
+        twinkle.sampler.vLLMSampler = vLLMSampler
+    owner = _proxy_class(twinkle.sampler.vLLMSampler)
+    seed_samples(owner)
+    for name in SAMPLER_CALLS:
+        recorder.wrap(owner, name, ("inputs", "sampling_params"))
 
 
 def seed_samples(owner: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.sampler.vllm.vllm_model import ENGINE_ARGS, events, prompt, request, run
 from tests.support.servers.running import Server
 from twinkle import hub
-from twinkle.errors import InvalidInputError, TwinkleServerError
+from twinkle.errors import InvalidInputError, TwinkleServerError, UnsupportedError
 from twinkle.model import LoraSpec, Trainer
 from twinkle.sampler import Finished, SampleFailure
 
@@ -32,6 +32,10 @@ def test_engine_args() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     made = make_engine_args({"max_loras": 3}, "folder", cpu, torch.bfloat16)
     assert (made.max_loras, made.dtype, made.kv_cache_memory_bytes) == (3, "bfloat16", 2**30)
+    assert made.enable_lora
+    assert not make_engine_args({}, "folder", cpu, torch.bfloat16, adapters=False).enable_lora
+    with pytest.raises(UnsupportedError, match=r"engine_args.enable_sleep_mode: vLLM has no sleep mode on a CPU"):
+        make_engine_args({"enable_sleep_mode": True}, "folder", cpu, torch.bfloat16)
     with pytest.raises(InvalidInputError, match="gpu_memory_utilization"):
         make_engine_args({}, "folder", cuda, torch.bfloat16)
 

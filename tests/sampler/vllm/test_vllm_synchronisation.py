@@ -12,7 +12,8 @@ import peft
 import pytest
 import torch
 
-from tests.sampler.vllm.vllm_model import ENGINE_ARGS
+import twinkle
+from tests.sampler.vllm.vllm_model import ENGINE_ARGS, write_model
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError, TwinkleServerError, UnsupportedError, UserError
@@ -75,6 +76,10 @@ def sample(sampler: vLLMSampler, **named: Any) -> SampleResponse:
     return response
 
 
+def numbers(response: SampleResponse) -> list[tuple[int, float]]:
+    return [pair for [pair] in response.sequences[0].logprobs]
+
+
 def errors(model: Model, sampler: vLLMSampler) -> tuple[float, float]:
     """Return the largest differences to the model's log-probabilities: of sampled tokens, and of the prompt's."""
     (sequence,) = sample(sampler).sequences
@@ -110,7 +115,7 @@ def test_the_sampler_computes_what_the_model_computes(kind: str, own: vLLMSample
         response = sample(own)
         assert response.weights_version == name
         assert max(errors(model, own)) < BOUND
-        seen.add(tuple(pair[1] for [pair] in response.sequences[0].logprobs))
+        seen.add(tuple(numbers(response)))
         assert own.engine.version_ids() == ([name] if "adapter" in kind else [])
     assert len(seen) == 4, "each synchronisation changes the samples"
     if "adapter" in kind:
@@ -150,15 +155,15 @@ class Breaks:
 def test_after_a_failure_it_refuses_or_goes_on_with_the_old_weights(own: vLLMSampler, model_dir: Path) -> None:
     model = full(model_dir)
     CheckpointEngineManager(model, own).sync_weights()
-    before = sample(own)
+    before = numbers(sample(own))
     with pytest.raises(ConnectionError):
         CheckpointEngineManager(Breaks(model, 0), own).sync_weights()
-    assert sample(own) == before
+    assert numbers(sample(own)) == before
     wide = lora(model_dir)
     wide.add_adapter_to_model("wide", peft.LoraConfig(r=64, target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="rank: the adapter has 64"):
         CheckpointEngineManager(wide, own).sync_weights(merge_and_sync=False, adapter_name="wide")
-    assert sample(own) == before
+    assert numbers(sample(own)) == before
     train(model)
     for number in (1, 5):
         with pytest.raises(ConnectionError):
@@ -192,16 +197,18 @@ def test_a_worker_of_vllms_that_fails(own: vLLMSampler, model_dir: Path, monkeyp
     assert [path.name for path in own.engine._files.root.iterdir()] == []
 
 
-def test_weights_of_another_model(own: vLLMSampler) -> None:
-    other = TransformersModel(model_id="random://llama-tiny", mixed_precision="no")
-    before = sample(own)
-    with pytest.raises(InvalidInputError, match="the sampler's model"):
+def test_weights_of_another_model(own: vLLMSampler, tmp_path: Path) -> None:
+    other = TransformersModel(model_id=str(write_model(tmp_path / "other", tied=False)), mixed_precision="no")
+    before = numbers(sample(own))
+    with pytest.raises(InvalidInputError, match=r"the sampler's model; only one of the two has lm_head\.weight"):
         CheckpointEngineManager(other, own).sync_weights()
-    assert sample(own) == before
+    assert numbers(sample(own)) == before
 
 
-def test_caches_and_sleep(own: vLLMSampler, caplog: pytest.LogCaptureFixture) -> None:
-    before = sample(own)
+def test_caches_and_sleep(own: vLLMSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(twinkle.get_logger(), "warning", lines.append)
+    before = numbers(sample(own))
     own.reset_mm_cache()
     own.reset_encoder_cache()
     assert cached(own) > 0
@@ -209,8 +216,12 @@ def test_caches_and_sleep(own: vLLMSampler, caplog: pytest.LogCaptureFixture) ->
     assert cached(own) == 0
     own.sleep()
     own.wake_up()
-    assert "enable_sleep_mode" in caplog.text
-    assert sample(own) == before
+    assert [line.partition(" does nothing")[0] for line in lines] == ["vLLMSampler.sleep", "vLLMSampler.wake_up"]
+    assert "enable_sleep_mode" in lines[0]
+    for wrong in (lambda: own.sleep(3), lambda: own.wake_up(["scheduling"])):
+        with pytest.raises(InvalidInputError):
+            wrong()
+    assert numbers(sample(own)) == before
 
 
 def cached(own: vLLMSampler) -> int:

@@ -21,12 +21,13 @@ from twinkle.model.parallel import own_device
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.types import MAX_LOGITS
 from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import BaseModel, LiveWeights, WeightsOffer, pretrained_id
 from twinkle.model.weights.sources import metas, read_bucket
 
 
 @remote_class()
-class MultiLoraTransformersModel(LoraVerbs):
+class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
     """Many LoRA adapters on one frozen model. Verbs of an adapter need ``adapter_name``; no adapter affects another.
 
     ``max_loras``, ``max_r`` and ``max_length`` limit the number of adapters, their rank and the tokens of a sequence.
@@ -169,6 +170,10 @@ class MultiLoraTransformersModel(LoraVerbs):
             self.trainer.peft_config(name),
             live,
         )
+
+    @property
+    def weights_device(self) -> torch.device:
+        return self.trainer.device
 
     @gathered
     def send_weights(

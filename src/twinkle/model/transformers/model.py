@@ -57,6 +57,7 @@ from twinkle.model.transformers.peft_adapters import PeftAdapters
 from twinkle.model.transformers.sequence_parallel import check_lengths, check_same_rows
 from twinkle.model.transformers.state import PlainState
 from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import BaseModel, WeightsOffer
 from twinkle.patch.interface import make_patch
 from twinkle.utils.logger import get_logger, note_once
@@ -65,7 +66,7 @@ _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
 
 @remote_class()
-class TransformersModel(TwinkleModel):
+class TransformersModel(TwinkleModel, WeightChannel):
     """A Hugging Face model with the library's verbs. ``model`` is that model, or PEFT's wrapper if it has adapters.
 
     Without adapters all parameters are one group, named "". A verb without ``adapter_name`` uses ``active_group``, the
@@ -427,6 +428,10 @@ class TransformersModel(TwinkleModel):
         """Return what a sampler of this process that is made for the model begins with: the model without adapters."""
         self._shard()
         return self._outgoing.offer_base(trained="" in self.optimizer_group)
+
+    @property
+    def weights_device(self) -> torch.device:
+        return self.device
 
     @gathered
     def send_weights(

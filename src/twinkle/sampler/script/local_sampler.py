@@ -23,6 +23,7 @@ from twinkle.model.trainer.memory import available_bytes, parameter_bytes
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.transformers.model import TransformersModel
 from twinkle.model.weights.buckets import Bucket, TensorMeta, plan_buckets
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import LiveWeights, WeightsOffer, pretrained_id
 from twinkle.sampler.script.base_weights import BaseWeights, empty_clone
 from twinkle.sampler.script.features import as_sampling_params
@@ -51,7 +52,7 @@ _FREE_SHARE = 0.3  # share of a GPU's free memory that a sampler beside a Transf
 
 
 @remote_class()
-class LocalSampler:
+class LocalSampler(WeightChannel):
     """A sampler that generates with a base model and with adapters for it.
 
     model: what to sample from:
@@ -90,6 +91,7 @@ class LocalSampler:
         if made.own:
             base = BaseWeights(made.trainer.base, made.trainer.engine.head.spec, made.shared)
         self._base = base
+        self.weights_device = made.trainer.device
         self._receiver = WeightReceiver(self.engine, self._versions, base, made.base_id, made.live)
 
     @_at_once

@@ -28,6 +28,7 @@ from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.channel import WeightChannel
 from twinkle.model.weights.offer import WeightsOffer, pretrained_id
 from twinkle.sampler.script.features import as_sampling_params
 from twinkle.sampler.script.in_one_call import (
@@ -52,7 +53,7 @@ _RESERVE = 0.02  # share of a GPU's memory that neither vLLM nor the copy of the
 
 
 @remote_class()
-class vLLMSampler:  # noqa: N801 - the name that scripts use
+class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
     """A sampler that generates with a base model and with adapters for it, using vLLM.
 
     engine_args: vLLM's own arguments by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU,
@@ -101,6 +102,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
             adapters=self._options.adapters,
         )
         atexit.register(self.engine.close)
+        self.weights_device = trainer.device
         self._can_sleep = bool(told.get("enable_sleep_mode"))
         self._versions = AdapterVersions(self.engine, TrainerAdapters(self.engine, trainer))
         self._receiver = VllmWeightReceiver(self.engine, self._versions, pretrained_id(self.model_id))
@@ -123,7 +125,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         """
         directory = Path(tempfile.mkdtemp(prefix="twinkle-received-", dir=self._memory_dir))
         try:
-            (directory / CONFIG).write_text(json.dumps(dict(peft_config)))
+            (directory / CONFIG).write_text(json.dumps(dict(peft_config), default=sorted))  # PEFT has sets of names
             save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, directory / WEIGHTS)
             self._versions.receive(adapter_name, lambda version: self.engine.load_version(version, str(directory)))
         finally:

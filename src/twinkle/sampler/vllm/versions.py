@@ -94,7 +94,7 @@ def copy_version(source: Path, directory: Path) -> None:
 def write_version(config: Mapping[str, object], weights: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write the files that vLLM reads from weights in memory."""
     directory.mkdir()
-    (directory / CONFIG).write_text(json.dumps(config))
+    (directory / CONFIG).write_text(json.dumps(config, default=sorted))  # PEFT has sets of names
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
 
 
