@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.dropin.support.client_checks")
+for checks in ("client_checks", "plain_models", "ray_checks"):
+    pytest.register_assert_rewrite(f"tests.dropin.support.{checks}")
 
 from tests.dropin.support.client_runs import HubServer, Run, run_all  # noqa: E402
 from tests.dropin.support.hub_folder import write_hub  # noqa: E402

@@ -3,8 +3,9 @@
 import re
 
 from tests.dropin.support.client_checks import CHECKS
-from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, FULL, IMAGES, LOCAL, MEGATRON, SYNC, Existing
+from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, IMAGES, LOCAL, MEGATRON, SYNC, Existing
 from tests.dropin.support.local_runs import ARGUMENTS
+from tests.dropin.support.ray_checks import CHECKS as RAY_CHECKS
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "tests" / "dropin"
@@ -20,7 +21,7 @@ def test_every_existing_script_is_listed() -> None:
     assert len({script.path for script in CLIENT}) == 15
     for script in (*LOCAL, *CLIENT):
         assert (script.ours is None) != (script.waits_for is None), script.path
-        assert script.waits_for in (None, EXPERTS, FULL, IMAGES, MEGATRON, SYNC)
+        assert script.waits_for in (None, EXPERTS, IMAGES, MEGATRON, SYNC)
 
 
 def test_the_page_has_the_same_table() -> None:
@@ -33,7 +34,9 @@ def test_every_script_that_runs_has_a_test() -> None:
     clients = {script.ours for script in CLIENT if script.ours}
     assert clients == {f"client/{name}.py" for name in CHECKS}
     assert len(clients) == 13
-    assert {script.ours for script in LOCAL if script.ours} == {f"local/{name}.py" for name in ARGUMENTS}
+    assert {script.ours for script in LOCAL if script.ours} == {
+        f"local/{name}.py" for name in (*ARGUMENTS, *RAY_CHECKS)
+    }
     files = {
         file.relative_to(FOLDER).as_posix() for part in ("client", "local") for file in FOLDER.glob(f"{part}/**/*.py")
     }

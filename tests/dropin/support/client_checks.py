@@ -14,7 +14,7 @@ import torch
 
 from tests.dropin.support.client_runs import UPLOAD, Call, HubServer, Run
 from tests.dropin.support.hub_folder import ANSWER
-from tests.dropin.support.plain_adapter import (
+from tests.dropin.support.plain_models import (
     IGNORE,
     PlainAdapter,
     base_model,

@@ -6,7 +6,6 @@ calls, below this folder.
 
 from dataclasses import dataclass
 
-FULL = "training of all parameters"
 SYNC = "weight synchronisation from a model to a sampler"
 MEGATRON = "the Megatron backend"
 IMAGES = "images"
@@ -26,11 +25,11 @@ LOCAL = (
     Existing("transformers/ep_fsdp2_lora_qwen3_5_moe.py", waits_for=EXPERTS),
     Existing("transformers/ep_fsdp2_lora_deepseek_v4.py", waits_for=EXPERTS),
     Existing("transformers/ep_fsdp2_multi_lora_deepseek_v4.py", waits_for=EXPERTS),
-    Existing("rl/dpo/dpo_full.py", waits_for=FULL),
+    Existing("rl/dpo/dpo_full.py", ours="local/dpo_full.py"),
     Existing("rl/dpo/dpo_lora.py", ours="local/dpo_lora.py"),
     Existing("rl/dpo/dpo_multi_lora.py", waits_for=MEGATRON),
     Existing("rl/gkd/gkd_off_policy.py", waits_for=MEGATRON),
-    Existing("rl/gkd/gkd_on_policy.py", waits_for=SYNC),
+    Existing("rl/gkd/gkd_on_policy.py", waits_for=IMAGES),
     Existing("rl/grpo/grpo.py", waits_for=SYNC),
     Existing("rl/grpo/grpo_mm.py", waits_for=IMAGES),
     Existing("rl/grpo/short_math_grpo.py", waits_for=SYNC),

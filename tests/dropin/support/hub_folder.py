@@ -63,6 +63,7 @@ def _write_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,  # vLLM on a CPU needs at least this
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         initializer_range=0.1,

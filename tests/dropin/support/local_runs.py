@@ -1,4 +1,4 @@
-"""Run the local scripts, under torchrun or on Ray, and read what they recorded."""
+"""Run the scripts for torchrun, and read what they recorded."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.dropin.support.client_runs import DROPIN, SUPPORT, Call
 from tests.dropin.support.hub_folder import MODEL
@@ -14,27 +13,19 @@ from tests.support.paths import SOURCE
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 RATE = 1e-2
-_COMMON = ["--model-id", f"ms://{MODEL}", "--lora-dropout", "0", "--log-interval", "1", "--learning-rate", str(RATE)]
+COMMON = ["--model-id", f"ms://{MODEL}", "--lora-dropout", "0", "--log-interval", "1", "--learning-rate", str(RATE)]
 # Command lines of the scripts. lora_dropout is 0, because its masks could not be compared with another run's.
 ARGUMENTS: dict[str, list[str]] = {
     "fsdp2": [
-        *_COMMON,
+        *COMMON,
         *("--fsdp-size", "2", "--dp-size", "1", "--batch-size", "8", "--train-samples", "24"),
         *("--eval-samples", "8", "--eval-interval", "2", "--output-dir", "output"),
     ],
     "sp_fsdp_dense": [
-        *_COMMON,
+        *COMMON,
         *("--dp-size", "1", "--fsdp-size", "2", "--ulysses-size", "2", "--nproc-per-node", "2", "--batch-size", "4"),
         *("--gradient-accumulation-steps", "2", "--strategy", "native_fsdp", "--template-cls", "Qwen3_5Template"),
     ],
-    "dpo_lora": [
-        *_COMMON,
-        *("--strategy", "native_fsdp", "--model-gpus", "2", "--batch-size", "4", "--max-steps", "3"),
-        *("--save-steps", "2", "--output-dir", "output"),
-    ],
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dpo_lora": {"RANKS": 2, "DEVICE_TYPE": "CPU", "ATTN_IMPLEMENTATION": "sdpa", "ROWS": 12},
 }
 
 
@@ -57,14 +48,12 @@ class LocalRun:
 
 
 def run_local(name: str, folder: Path, hub: Path) -> LocalRun:
-    """Run a script in two processes: dpo_lora on Ray, the others under torchrun."""
-    launch = [sys.executable] if name == "dpo_lora" else TORCHRUN
+    """Run a script in two processes."""
     record = folder / "record.jsonl"
     command = [
-        *launch,
+        *TORCHRUN,
         str(SUPPORT / "run_local.py"),
         str(record),
-        json.dumps(SETTINGS.get(name, {})),
         str(DROPIN / "local" / f"{name}.py"),
         *ARGUMENTS[name],
     ]
@@ -73,9 +62,11 @@ def run_local(name: str, folder: Path, hub: Path) -> LocalRun:
         "DROPIN_HUB": str(hub),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{DROPIN / 'stand_ins'}",
-        "TWINKLE_CPU_PG_CPUS_PER_PROC": "0.25",
     }
     done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
-    calls = [Call(each["call"], each["given"], each["result"]) for each in map(json.loads, record.open())]
-    return LocalRun(folder, done.stdout + done.stderr, calls)
+    return LocalRun(folder, done.stdout + done.stderr, read_calls(record))
+
+
+def read_calls(record: Path) -> list[Call]:
+    return [Call(each["call"], each["given"], each["result"]) for each in map(json.loads, record.open())]

@@ -104,6 +104,9 @@ class Recorder:
     def note(self, name: str, result: Any, **given: Any) -> None:
         self._calls.append((name, given, result))
 
+    def clear(self) -> None:
+        self._calls.clear()
+
     def write(self, file: Path) -> None:
         with file.open("w") as lines:
             for name, given, result in self._calls:

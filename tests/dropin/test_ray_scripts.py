@@ -1,0 +1,43 @@
+"""The scripts for Ray, all on one cluster, with one CPU process for each device group.
+
+They construct vLLMSampler. ``make test-ray`` runs them with the torch sampler under that name, ``make test-vllm-ray``
+with vLLM.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dropin.support.local_runs import LocalRun
+from tests.dropin.support.ray_checks import CHECKS
+from tests.dropin.support.ray_runs import WITH_SAMPLER, run_on_ray
+from twinkle import exists
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def torch_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
+    if not exists("ray"):
+        pytest.skip("Ray is not installed; `make test-ray` does that")
+    return run_on_ray(CHECKS, tmp_path_factory.mktemp("torch"), model_folder.parents[2], "torch")
+
+
+@pytest.fixture(scope="module")
+def vllm_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
+    if not exists("ray") or not exists("vllm"):
+        pytest.skip("Ray or vLLM is not installed; `make test-vllm-ray` does that")
+    return run_on_ray(WITH_SAMPLER, tmp_path_factory.mktemp("vllm"), model_folder.parents[2], "vllm")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ray_script(name: str, torch_runs: dict[str, LocalRun], model_folder: Path) -> None:
+    assert torch_runs[name].calls, torch_runs[name].output[-5000:]
+    CHECKS[name](torch_runs[name], model_folder)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", WITH_SAMPLER)
+def test_ray_script_with_vllm(name: str, vllm_runs: dict[str, LocalRun], model_folder: Path) -> None:
+    assert vllm_runs[name].calls, vllm_runs[name].output[-5000:]
+    CHECKS[name](vllm_runs[name], model_folder)
