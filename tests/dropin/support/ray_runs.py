@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "multi_turn_grpo": {**_ROLLOUT_SETTINGS, "ENV_NUM_WORKERS": 1, "ENV_POOL_SIZE": 8},
     "ppo": {"POLICY_RANKS": 1, "CRITIC_RANKS": 1, "SAMPLER_RANKS": 1, "DEVICE_TYPE": "CPU", "ROWS": 6},
 }
-WITH_SAMPLER = ("grpo", "short_math_grpo", "multi_turn_grpo", "ppo")
+WITH_SAMPLER: tuple[str, ...] = ()  # scripts that construct vLLMSampler
 
 
 def run_on_ray(names: Iterable[str], folder: Path, hub: Path, sampler: Literal["torch", "vllm"]) -> dict[str, LocalRun]:
