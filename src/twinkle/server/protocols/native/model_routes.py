@@ -35,9 +35,9 @@ from twinkle_client.protocol.sessions import (
     ProcessorHeartbeatResponse,
 )
 from twinkle_client.protocol.verbs import (
-    CreateResponse,
     AddAdapterRequest,
     AddAdapterResponse,
+    CreateResponse,
     RemoveAdapterRequest,
     UploadToHubRequest,
     UploadToHubResponse,
