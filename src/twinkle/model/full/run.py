@@ -8,7 +8,7 @@ of state have the same meaning as there.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,19 @@ from twinkle.errors import NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM
 from twinkle.model.adapters.optimizer import check_steps, norm_in_fp64, state_names, step_tensors
 from twinkle.model.full.weights import TrainedWeights
+from twinkle.model.library.parameter_groups import is_decayed
 from twinkle.model.parallel import ALONE, Ranks, add_up_all
 from twinkle.model.types import AdamParams
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
+
+
+class _Tensors(NamedTuple):
+    """What an optimizer changes in one step, for some of the parameters."""
+
+    weights: list[Tensor]
+    gradient: list[Tensor]
+    rows: tuple[list[Tensor], list[Tensor]]  # of its state
 
 
 @dataclass
@@ -103,8 +112,11 @@ class FullRun:
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def adam_step(self, params: AdamParams, *, decoupled: bool) -> dict[str, float]:
-        """Take one step of AdamW, or of Adam if the weight decay is not ``decoupled``, then drop the gradient."""
+    def adam_step(self, params: AdamParams, *, decoupled: bool, decay_norms: bool) -> dict[str, float]:
+        """Take one step of AdamW, or of Adam if the weight decay is not ``decoupled``, then drop the gradient.
+
+        Without ``decay_norms`` norms and biases get no weight decay.
+        """
         if self.gradient is None:
             return dict(NO_GRADIENT)
         norm = self._finite_norm()
@@ -112,31 +124,34 @@ class FullRun:
         if params.grad_clip_norm > 0:
             # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
             torch._foreach_mul_(self.gradient, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
-        masters = self.weights.masters
-        steps = torch.full((len(masters),), float(self.step), device=masters[0].device)
-        adam(
-            masters,
-            self.gradient,
-            self.exp_avg,
-            self.exp_avg_sq,
-            [],
-            list(steps.unbind()),
-            fused=True,
-            amsgrad=False,
-            decoupled_weight_decay=decoupled,
-            beta1=params.beta1,
-            beta2=params.beta2,
-            lr=params.learning_rate,
-            weight_decay=params.weight_decay,
-            eps=params.eps,
-            maximize=False,
-        )
+        for numbers, decayed in self._decay_groups(decay_norms):
+            tensors = self._tensors(self.gradient, numbers)
+            steps = torch.full((len(numbers),), float(self.step), device=tensors.weights[0].device)
+            adam(
+                tensors.weights,
+                tensors.gradient,
+                *tensors.rows,
+                [],
+                list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                decoupled_weight_decay=decoupled,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                lr=params.learning_rate,
+                weight_decay=params.weight_decay if decayed else 0.0,
+                eps=params.eps,
+                maximize=False,
+            )
         self._stepped()
         return {"unclipped_grad_l2:mean": norm}
 
     @torch.no_grad()
-    def optimizer_step(self, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
-        """Take one step of ``torch.optim``'s optimizer ``name``, then drop the gradient."""
+    def optimizer_step(self, name: str, settings: Mapping[str, Any], *, decay_norms: bool) -> dict[str, float]:
+        """Take one step of ``torch.optim``'s optimizer ``name``, then drop the gradient.
+
+        Without ``decay_norms`` norms and biases get no weight decay.
+        """
         if self.gradient is None:
             return dict(NO_GRADIENT)
         if state_names(name, settings).matrices:
@@ -145,11 +160,27 @@ class FullRun:
         is_first = self.step == 0 or self.optimizer != name
         check_steps(name, settings, 0 if is_first else self.step, self.scalars)  # a schedule may have changed them
         self.begin_state(name)
-        masters = [each.detach() for each in self.weights.masters]
-        rows = (self.exp_avg, self.exp_avg_sq)
-        self.scalars = step_tensors(name, settings, masters, self.gradient, rows, self.step, self.scalars)
+        scalars = self.scalars  # of the optimizer before the step; those after it are the same for all groups
+        for numbers, decayed in self._decay_groups(decay_norms):
+            own = settings if decayed else {**settings, "weight_decay": 0.0}
+            self.scalars = step_tensors(name, own, *self._tensors(self.gradient, numbers), self.step, scalars)
         self._stepped()
         return {"unclipped_grad_l2:mean": norm}
+
+    def _decay_groups(self, decay_norms: bool) -> list[tuple[list[int], bool]]:
+        """Return the numbers of the parameters with weight decay and of those without, and which of the two it is."""
+        names = self.weights.layout.names
+        decayed = [number for number, name in enumerate(names) if decay_norms or is_decayed(name)]
+        others = sorted(set(range(len(names))) - set(decayed))
+        return [(numbers, decays) for numbers, decays in ((decayed, True), (others, False)) if numbers]
+
+    def _tensors(self, gradient: Sequence[Tensor], numbers: Sequence[int]) -> "_Tensors":
+        weights, exp_avg, exp_avg_sq = self.weights.masters, self.exp_avg, self.exp_avg_sq
+        return _Tensors(
+            [weights[number].detach() for number in numbers],
+            [gradient[number] for number in numbers],
+            ([exp_avg[number] for number in numbers], [exp_avg_sq[number] for number in numbers]),
+        )
 
     def begin_state(self, optimizer: str) -> None:
         """Let the state belong to this optimizer; if it belongs to another one, it starts from zero."""

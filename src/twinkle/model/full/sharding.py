@@ -55,16 +55,12 @@ class ShardedWeights(TrainedWeights):
 
 def shard_model(
     engine: Engine, model: PreTrainedModel, mesh: TorchMesh, *, dtype: torch.dtype, reshard_after_forward: bool
-) -> tuple[ShardedHead, int]:
-    """Cut the fp32 model of an engine into shards, and move the shards to the device of the mesh.
+) -> ShardedHead:
+    """Cut the fp32 model of an engine into shards on the mesh's device, and return the module with the head's weights.
 
-    Return the module with the head's weights, and the most bytes of gathered layers and head, in the compute ``dtype``,
-    that are expected at the same time.
+    Layers are gathered in the compute ``dtype``.
     """
     spec = engine.head.spec
-    layers = [sum(each.numel() for each in layer.parameters()) for layer in engine.layers]
-    held = 2 * max(layers) if reshard_after_forward else sum(layers)  # the next layer is gathered while one runs
-    held += spec.weight_VH.numel()
     if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
         spec = dataclasses.replace(spec, weight_VH=spec.weight_VH.clone())
     head = ShardedHead(spec)
@@ -86,7 +82,7 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it adds
     engine.sharded_head = head
-    return head, held * dtype.itemsize
+    return head
 
 
 class ShardedGradient:

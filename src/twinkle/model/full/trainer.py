@@ -264,27 +264,33 @@ class FullTrainer:
         """Add the gradient of a request that succeeded to that of its run."""
         self._get(item.adapter_id).add_gradient(self._model.gradient.take(), self._parallel.replicas)
 
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+    def optim_step(
+        self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Take one AdamW step with the accumulated gradient, then drop the gradient.
 
         Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. ``decoupled=False`` is Adam,
-        whose weight decay is part of the gradient.
+        whose weight decay is part of the gradient. ``decay_norms=False``: norms and biases get no weight decay, as in
+        the library's models; Tinker's ``weight_decay`` is for all weights.
         """
         run = self._get(adapter_id)
         check_adam_params(params)
         run.unite_gradient(self._parallel.replicas)
-        return run.adam_step(params, decoupled=decoupled)
+        return run.adam_step(params, decoupled=decoupled, decay_norms=decay_norms)
 
-    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+    def optimizer_step(
+        self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Take one step of another optimizer of ``torch.optim`` with the accumulated gradient, then drop the gradient.
 
-        ``settings``: all keywords of its constructor. A run has the state of one optimizer at a time.
+        ``settings``: all keywords of its constructor. ``decay_norms``: see :meth:`optim_step`. A run has the state of
+        one optimizer at a time.
         """
         run = self._get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
         run.unite_gradient(self._parallel.replicas)
-        return run.optimizer_step(name, settings)
+        return run.optimizer_step(name, settings, decay_norms=decay_norms)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
         """Multiply the accumulated gradient by ``factor``; without a gradient nothing changes."""

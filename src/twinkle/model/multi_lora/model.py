@@ -91,6 +91,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             device_mesh=device_mesh,
             reshard_after_forward=reshards,
         )
+        self.weights_device = self.trainer.device
         super().__init__(
             self.trainer,
             model_id,
@@ -170,10 +171,6 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             self.trainer.peft_config(name),
             live,
         )
-
-    @property
-    def weights_device(self) -> torch.device:
-        return self.trainer.device
 
     @gathered
     def send_weights(

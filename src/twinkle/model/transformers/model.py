@@ -104,7 +104,7 @@ class TransformersModel(TwinkleModel, WeightChannel):
             grad_scaler_config=grad_scaler_config,
             memory_efficient_init=memory_efficient_init,
         )
-        self.device = own_device(device, device_mesh)
+        self.device = self.weights_device = own_device(device, device_mesh)
         self._parallel = parallel = read_mesh(device_mesh, self.device, cuts_sequences=True)
         tokenizer_id = tokenizer_id or model_id
         super().__init__(model_id or "(made from a config)", tokenizer_id, device_mesh, parallel.ranks, parallel.data)
@@ -428,10 +428,6 @@ class TransformersModel(TwinkleModel, WeightChannel):
         """Return what a sampler of this process that is made for the model begins with: the model without adapters."""
         self._shard()
         return self._outgoing.offer_base(trained="" in self.optimizer_group)
-
-    @property
-    def weights_device(self) -> torch.device:
-        return self.device
 
     @gathered
     def send_weights(

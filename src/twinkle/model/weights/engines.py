@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.model.weights.buckets import Bucket, TensorMeta, pack, packed_bytes, unpack
@@ -18,6 +19,7 @@ __all__ = ["CheckpointEngine", "HCCLCheckpointEngine", "NCCLCheckpointEngine", "
 # a bucket.
 _TIMEOUT = timedelta(minutes=3)
 _OUTSIDE = -1
+_unannotated: Any = dist  # torch's annotations lack TCPStore, and the constructor of ProcessGroupNCCL with a timeout
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,23 @@ class NCCLCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(self) -> None:
-        self._store: dist.TCPStore | None = None
+        self._store: Store | None = None
         self._group: dist.ProcessGroup | None = None
 
     def prepare(self, host: str) -> tuple[str, int]:
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-        return host, self._store.port
+        store = _unannotated.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        self._store = store
+        return host, store.port
 
     def init_process_group(self, rank: int, world_size: int, master_metadata: tuple[str, int]) -> None:
         if rank == _OUTSIDE:
             return
         if rank > 0:
-            self._store = dist.TCPStore(*master_metadata, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+            host, port = master_metadata
+            self._store = _unannotated.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
         if self._store is None:
             raise TwinkleError("the sender of weights is not prepared: call prepare first")
-        self._group = self._make_group(dist.PrefixStore("weights", self._store), rank, world_size)
+        self._group = self._make_group(PrefixStore("weights", self._store), rank, world_size)
 
     def send_weights(self, bucket: Bucket) -> None:
         if self._group is not None:
@@ -104,8 +108,9 @@ class NCCLCheckpointEngine(CheckpointEngine):
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def _make_group(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        return dist.ProcessGroupNCCL(store, rank, world_size, _TIMEOUT)
+    def _make_group(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = _unannotated.ProcessGroupNCCL(store, rank, world_size, _TIMEOUT)
+        return group
 
     def _broadcast(self, packed: torch.Tensor) -> None:
         if self._group is None:

@@ -138,9 +138,7 @@ class TorchSampler:
     def _capture(self) -> None:
         if self._cache is not None:
             longest = self._trainer.architecture.max_length + _AHEAD
-            self._graphs = capture_decoding(
-                self._trainer.engine, self._cache, self._places, longest, self._versions
-            )
+            self._graphs = capture_decoding(self._trainer.engine, self._cache, self._places, longest, self._versions)
 
     # --- versions -----------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ class BaseWeightsWorker:
         The file may be removed afterwards: until its layer is complete, a tensor keeps its own mapping of the file.
         """
         with self._twinkle_checkpoint_form() as model:
-            model.load_weights(iter(load_file(file).items()))
+            load: Any = model.load_weights  # models of vLLM have it
+            load(iter(load_file(file).items()))
 
     def twinkle_finish_weights(self) -> None:
         """Process what is left. Call it after the last weight."""
