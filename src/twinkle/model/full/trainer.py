@@ -451,6 +451,7 @@ class FullTrainer:
         if self._run is None:
             return None
         return UnsupportedError(
-            "base_model: a run trains all parameters of this model, so that the base model's weights are not on the "
-            "device; compute with the base model before the run begins, or on another model"
+            "base_model (in requests: disable_lora): a run trains all parameters of this model, so that the base "
+            "model's weights are not on the device; compute with the base model before the run begins, on another "
+            "model, or with a sampler"
         )
