@@ -36,6 +36,7 @@ _KEY_PREFIXES = ("tml-", "eyJ")
 _MARK = "_twinkle_wrapped"
 _PROBE_SECONDS = 10.0  # without an answer, before the server is asked again
 _LOADS = "_create_training_client_via_load_weights_submit"  # in newer versions; takes checkpoints of either kind
+_WEIGHTS_REST = "_get_rest_client_for_weights"  # in newer versions, where create_rest_client warns
 _AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; in earlier versions the client class checks the key
 
 
@@ -277,9 +278,9 @@ def _named(original: Callable[..., Any], service: Any, given: tuple[Any, ...], o
 
 def _weights_rest(service: Any, call: Mapping[str, Any]) -> Any:
     """Return the SDK's REST client with the account that may read the checkpoint."""
-    if call.get("weights_access_token") is None:
+    if not hasattr(service, _WEIGHTS_REST):
         return service.create_rest_client()
-    return service._get_rest_client_for_weights(call["weights_access_token"])
+    return getattr(service, _WEIGHTS_REST)(call.get("weights_access_token"))
 
 
 def _submit_load(service: Any, call: Mapping[str, Any], optimizer: bool) -> Any:
