@@ -41,7 +41,7 @@ parser.add_argument("--samples", type=int, default=8, help="answers per sum")
 parser.add_argument("--epochs", type=int, default=2, help="how often the answers of a step are learnt from")
 parser.add_argument("--mini-batches", type=int, default=2, help="updates per epoch, each with a part of the answers")
 parser.add_argument("--learning-rate", type=float, default=5e-6, help="of the policy")
-parser.add_argument("--critic-learning-rate", type=float, default=1e-5)
+parser.add_argument("--critic-learning-rate", type=float, default=1e-4)
 parser.add_argument("--gae-lambda", type=float, default=0.95)
 parser.add_argument(
     "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
