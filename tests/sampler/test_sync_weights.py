@@ -23,8 +23,8 @@ PROMPTS = [{"input_ids": [5, 17, 40, 8], "labels": [-100] * 4}, {"input_ids": [9
 PARAMS = SamplingParams(max_tokens=5, seed=1, logprobs=1)
 
 
-def full_model(model_id: str = MODEL) -> TransformersModel:
-    model = TransformersModel(model_id=model_id, mixed_precision="no", device="cpu")
+def full_model(model_id: str = MODEL, device: str = "cpu") -> TransformersModel:
+    model = TransformersModel(model_id=model_id, mixed_precision="no", device=device)
     model.set_optimizer("AdamW", lr=3e-3)
     return model
 
@@ -122,8 +122,10 @@ def test_merging_changes_nothing_in_the_model_that_is_trained() -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_full_parameters_are_shared_and_not_copied() -> None:
-    model = full_model()
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_full_parameters_are_shared_and_not_copied(device: str) -> None:
+    """The same device may be named with or without a number: the tensors of "cuda" are on "cuda:0"."""
+    model = full_model(device=device)
     sampler = sampler_of(model)
     CheckpointEngineManager(model, sampler).sync_weights()
     own = {each.data_ptr() for each in sampler.engine._trainer.base.parameters()}

@@ -42,6 +42,21 @@ def align_to_mask(field: str, values: TokenValues, mask_BT: Tensor, dtype: torch
         return torch.where(mask_BT, aligned_BT, 0.0)
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in host memory, without gradient, after one transfer for all of one device and dtype.
+
+    Each transfer waits until the device has finished what it was told to do, so one for each row would be slow.
+    """
+    found = [each.detach() for each in tensors]
+    kinds = {(each.device, each.dtype) for each in found if each.device.type != "cpu"}
+    for device, dtype in kinds:
+        places = [i for i, each in enumerate(found) if (each.device, each.dtype) == (device, dtype)]
+        flat = torch.cat([found[i].reshape(-1) for i in places]).cpu()
+        for i, part in zip(places, flat.split([found[i].numel() for i in places]), strict=True):
+            found[i] = part.reshape(found[i].shape)
+    return found
+
+
 def align_logps_to_mask(ragged: TokenValues, mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Call :func:`align_to_mask`; this is the public name."""
     return align_to_mask("logps", ragged, mask, dtype)
@@ -70,6 +85,10 @@ def _rows(field: str, values: TokenValues, mask_BT: Tensor) -> Tensor | list[Row
         raise InvalidInputError(field, f"shape {tuple(values.shape)}", _allowed(mask_BT))
     if len(values) != len(mask_BT):
         raise InvalidInputError(field, f"{len(values)} entries", _allowed(mask_BT))
+    if isinstance(values, Tensor):
+        return list(values.cpu())
+    if all(isinstance(row, Tensor) for row in values):
+        return list(to_host([row for row in values if isinstance(row, Tensor)]))
     return list(values)
 
 

@@ -129,7 +129,8 @@ class GRPOMetric(Metric):
     ) -> None:
         if outputs.get("logps") is None:
             return
-        labels_BT = labels_of(inputs)
+        # Everything but logits is summed up on the host: on a GPU, each sum would wait for the device.
+        labels_BT = labels_of(inputs).cpu()
         mask_BT = labels_BT != self.ignore_index
         new_BT = align_to_mask("logps", outputs["logps"], mask_BT, torch.float32)
         self.sums += PolicySums(n_tokens=int(mask_BT.sum()), sum_new=float(new_BT.sum()))
@@ -177,7 +178,7 @@ class GRPOMetric(Metric):
             logps_BTV = torch.log_softmax(
                 torch.as_tensor(outputs["logits"]).detach().float() / self.temperature, dim=-1
             )
-            entropies_BT = -(logps_BTV.exp() * logps_BTV).sum(-1)
+            entropies_BT = -(logps_BTV.exp() * logps_BTV).sum(-1).cpu()
         else:
             return
         self.sums += PolicySums(n_entropy=int(mask_BT.sum()), sum_entropy=float(entropies_BT[mask_BT].sum()))

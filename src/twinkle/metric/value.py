@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from twinkle.errors import InvalidInputError
-from twinkle.loss.alignment import TokenValues, align_to_mask
+from twinkle.loss.alignment import TokenValues, align_to_mask, to_host
 from twinkle.loss.interface import IGNORE_INDEX
 from twinkle.metric.interface import Inputs, Metric, Outputs
 
@@ -111,10 +111,13 @@ class PPOValueMetric(Metric):
         if old_values is None or returns is None or outputs is None:
             return
         batches = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-        labels = [_two_dimensional(torch.as_tensor(batch["labels"])) for batch in batches]
+        labels = to_host([_two_dimensional(torch.as_tensor(batch["labels"])) for batch in batches])
         values = _values_by_batch(outputs, labels)
         if values is None:
             return
+        # On the host from here on: on a GPU, each number of each moment would wait for the device.
+        values, old_values, returns = to_host(values), _on_host(old_values), _on_host(returns)
+        advantages = None if advantages is None else _on_host(advantages)
         start = 0
         for labels_bt, values_bt in zip(labels, values, strict=True):
             rows = slice(start, start + len(labels_bt))
@@ -157,6 +160,15 @@ class PPOValueMetric(Metric):
             result["advantage_mean"] = total.advantages.mean
             result["advantage_std"] = total.advantages.variance**0.5
         return {f"train/{name}": value for name, value in result.items()}
+
+
+def _on_host(numbers: TokenValues) -> TokenValues:
+    """Return numbers in host memory: a tensor, or a list with a number or row for each sequence."""
+    if isinstance(numbers, Tensor):
+        return to_host([numbers])[0]
+    if isinstance(numbers, Sequence) and all(isinstance(row, Tensor) for row in numbers):
+        return to_host([row for row in numbers if isinstance(row, Tensor)])
+    return numbers
 
 
 def _two_dimensional(table: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Download the files of a checkpoint to a folder of the client's machine, whole or not at all."""
 
+import json
 import shutil
 import tarfile
 import tempfile
@@ -15,13 +16,15 @@ __all__ = ["check_target", "download_checkpoint"]
 
 _SCHEMES = ("twinkle://", "tinker://")
 _CONFIG = "adapter_config.json"
+_STATE = "trainer_state.json"  # of a checkpoint of all parameters, which it names as such
 
 
 def check_target(folder: Path, field: str) -> Path:
     """Return the absolute path, without links, to which a checkpoint may be written; else raise InvalidRequestError.
 
-    Allowed are a path where nothing is, an empty folder, and a folder with a file adapter_config.json: an earlier
-    checkpoint in PEFT's format, which is replaced with everything in it. ``field``: the argument that the error names.
+    Allowed are a path where nothing is, an empty folder, and an earlier checkpoint, which is replaced with everything
+    in it: a folder with a file adapter_config.json, which is PEFT's format, or with a trainer_state.json of a
+    checkpoint of all parameters. ``field``: the argument that the error names.
     """
     target = folder.expanduser().resolve()
     above = next(parent for parent in target.parents if parent.exists())
@@ -31,14 +34,24 @@ def check_target(folder: Path, field: str) -> Path:
         return target
     elif not target.is_dir():
         problem = f"{target} is a file"
-    elif (target / _CONFIG).is_file() or not any(target.iterdir()):
+    elif _is_checkpoint(target) or not any(target.iterdir()):
         return target
     else:
-        problem = f"{target} has other content and no {_CONFIG}"
+        problem = f"{target} has other content, neither {_CONFIG} nor {_STATE} of a checkpoint of all parameters"
     raise InvalidRequestError(
         f"{field}: {problem}; allowed for {target}: a new path, an empty folder, or an earlier checkpoint, that is, a "
-        f"folder with {_CONFIG}, which is replaced"
+        f"folder with one of these files, which is replaced"
     )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    if (folder / _CONFIG).is_file():
+        return True
+    try:  # other programs write a file of this name, too
+        state = json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(state, dict) and state.get("train_mode") == "full"
 
 
 def download_checkpoint(client: TwinkleClient, address: str, folder: Path, field: str = "output_dir") -> Path:

@@ -129,7 +129,8 @@ class MultiLoraTransformersModel:
         self._adapters: dict[str, str] = {}  # the id of each adapter's run, by the adapter's name
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
-        parsed(CreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
+        created = parsed(CreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
+        self.train_mode = created.train_mode  # what the server trains: adapters ("lora"), or all parameters ("full")
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -145,10 +146,10 @@ class MultiLoraTransformersModel:
         """Create an adapter on the server. The answer's ``adapter_name`` is the id of the adapter's training run.
 
         config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields; None: train all
-        parameters, of a model that the server serves with ``train_mode: full``. seed: the seed
-        of the adapter's initial weights, by default derived from the client's seed. save_dir: a directory of
-        the server, which its ``allowed_dirs`` must allow; checkpoints are copied there. A relative path is taken from
-        this process's directory.
+        parameters, of a model that the server serves with ``train_mode: full``. seed: the seed of the adapter's initial
+        weights, by default derived from the client's seed. save_dir: a directory of the server, which its
+        ``allowed_dirs`` must allow; checkpoints are copied there. A relative path is taken from this process's
+        directory.
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise invalid("adapter_name", adapter_name, "a name")
@@ -361,10 +362,11 @@ class MultiLoraTransformersModel:
 
         Return None without saving if the number of backward passes so far is not a multiple of ``interval``.
         is_sampler: save weights for a sampler; of those with one name the server keeps only the last two. output_dir:
-        a directory of this machine, to which the files are downloaded, as ``<output_dir>/<name>`` in PEFT's format;
-        the text of the result is then that folder. If it is an earlier checkpoint, that is, a folder with
-        adapter_config.json, it is replaced with everything in it. A file, or a folder with other content, is refused
-        before anything is saved (with a name that the server chooses: before anything is downloaded).
+        a directory of this machine, to which the files are downloaded, as ``<output_dir>/<name>`` in PEFT's format, or
+        as a Hugging Face folder if all parameters are trained; the text of the result is then that folder. If it is an
+        earlier checkpoint, that is, a folder with adapter_config.json or with a trainer_state.json of all parameters,
+        it is replaced with everything in it. A file, or a folder with other content, is refused before anything is
+        saved (with a name that the server chooses: before anything is downloaded).
         """
         if output_dir is not None and name:
             check_target(Path(output_dir) / name, "output_dir")

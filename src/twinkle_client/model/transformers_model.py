@@ -1,4 +1,4 @@
-"""One LoRA adapter on a server's model, through the verbs of the library's TransformersModel."""
+"""A server's model through the verbs of the library's TransformersModel: a LoRA adapter on it, or all parameters."""
 
 import os
 from collections.abc import Mapping
@@ -8,22 +8,26 @@ from typing import Any
 from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient
 from twinkle_client.errors import InvalidRequestError, invalid
-from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
-from twinkle_client.protocol.verbs import AddAdapterResponse
+from twinkle_client.model.multi_lora_model import Inputs, MultiLoraTransformersModel
+from twinkle_client.protocol.verbs import AddAdapterResponse, ForwardResponse, RemoveAdapterResponse
 
 __all__ = ["TransformersModel"]
 
 _ADAPTERS_ONLY = (
     "there is no adapter yet, and this server trains LoRA adapters, not all parameters of a model: call "
-    "add_adapter_to_model first, or train all parameters locally with twinkle.model.TransformersModel"
+    "add_adapter_to_model first, train all parameters locally with twinkle.model.TransformersModel, or serve the model "
+    "with train_mode: full"
 )
+_ALL = "default"  # name of the run that trains all parameters, where the script names none
 
 
 class TransformersModel(MultiLoraTransformersModel):
     """A model with the arguments and defaults of the library's TransformersModel; its adapters are on the server.
 
-    Verbs without ``adapter_name`` use the adapter that was added last. The options from ``model_cls`` on, except
-    ``model_id``, are accepted and not used, because the server has the model already; a log line says so.
+    Verbs without ``adapter_name`` use the adapter that was added last. Without an adapter they train all parameters, if
+    the server serves the model with ``train_mode: full``: the first verb begins that run, which holds the model until
+    :meth:`remove_adapter` or the end of the session. The options from ``model_cls`` on, except ``model_id``, are
+    accepted and not used, because the server has the model already; a log line says so.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class TransformersModel(MultiLoraTransformersModel):
     def add_adapter_to_model(
         self,
         adapter_name: str,
-        config_or_dir: object,
+        config_or_dir: object = None,
         is_trainable: bool = True,
         *,
         gradient_accumulation_steps: int = 1,
@@ -79,7 +83,8 @@ class TransformersModel(MultiLoraTransformersModel):
     ) -> AddAdapterResponse:
         """Create an adapter on the server; it is measured with the metric Accuracy too, as the library's are.
 
-        config_or_dir: a LoraConfig, or a mapping of its fields; the server does not read folders of this machine.
+        config_or_dir: a LoraConfig, or a mapping of its fields; the server does not read folders of this machine. None:
+        train all parameters, with ``train_mode: full``.
         """
         if isinstance(config_or_dir, str | Path):
             allowed = "a LoraConfig; then load() takes the weights of a checkpoint on the server"
@@ -96,7 +101,25 @@ class TransformersModel(MultiLoraTransformersModel):
         self.add_metric("Accuracy", adapter_name=adapter_name)
         return added
 
+    def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> ForwardResponse:
+        """Return the model's outputs for evaluation, without gradients.
+
+        The base model answers with ``disable_lora=True``, and also as long as there is no adapter. Where all parameters
+        are trained, the model itself answers.
+        """
+        if self.train_mode == "full":
+            adapter_name = self._adapter(adapter_name)
+        return super().forward_only(inputs, adapter_name=adapter_name, **kwargs)
+
+    def remove_adapter(self, adapter_name: str = _ALL) -> RemoveAdapterResponse:
+        """End an adapter, or the run of all parameters, which frees the model; see MultiLoraTransformersModel."""
+        return super().remove_adapter(adapter_name or _ALL)
+
     def _adapter(self, adapter_name: str | None) -> str:
         if adapter_name == "" or (adapter_name is None and self.adapter_name is None):
-            raise InvalidRequestError(f"adapter_name: {_ADAPTERS_ONLY}")
+            if self.train_mode != "full":
+                raise InvalidRequestError(f"adapter_name: {_ADAPTERS_ONLY}")
+            adapter_name = self.adapter_name or _ALL
+            if adapter_name not in self._adapters:
+                self.add_adapter_to_model(adapter_name)
         return super()._adapter(adapter_name)

@@ -150,7 +150,9 @@ class UploadToHubRequest(Wire):
 
 
 class CreateResponse(OkResponse):
-    pass
+    """The answer to create. ``train_mode``: what tenants train, adapters (lora) or all parameters (full)."""
+
+    train_mode: Literal["lora", "full"] = "lora"
 
 
 class AddAdapterResponse(OkResponse):

@@ -65,9 +65,20 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory, model) -> Iterator[Server]:
-    """A server with that model in fp32."""
-    running = Server(tmp_path_factory.mktemp("server"), torch_config(model)).start()
+def full_model(model) -> str:
+    """The folder of a model with the same weights, whose parameters are all trained on the server."""
+    folder = Path(f"{model}-full")
+    folder.symlink_to(model)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory, model, full_model) -> Iterator[Server]:
+    """A server with both models in fp32."""
+    config = torch_config(model)
+    whole = torch_config(full_model, train_mode="full")["applications"][1]
+    config["applications"].append({**whole, "name": "full"})
+    running = Server(tmp_path_factory.mktemp("server"), config).start()
     yield running
     assert running.stop() == 0
 

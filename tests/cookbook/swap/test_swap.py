@@ -31,8 +31,8 @@ def answers(output: str) -> list[str]:
     return found
 
 
-def assert_same_weights(server, local, name: str) -> None:
-    found, wanted = (load_file(each.folder / name / "adapter_model.safetensors") for each in (server, local))
+def assert_same_weights(server, local, name: str, file: str = "adapter_model.safetensors") -> None:
+    found, wanted = (load_file(each.folder / name / file) for each in (server, local))
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert (found[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
@@ -51,6 +51,21 @@ def test_sft_lora(run, capsys):
     assert saved.twinkle_path.startswith("twinkle://")
     assert peft.PeftConfig.from_pretrained(saved).r == 16
     assert answers(capsys.readouterr().out) == said  # greedy, before and after, with Transformers and PEFT
+    assert server.names["metrics"].keys() == local.names["metrics"].keys()
+
+
+def test_sft_full(run, full_model, monkeypatch, capsys):
+    """The script adds no adapter: on a model with train_mode: full its first verb begins a run of all parameters."""
+    monkeypatch.setenv("TWINKLE_MODEL", full_model)
+    arguments = ("transformers/sft_full.py", "--epochs", 1, "--batch-size", 16, *FP32)
+    local = run(*arguments)
+    said = answers(capsys.readouterr().out)
+    server = run(*arguments, connection=CONNECTION)
+    assert_same_numbers(server, local)
+    assert curve(server) == pytest.approx(curve(local), abs=1.5e-4)  # rounded to four digits
+    assert_same_weights(server, local, "sft_full", "model.safetensors")
+    assert server.names["saved"] == str(server.folder / "sft_full")
+    assert answers(capsys.readouterr().out) == said  # greedy, before and after, with Transformers
     assert server.names["metrics"].keys() == local.names["metrics"].keys()
 
 

@@ -34,8 +34,8 @@ ARGUMENTS: dict[str, list[str]] = {
         *("--learning-rate", str(FULL_RATE)),
     ],
     "grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "4", "--max-steps", "4", "--save-steps", "3"],
-    "short_math_grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "8", "--max-steps", "3"],
-    "multi_turn_grpo": [*COMMON, *_ROLLOUTS, "--max-tokens", "24", "--max-steps", "2"],
+    "short_math_grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "3", "--max-steps", "6"],
+    "multi_turn_grpo": [*COMMON, *_ROLLOUTS, "--max-tokens", "24", "--mini-batch-size", "3", "--max-steps", "6"],
     "ppo": [
         *COMMON,
         *_ROLLOUTS,

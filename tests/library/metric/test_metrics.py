@@ -23,6 +23,7 @@ from twinkle.metric import (
     GRPOMetric,
     GSPOMetric,
     LossMetric,
+    PPOValueMetric,
     TrainMetric,
     metric_by_name,
 )
@@ -332,7 +333,10 @@ def run_process(rank: int, folder: str) -> None:
     policy, loss = GRPOMetric(**shared), LossMetric(**shared)
     policy.accumulate({"labels": LABELS[part]}, {"logps": NEW[part]}, old_logps=OLD[part], advantages=ADVANTAGES[part])
     loss.accumulate(INPUTS, {"loss": 1.0 + rank, "num_tokens": 1 + 2 * rank}, loss_reduction="sum")
-    torch.save((policy.calculate(), loss.calculate(), GRPOMetric(**shared).calculate()), f"{folder}/{rank}.pt")
+    critic = PPOValueMetric(**shared)
+    critic.accumulate({"labels": LABELS[part]}, {"values": NEW[part]}, old_values=OLD[part], returns=NEW[part] - 1)
+    found = policy.calculate(), loss.calculate(), GRPOMetric(**shared).calculate(), critic.calculate()
+    torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -340,7 +344,16 @@ def run_process(rank: int, folder: str) -> None:
 def test_two_processes_report_the_same_as_one(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(run_process, args=(str(tmp_path),), nprocs=2)
     for rank in range(2):
-        policy, loss, nothing = torch.load(tmp_path / f"{rank}.pt")
+        policy, loss, nothing, critic = torch.load(tmp_path / f"{rank}.pt")
         assert {key: policy[key] for key in policy_numbers()} == pytest.approx(policy_numbers(), rel=1e-5)
         assert loss == {"loss": "0.7500"}
         assert nothing == {}
+        assert critic == pytest.approx(
+            {
+                "train/value_mean": policy["train/mean_new_logp"],
+                "train/return_mean": policy["train/mean_new_logp"] - 1,
+                "train/value_clip_ratio": 0.4,  # 0.5, 0, 0.1; 0, 0.5
+                "train/explained_variance": 1.0,  # the error is the same for all tokens
+            },
+            rel=1e-5,
+        )

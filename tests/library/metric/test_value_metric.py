@@ -9,6 +9,7 @@ import torch
 
 from tests.library.metric.test_metrics import ADVANTAGES, INPUTS, NEW, OLD
 from tests.support.losses.batches import batch, poisoned
+from tests.support.losses.device_tensor import DeviceTensor
 from twinkle.errors import InvalidInputError
 from twinkle.metric import GRPOMetric, PPOMetric, PPOValueMetric
 
@@ -85,6 +86,30 @@ def test_memory_does_not_grow_with_tokens() -> None:
         return sum(sys.getsizeof(number) for part in vars(metric.moments).values() for number in vars(part).values())
 
     assert size(1) == size(50)
+
+
+@pytest.mark.parametrize("form", ["tables", "rows"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gpu_is_waited_for_a_few_times_whatever_the_number_of_rows(form: str, micro_batches: int) -> None:
+    b, values, old, returns = critic_batch(0)
+
+    def on_device(table: torch.Tensor) -> DeviceTensor | list[DeviceTensor]:
+        return DeviceTensor(table) if form == "tables" else [DeviceTensor(torch.tensor(row)) for row in b.rows(table)]
+
+    def accumulate(metric: PPOValueMetric | PPOMetric, **given: torch.Tensor) -> dict[str, float]:
+        name = "values" if isinstance(metric, PPOValueMetric) else "logps"
+        inputs, outputs = {"labels": DeviceTensor(b.labels)}, {name: DeviceTensor(values)}
+        if micro_batches > 1 and name == "values":
+            inputs = [{"labels": DeviceTensor(part)} for part in cut(b.labels)]
+        DeviceTensor.waits = 0
+        metric.accumulate(inputs, outputs, **{key: on_device(table) for key, table in given.items()})
+        assert 0 < DeviceTensor.waits <= 5  # labels, values, and each of the three keywords
+        return metric.calculate()
+
+    found = accumulate(PPOValueMetric(), old_values=old, returns=returns, advantages=returns - old)
+    assert found == pytest.approx(expected([critic_batch(0)]), rel=1e-6)  # rows are fp32 here
+    mean = values[b.mask].mean().item()
+    assert accumulate(PPOMetric(), old_logps=old, advantages=returns)["train/mean_new_logp"] == pytest.approx(mean)
 
 
 def test_parts_of_several_processes_are_combined() -> None:

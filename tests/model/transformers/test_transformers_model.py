@@ -79,6 +79,27 @@ def test_all_parameters(gradient_checkpointing, padding_free):
     assert_close(gradients(model.model), gradients(plain))
 
 
+def test_sequences_of_equal_length_share_a_call_of_attention(monkeypatch):
+    model, plain, batch = make(), plain_model(), features(9, 6, 14, 6, 9, 6)
+    lengths, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def attend_and_count(query, *args, **options):
+        lengths.append(query.shape[2])
+        return attend(query, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_count)
+    outputs = model.forward_backward(inputs=batch)
+    assert lengths == [6, 9, 14] * plain.config.num_hidden_layers
+    monkeypatch.undo()
+    _, lp, _ = logps(plain, batch)
+    assert torch.allclose(outputs["logps"], lp, atol=1e-5)  # in the order of the batch
+    token_sum(plain, batch)[0].backward()
+    assert_close(gradients(model.model), gradients(plain))
+    embeddings = model.forward_only(inputs=batch, task="embedding")["embeddings"]
+    single = [model.forward_only(inputs=[row], task="embedding")["embeddings"][0] for row in batch]
+    assert torch.allclose(embeddings, torch.stack(single), atol=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["dpo", "grpo"])
 def test_lora(loss):
     model = with_lora()

@@ -2,7 +2,8 @@
 
 Three clients of the real SDK train, save and sample while the server is killed and restarted twenty times. They
 continue until the last kill. Then the same number of steps runs on a server that is never killed, and all results are
-compared.
+compared. The same with one client that trains all parameters of the model (``train_mode: full``), whose snapshots and
+versions are complete sets of weights.
 
 ``CHAOS_BACKEND=mock`` replaces the model by the mock; ``CHAOS_KILLS`` and ``CHAOS_SEED`` set the number of kills and
 the seed.
@@ -25,12 +26,14 @@ import tinker
 from tinker import types
 
 from tests.support.servers.running import Server, environment, mock_config
+from twinkle_client import init_tinker_client
 
 MOCK = os.environ.get("CHAOS_BACKEND") == "mock"
 KILLS = int(os.environ.get("CHAOS_KILLS") or 20)
 SEED = int(os.environ.get("CHAOS_SEED") or time.time())
 MODEL = "mock" if MOCK else "random://llama-tiny"
-CLIENTS = 3
+CLIENTS = {"lora": 3, "full": 1}  # by train_mode
+REPLAYED = 8  # max_replayed_steps: few, so that runs wait for snapshots, too
 DEPTH = 4  # number of steps that a client submits before it waits for the first
 SAMPLE_EVERY, SAVE_EVERY = 5, 8  # in steps
 LEAST_STEPS = 20  # steps of the client that starts late
@@ -39,11 +42,14 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.chaos
 
 
-def server_in(directory: Path) -> Server:
+def server_in(directory: Path, mode: str) -> Server:
     directory.mkdir()
+    full = {"train_mode": "full", "max_replayed_steps": REPLAYED} if mode == "full" else {}
     if MOCK:
-        return Server(directory, mock_config(), **{"pass": 0.02, "snapshot": 1.0})
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
+        config = mock_config()
+        config["applications"][1]["args"] |= full
+        return Server(directory, config, **{"pass": 0.02, "snapshot": 1.0})
+    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32", **full}
     applications = [
         {"name": "server", "import_path": "server"},
         {"name": "model", "import_path": "model", "args": model},
@@ -68,9 +74,10 @@ class Report:
 class Client(threading.Thread):
     """One tenant. Trains ``steps`` steps, or until it is stopped."""
 
-    def __init__(self, server: Server, number: int, stop: threading.Event, steps: int | None = None) -> None:
+    def __init__(self, server: Server, mode: str, number: int, stop: threading.Event, steps: int | None = None) -> None:
         super().__init__(name=f"client {number}")
         self.server = server
+        self.mode = mode
         self.number = number
         self.key = f"tml-chaos-{number}"
         self.stop = stop
@@ -86,7 +93,10 @@ class Client(threading.Thread):
 
     def _train(self) -> None:
         service = tinker.ServiceClient(base_url=self.server.url, api_key=self.key)
-        training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=self.number)
+        if self.mode == "full":
+            training = service.create_full_training_client(MODEL)
+        else:
+            training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=self.number)
         under_way: deque[tuple[Future, Future]] = deque()
         samplers: dict[int, tinker.SamplingClient] = {}
         step = 0
@@ -182,12 +192,14 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
-def test_chaos(tmp_path: Path) -> None:
-    print(f"\n{KILLS} kills of a server with {MODEL}, seed {SEED}")
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_chaos(mode: str, tmp_path: Path) -> None:
+    print(f"\n{KILLS} kills of a server with {MODEL}, train_mode {mode}, seed {SEED}")
+    init_tinker_client()
     chance = random.Random(SEED)
-    server = server_in(tmp_path / "disturbed").start()
+    server = server_in(tmp_path / "disturbed", mode).start()
     stop = threading.Event()
-    clients = [Client(server, number, stop) for number in range(CLIENTS)]
+    clients = [Client(server, mode, number, stop) for number in range(CLIENTS[mode])]
     started = time.monotonic()
     try:
         for client in clients[:-1]:
@@ -206,9 +218,9 @@ def test_chaos(tmp_path: Path) -> None:
         server.close()
     print(f"  {[len(report.losses) for report in disturbed]} steps in {time.monotonic() - started:.0f} s")
 
-    quiet = server_in(tmp_path / "undisturbed").start()
+    quiet = server_in(tmp_path / "undisturbed", mode).start()
     try:
-        again = [Client(quiet, n, threading.Event(), len(report.losses)) for n, report in enumerate(disturbed)]
+        again = [Client(quiet, mode, n, threading.Event(), len(report.losses)) for n, report in enumerate(disturbed)]
         for client in again:
             client.start()
         undisturbed = reports(again)
@@ -229,11 +241,13 @@ def test_chaos(tmp_path: Path) -> None:
 
 
 def weights_of(server: Server, path: str) -> dict[str, np.ndarray]:
+    directory = directory_of(server, path)
     if MOCK:
-        return {"w": np.load(directory_of(server, path) / "adapter.npz")["weights"]}
+        return {"w": np.load(directory / "adapter.npz")["weights"]}
     from safetensors.numpy import load_file
 
-    return load_file(directory_of(server, path) / "adapter_model.safetensors")
+    adapter = directory / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else directory / "model.safetensors")
 
 
 def step_count(server: Server, path: str) -> int:

@@ -1,6 +1,6 @@
 """``train_mode: full`` on the mock: one run at a time holds the model, through both protocols and over restarts.
 
-tests/clients/tinker/test_full_training.py has the same with a real model and the SDK.
+tests/clients/all_parameters has the same with a real model, the SDK and the client.
 """
 
 import re
@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.support.servers.native_caller import Caller
 from tests.support.servers.running import MODEL, Server, Tenant, datum, mock_config
+from twinkle.server.wire import tinker_pb2 as pb
 
 DATA = [datum([3, 5, 8, 13])]
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
@@ -59,8 +61,8 @@ def add(caller: Caller, name: str = "policy", **fields: Any) -> httpx.Response:
     return caller.http.post(f"model/{MODEL}/twinkle/add_adapter_to_model", json=body)
 
 
-def verb(caller: Caller, name: str, **fields: Any) -> Any:
-    answer = caller.http.post(f"model/{MODEL}/twinkle/{name}", json={"adapter_name": "policy", **fields})
+def verb(caller: Caller, called: str, **fields: Any) -> Any:
+    answer = caller.http.post(f"model/{MODEL}/twinkle/{called}", json={"adapter_name": "policy", **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -175,18 +177,25 @@ def test_a_checkpoint_is_loaded_and_a_new_run_begins_with_it(full: Server, first
 
 def test_samples_come_from_versions_and_the_base_model_stays(full: Server, first: Tenant) -> None:
     mine = model(first)
-    for number in range(1, 12, 2):
-        first.result(first.forward_backward(mine, number, DATA))
-        first.json(first.optim_step(mine, number + 1, learning_rate=10.0))
+    step(first, mine, 1)
     session = mine.partition(":")[0]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
     base = first.post("create_sampling_session", body).json()["sampling_session_id"]
-    drawn = first.tokens(first.sample(base))
-    version = first.json(first.publish(mine, 13, 1))["sampling_session_id"]
-    trained = first.tokens(first.sample(version))
+    drawn = logprobs(first, base)
+    version = first.json(first.publish(mine, 3, 1))["sampling_session_id"]
+    trained = logprobs(first, version)
     assert trained != drawn
+    assert logprobs(first, base, 1) == drawn
+    step(first, mine, 4)
+    assert logprobs(first, version, 1) == trained  # a version never changes
     unload(first, mine)
-    assert first.tokens(first.sample(base, 1)) == drawn
+    assert logprobs(first, base, 2) == drawn
+    assert logprobs(first, version, 2) == trained
+
+
+def logprobs(tenant: Tenant, sampling_session: str, number: int = 0) -> list[float]:
+    response = pb.SampleResponse.FromString(tenant.result(tenant.sample(sampling_session, number)))
+    return np.frombuffer(response.sequences[0].logprobs, "<f4").tolist()
 
 
 # --- the native protocol ----------------------------------------------------------------------------------------------
@@ -205,7 +214,7 @@ def test_native_verbs_and_a_fresh_replica_after_them(full: Server) -> None:
     assert add(caller, gradient_accumulation_steps=2).status_code == 200  # one's own name again
     verb(caller, "set_optimizer", optimizer_cls="Adam", lr=0.1)
     verb(caller, "set_lr_scheduler", scheduler_cls="LinearLR", start_factor=0.5, total_iters=4)
-    verb(caller, "set_loss", loss_cls="CrossEntropyLoss", reduction="sum")
+    verb(caller, "set_loss", loss_cls="CrossEntropyLoss", reduction="mean")
     first, second = losses(caller, 2)
     assert first == second  # both are in one window
     verb(caller, "step")
@@ -225,12 +234,13 @@ def test_native_verbs_and_a_fresh_replica_after_them(full: Server) -> None:
     described = verb(caller, "get_train_configs")["result"]
     assert "optimizer: none" in described
     assert "gradient accumulation steps: 1" in described
-    assert losses(caller, 1)[0] == pytest.approx(first / 3, rel=1e-6)  # the default loss is the mean of three targets
+    assert losses(caller, 1)[0] == pytest.approx(3 * first, rel=1e-6)  # the default loss is the sum of three targets
     verb(caller, "zero_grad")
     verb(caller, "set_optimizer", optimizer_cls="Adam", lr=0.1)
+    verb(caller, "set_lr_scheduler", scheduler_cls="LinearLR", start_factor=0.5, total_iters=4)
     progress = verb(caller, "resume_from_checkpoint", name=saved)["result"]
     assert progress["cur_step"] == 3
-    assert losses(caller, 1)[0] == pytest.approx(third / 3, rel=1e-6)  # its weights are back, too
+    assert losses(caller, 1)[0] == pytest.approx(3 * third, rel=1e-6)  # its weights are back, too
     assert caller.http.post(f"model/{MODEL}/twinkle/remove_adapter", json={"adapter_name": "policy"}).status_code == 200
 
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from os import PathLike
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub.model_id import id_text
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.decoder.architecture import Architecture, read_architecture
+from twinkle.model.decoder.architecture import Architecture, find_layers, read_architecture
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.decoder.layers import run_layer
@@ -84,20 +85,7 @@ def assemble(
         progress.doing("one pass with Transformers' own layers, to compare ours with")
         reference = plain_logprobs(model, architecture, with_adapters=False)
         engine = Engine(model, architecture, device, head_chunk_rows(device, architecture.vocab_size))
-        layout, weights, gradient = read_layout(model), None, None
-        if parallel.shard_mesh is not None:
-            head_name = architecture.head.name
-            head, _ = shard_model(
-                engine, model, parallel.shard_mesh, dtype=dtype, reshard_after_forward=reshard_after_forward
-            )
-            weights = ShardedWeights(layout, model, head_name, head)
-            gradient = ShardedGradient(weights, head, head_name, parallel.shards)
-            engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, gradient)
-        else:
-            weights = TrainedWeights(layout, list(named_weights(model).values()), masters)
-            gradient = CollectedGradient(weights.parameters)
-            head_gradient = _head_gradient(model, weights, gradient)
-            engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, head_gradient)
+        weights, gradient = _take_weights(engine, model, masters, dtype, parallel, reshard_after_forward)
         progress.doing("the same pass with our layers")
         check_engine(engine, reference)
         if compiled:
@@ -119,6 +107,30 @@ def assemble(
     return TrainedModel(
         engine.architecture, device, dtype, end_tokens, engine, weights, gradient, memory, files, parallel
     )
+
+
+def _take_weights(
+    engine: Engine,
+    model: PreTrainedModel,
+    masters: dict[str, Tensor],
+    dtype: torch.dtype,
+    parallel: Parallelism,
+    reshard_after_forward: bool,
+) -> tuple[TrainedWeights, RequestGradient]:
+    """Return all weights of the model and the gradient of a request, which the engine's passes add up from now on."""
+    layout = read_layout(model)
+    if parallel.shard_mesh is None:
+        weights = TrainedWeights(layout, list(named_weights(model).values()), masters, parallel.ranks)
+        gradient = CollectedGradient(weights.parameters)
+        head_gradient = _head_gradient(model, weights, gradient)
+        engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, head_gradient)
+        return weights, gradient
+    head_name = engine.architecture.head.name
+    head = shard_model(engine, model, parallel.shard_mesh, dtype=dtype, reshard_after_forward=reshard_after_forward)
+    shards = ShardedWeights(layout, model, head_name, head, parallel.ranks)
+    sharded = ShardedGradient(shards, head, head_name, parallel.shards)
+    engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, sharded)
+    return shards, sharded
 
 
 @dataclass(frozen=True)
@@ -158,8 +170,6 @@ def _needs(
 
 
 def _layer_sizes(model: PreTrainedModel) -> list[int]:
-    from twinkle.model.decoder.architecture import find_layers
-
     layers = model.get_submodule(find_layers(model))
     return [sum(each.numel() for each in layer.parameters()) for layer in layers]
 

@@ -1,4 +1,4 @@
-"""The state of a run that trains all parameters, beside the weights: gradient, optimizer state, counts; and its steps.
+"""The state of a run that trains all parameters: its weights, gradient, optimizer state and counts; and its steps.
 
 Every step of an optimizer is torch's own code, with all settings passed at each step, as for adapters
 (:mod:`twinkle.model.adapters.optimizer`); here each weight of the model is a parameter of the optimizer. The two rows
@@ -6,9 +6,9 @@ of state have the same meaning as there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,21 @@ from torch.optim.adam import adam
 from twinkle.errors import NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM
 from twinkle.model.adapters.optimizer import check_steps, norm_in_fp64, state_names, step_tensors
+from twinkle.model.full.checkpoint import FullCopy, Loaded, ModelFiles
 from twinkle.model.full.weights import TrainedWeights
+from twinkle.model.library.parameter_groups import is_decayed
 from twinkle.model.parallel import ALONE, Ranks, add_up_all
-from twinkle.model.types import AdamParams
+from twinkle.model.types import AdamParams, AdapterSnapshot, FullSpec
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
+
+
+class _Tensors(NamedTuple):
+    """What an optimizer changes in one step, for some of the parameters."""
+
+    weights: list[Tensor]
+    gradient: list[Tensor]
+    rows: tuple[list[Tensor], list[Tensor]]  # of its state
 
 
 @dataclass
@@ -103,8 +113,11 @@ class FullRun:
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def adam_step(self, params: AdamParams, *, decoupled: bool) -> dict[str, float]:
-        """Take one step of AdamW, or of Adam if the weight decay is not ``decoupled``, then drop the gradient."""
+    def adam_step(self, params: AdamParams, *, decoupled: bool, decay_norms: bool) -> dict[str, float]:
+        """Take one step of AdamW, or of Adam if the weight decay is not ``decoupled``, then drop the gradient.
+
+        Without ``decay_norms`` norms and biases get no weight decay.
+        """
         if self.gradient is None:
             return dict(NO_GRADIENT)
         norm = self._finite_norm()
@@ -112,31 +125,34 @@ class FullRun:
         if params.grad_clip_norm > 0:
             # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
             torch._foreach_mul_(self.gradient, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
-        masters = self.weights.masters
-        steps = torch.full((len(masters),), float(self.step), device=masters[0].device)
-        adam(
-            masters,
-            self.gradient,
-            self.exp_avg,
-            self.exp_avg_sq,
-            [],
-            list(steps.unbind()),
-            fused=True,
-            amsgrad=False,
-            decoupled_weight_decay=decoupled,
-            beta1=params.beta1,
-            beta2=params.beta2,
-            lr=params.learning_rate,
-            weight_decay=params.weight_decay,
-            eps=params.eps,
-            maximize=False,
-        )
+        for numbers, decayed in self._decay_groups(decay_norms):
+            tensors = self._tensors(self.gradient, numbers)
+            steps = torch.full((len(numbers),), float(self.step), device=tensors.weights[0].device)
+            adam(
+                tensors.weights,
+                tensors.gradient,
+                *tensors.rows,
+                [],
+                list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                decoupled_weight_decay=decoupled,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                lr=params.learning_rate,
+                weight_decay=params.weight_decay if decayed else 0.0,
+                eps=params.eps,
+                maximize=False,
+            )
         self._stepped()
         return {"unclipped_grad_l2:mean": norm}
 
     @torch.no_grad()
-    def optimizer_step(self, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
-        """Take one step of ``torch.optim``'s optimizer ``name``, then drop the gradient."""
+    def optimizer_step(self, name: str, settings: Mapping[str, Any], *, decay_norms: bool) -> dict[str, float]:
+        """Take one step of ``torch.optim``'s optimizer ``name``, then drop the gradient.
+
+        Without ``decay_norms`` norms and biases get no weight decay.
+        """
         if self.gradient is None:
             return dict(NO_GRADIENT)
         if state_names(name, settings).matrices:
@@ -145,11 +161,27 @@ class FullRun:
         is_first = self.step == 0 or self.optimizer != name
         check_steps(name, settings, 0 if is_first else self.step, self.scalars)  # a schedule may have changed them
         self.begin_state(name)
-        masters = [each.detach() for each in self.weights.masters]
-        rows = (self.exp_avg, self.exp_avg_sq)
-        self.scalars = step_tensors(name, settings, masters, self.gradient, rows, self.step, self.scalars)
+        scalars = self.scalars  # of the optimizer before the step; those after it are the same for all groups
+        for numbers, decayed in self._decay_groups(decay_norms):
+            own = settings if decayed else {**settings, "weight_decay": 0.0}
+            self.scalars = step_tensors(name, own, *self._tensors(self.gradient, numbers), self.step, scalars)
         self._stepped()
         return {"unclipped_grad_l2:mean": norm}
+
+    def _decay_groups(self, decay_norms: bool) -> list[tuple[list[int], bool]]:
+        """Return the numbers of the parameters with weight decay and of those without, and which of the two it is."""
+        names = self.weights.layout.names
+        decayed = [number for number, name in enumerate(names) if decay_norms or is_decayed(name)]
+        others = sorted(set(range(len(names))) - set(decayed))
+        return [(numbers, decays) for numbers, decays in ((decayed, True), (others, False)) if numbers]
+
+    def _tensors(self, gradient: Sequence[Tensor], numbers: Sequence[int]) -> "_Tensors":
+        weights, exp_avg, exp_avg_sq = self.weights.masters, self.exp_avg, self.exp_avg_sq
+        return _Tensors(
+            [weights[number].detach() for number in numbers],
+            [gradient[number] for number in numbers],
+            ([exp_avg[number] for number in numbers], [exp_avg_sq[number] for number in numbers]),
+        )
 
     def begin_state(self, optimizer: str) -> None:
         """Let the state belong to this optimizer; if it belongs to another one, it starts from zero."""
@@ -157,11 +189,73 @@ class FullRun:
             self.optimizer, self.scalars, self.step = optimizer, {}, 0
             torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
 
-    def put_state(self, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor]) -> None:
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> AdapterSnapshot:
+        """Return all state. All ranks must call this; the arrays are empty on all but the first."""
+        weights = self.weights
+        return AdapterSnapshot(
+            spec=FullSpec(),
+            step=self.step,
+            layout=weights.layout.digest,
+            weights=weights.row(weights.masters),
+            exp_avg=weights.row(self.exp_avg),
+            exp_avg_sq=weights.row(self.exp_avg_sq),
+            gradient=None if self.gradient is None else weights.row(self.gradient),
+            optimizer=self.optimizer,
+            scalars=dict(self.scalars),
+            passes=self.passes,
+        )
+
+    def restore(self, snapshot: AdapterSnapshot) -> None:
+        """Take the state of a snapshot whose layout and shapes are those of the weights."""
+        weights, split = self.weights, self.weights.layout.split
+        self.drop_gradient()
+        weights.put(split(snapshot.weights))
+        self._put_state(split(snapshot.exp_avg), split(snapshot.exp_avg_sq))
+        if snapshot.gradient is not None:
+            own = (weights.part(index, tensor) for index, tensor in enumerate(split(snapshot.gradient)))
+            self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
+        self.step, self.passes = snapshot.step, snapshot.passes
+        self.optimizer, self.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def copied(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
+        """Return a copy in host memory, as it is written to disk, without the gradient.
+
+        With the ``optimizer``'s state the weights are fp32, else of ``dtype``. All ranks must call this; the copy has
+        no tensors on all but the first.
+        """
+        weights = self.weights
+        moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
+        return FullCopy(
+            weights.layout,
+            files,
+            weights.on_host(weights.masters, torch.float32 if optimizer else dtype),
+            tuple(weights.on_host(tensors, torch.float32) for tensors in moments),
+            step=self.step,
+            passes=self.passes,
+            optimizer=self.optimizer,
+            scalars=dict(self.scalars),
+        )
+
+    def load(self, loaded: Loaded) -> None:
+        """Take weights and state of a checkpoint that was checked; without optimizer state, that starts from zero."""
+        self.weights.put(loaded.weights)
+        if loaded.moments:
+            self._put_state(*loaded.moments)
+        else:
+            torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
+        self.step, self.passes = loaded.state.step, loaded.state.passes
+        self.optimizer, self.scalars = loaded.state.optimizer, dict(loaded.state.scalars)
+        self.drop_gradient()
+
+    def _put_state(self, exp_avg: Iterable[Tensor], exp_avg_sq: Iterable[Tensor]) -> None:
         """Replace the optimizer's state by whole tensors."""
         for own, tensors in ((self.exp_avg, exp_avg), (self.exp_avg_sq, exp_avg_sq)):
             for index, tensor in enumerate(tensors):
                 own[index].copy_(self.weights.part(index, tensor))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
         self.step += 1

@@ -29,7 +29,9 @@ from twinkle.model.trainer.sharding import ShardedHead
 class ShardedWeights(TrainedWeights):
     """Weights of a sharded model. All tensors are this rank's parts."""
 
-    def __init__(self, layout: ParameterLayout, model: PreTrainedModel, head_name: str, head: ShardedHead) -> None:
+    def __init__(
+        self, layout: ParameterLayout, model: PreTrainedModel, head_name: str, head: ShardedHead, ranks: Ranks
+    ) -> None:
         own = {
             name: parameter for name, parameter in named_weights(model).items() if name.rpartition(".")[0] != head_name
         }
@@ -42,7 +44,7 @@ class ShardedWeights(TrainedWeights):
         if head.bias_V is not None:
             own[f"{head_name}.bias"] = head.bias_V
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        super().__init__(layout, [own[name] for name in layout.names], {})
+        super().__init__(layout, [own[name] for name in layout.names], {}, ranks)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -55,16 +57,12 @@ class ShardedWeights(TrainedWeights):
 
 def shard_model(
     engine: Engine, model: PreTrainedModel, mesh: TorchMesh, *, dtype: torch.dtype, reshard_after_forward: bool
-) -> tuple[ShardedHead, int]:
-    """Cut the fp32 model of an engine into shards, and move the shards to the device of the mesh.
+) -> ShardedHead:
+    """Cut the fp32 model of an engine into shards on the mesh's device, and return the module with the head's weights.
 
-    Return the module with the head's weights, and the most bytes of gathered layers and head, in the compute ``dtype``,
-    that are expected at the same time.
+    Layers are gathered in the compute ``dtype``.
     """
     spec = engine.head.spec
-    layers = [sum(each.numel() for each in layer.parameters()) for layer in engine.layers]
-    held = 2 * max(layers) if reshard_after_forward else sum(layers)  # the next layer is gathered while one runs
-    held += spec.weight_VH.numel()
     if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
         spec = dataclasses.replace(spec, weight_VH=spec.weight_VH.clone())
     head = ShardedHead(spec)
@@ -86,7 +84,7 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it adds
     engine.sharded_head = head
-    return head, held * dtype.itemsize
+    return head
 
 
 class ShardedGradient:

@@ -63,10 +63,15 @@ def build_optimizer(
 def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
     if not parameters:
         raise UserError("set_optimizer: there is nothing to train; all parameters are frozen")
-    decayed = [pair for pair in parameters.items() if not any(word in pair[0].lower() for word in _NOT_DECAYED)]
-    rest = [pair for pair in parameters.items() if any(word in pair[0].lower() for word in _NOT_DECAYED)]
+    decayed = [pair for pair in parameters.items() if is_decayed(pair[0])]
+    rest = [pair for pair in parameters.items() if not is_decayed(pair[0])]
     groups = [(decayed, weight_decay), (rest, 0.0)]
     return [{"params": members, "lr": lr, "weight_decay": decay} for members, decay in groups if members]
+
+
+def is_decayed(name: str) -> bool:
+    """Return whether the parameter of this name gets weight decay: norms and biases do not."""
+    return not any(word in name.lower() for word in _NOT_DECAYED)
 
 
 def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:

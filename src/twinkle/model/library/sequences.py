@@ -88,6 +88,11 @@ class SequenceBatch:
             padded["labels"] = self.pooled_labels
         return {name: tensor.to(self.device) for name, tensor in padded.items()}
 
+    def reordered(self, order: Sequence[int]) -> "SequenceBatch":
+        """Return the batch whose sequence number i is number ``order[i]`` of this one."""
+        labels = None if self.pooled_labels is None else self.pooled_labels[list(order)]
+        return SequenceBatch(tuple(self.rows[i] for i in order), labels, self.device)
+
     def padded(self, values: Sequence[FloatArray]) -> Tensor:
         """Return values per token, one array per sequence, as a tensor (B, L) with 0 in the padding."""
         return _padded([torch.from_numpy(each) for each in values], 0.0)

@@ -34,9 +34,13 @@ _WITHOUT_EFFECT = ("foreach", "fused")
 class SteppingTrainer(Protocol):
     """The methods of a :class:`~twinkle.model.Trainer` that take a step."""
 
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+    def optim_step(
+        self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
+    ) -> dict[str, float]: ...
 
-    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]: ...
+    def optimizer_step(
+        self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
+    ) -> dict[str, float]: ...
 
 
 def build_lora_optimizer(
@@ -68,15 +72,18 @@ def build_lora_optimizer(
 
 
 def take_step(trainer: SteppingTrainer, adapter_id: str, optimizer: Optimizer) -> None:
-    """Take one step with the present settings of ``optimizer``."""
+    """Take one step with the present settings of ``optimizer``.
+
+    Where all parameters of a model are trained, norms and biases get no weight decay, as in a TransformersModel.
+    """
     name = type(optimizer).__name__
     if name in _ADAMS:
         params, decoupled = adam_params(optimizer)
-        trainer.optim_step(adapter_id, params, decoupled=decoupled)
+        trainer.optim_step(adapter_id, params, decoupled=decoupled, decay_norms=False)
         return
     settings = settings_of(optimizer)
     _check_numbers(settings)  # a schedule may have changed them
-    trainer.optimizer_step(adapter_id, name, settings)
+    trainer.optimizer_step(adapter_id, name, settings, decay_norms=False)
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -319,11 +319,13 @@ class Trainer:
         self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)
         return results
 
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+    def optim_step(
+        self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Take one AdamW step with the accumulated gradient, then drop the gradient.
 
         Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. ``decoupled=False`` is Adam,
-        whose weight decay is part of the gradient.
+        whose weight decay is part of the gradient. ``decay_norms`` has no effect: an adapter has no norms and biases.
         """
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
@@ -331,10 +333,13 @@ class Trainer:
         self._unite_gradient(adapter)
         return adam_step(adapter, params, decoupled=decoupled)
 
-    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+    def optimizer_step(
+        self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Take one step of another optimizer of ``torch.optim`` with the accumulated gradient, then drop the gradient.
 
-        ``settings``: all keywords of its constructor. An adapter has the state of one optimizer at a time.
+        ``settings``: all keywords of its constructor. ``decay_norms`` has no effect, as in :meth:`optim_step`. An
+        adapter has the state of one optimizer at a time.
         """
         adapter = self._pool.get(adapter_id)
         if name not in OPTIMIZERS:

@@ -14,9 +14,10 @@ Shapes: B sequences, L tokens of the longest, T tokens of all, S tokens of this 
 H hidden features, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,18 @@ class CausalForward(nn.Module):
 
         With ``asked.embeddings``, only (B, H) "embeddings" is returned; with ``asked.values``, only (B, L) "values". An
         auxiliary loss of the model's own forward is returned as "aux_loss".
+
+        A packed row is computed with its sequences in the order of their lengths: attention without a kernel for
+        packed rows (fp32 on a GPU, and everything on a CPU) takes one call for neighbours of equal length.
         """
+        order = [] if asked.logits or not self.packed or self._sequence.size > 1 else _order_by_length(batch.lengths)
+        if not order:
+            return self._outputs(batch, asked)
+        outputs = self._outputs(batch.reordered(order), asked)
+        places_B = torch.tensor(order).argsort()
+        return {name: value_B[places_B.to(value_B.device)] for name, value_B in outputs.items()}
+
+    def _outputs(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
         if asked.embeddings:
             return {"embeddings": self._embeddings(batch)}
         if not self._known:
@@ -172,6 +184,13 @@ class CausalForward(nn.Module):
             outputs["logits"] = _padded_logits(batch, logits_TV)
         aux_loss = output.get("aux_loss")
         return outputs if aux_loss is None else {**outputs, "aux_loss": aux_loss}
+
+
+def _order_by_length(lengths: Sequence[int]) -> list[int]:
+    """Return the places of sequences, shortest first; empty if equal lengths are neighbours already."""
+    if len(list(groupby(lengths))) == len(set(lengths)):
+        return []
+    return sorted(range(len(lengths)), key=lambda i: lengths[i])
 
 
 def _values(logits_CV: Tensor, targets_C: Tensor, asked: Asked) -> Tensor:

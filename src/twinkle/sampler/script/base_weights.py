@@ -125,6 +125,8 @@ def empty_clone(live: LiveWeights, dtype: torch.dtype, device: torch.device) -> 
     Weights that cannot be shared are zero.
     """
     module = live.module
+    # "cuda" is not equal to "cuda:0", the device that a tensor on it has.
+    device = torch.empty(0, device=device).device
     config = copy.deepcopy(module.config)
     with torch.device("meta"):
         clone = type(module)._from_config(config, dtype=dtype)

@@ -85,10 +85,17 @@ class TrainingBackend(Protocol):
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
 
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+    def optim_step(
+        self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
+    ) -> dict[str, float]: ...
 
-    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
-        """Take a step of another optimizer than Adam: a class of torch.optim by name, with all its settings."""
+    def optimizer_step(
+        self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
+    ) -> dict[str, float]:
+        """Take a step of another optimizer than Adam: a class of torch.optim by name, with all its settings.
+
+        ``decay_norms``: whether norms and biases get weight decay where all parameters are trained.
+        """
 
     def zero_grad(self, adapter_id: str) -> None: ...
 

@@ -180,8 +180,9 @@ _QUEUE: dict[str, OlderKey] = {
 
 
 _NO_ADAPTERS = _dropped("it has no effect with train_mode: full, which has no adapters")
+_OF_ADAPTERS = ("max_loras", "max_r", "target_modules", "lora_config")
 _MODEL_FULL: dict[str, OlderKey] = {
-    **dict.fromkeys(("max_loras", "max_r", "target_modules", "lora_config"), _NO_ADAPTERS),
+    **dict.fromkeys(_OF_ADAPTERS, _NO_ADAPTERS),
     "max_length": _MODEL["max_length"],
 }
 
@@ -209,7 +210,7 @@ def older_keys() -> dict[str, str]:
         "`/api/v1`; else refused",
         "ARGS.use_megatron": "false: `backend: transformers`; true: `backend: megatron`",
         **{f"ARGS.{key}": one.words for key, one in _MODEL.items()},
-        "ARGS.max_loras, ARGS.max_r, ARGS.target_modules, ARGS.lora_config with `train_mode: full`": _NO_ADAPTERS.words,
+        ", ".join(f"ARGS.{key}" for key in _OF_ADAPTERS): f"with `train_mode: full`: {_NO_ADAPTERS.words}",
         **{f"ARGS.adapter_config.{key}": one.words for key, one in _ADAPTER.items()},
     }
 

@@ -54,6 +54,9 @@ def without_effect(config: Configuration) -> list[str]:
         notes += _sampling_share(application, trained, f"{at}.args.sampling_share", on_ray=on_ray)
         notes += _train_mode(application, f"{at}.args")
         notes += _weight_sets(application, trained, f"{at}.args.max_weight_sets")
+    modes = {args.train_mode for args in trained.values()}
+    if modes == {"full"} and "max_rank" in config.limits.model_fields_set:
+        notes.append("limits.max_rank: has no effect, no model of this server has adapters (train_mode: full)")
     if not config.telemetry.enabled:
         given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
         changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]

@@ -207,10 +207,12 @@ class MockTrainer(TrainingBackend):
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=True)
 
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+    def optim_step(
+        self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Make a step of plain momentum, after clipping and weight decay. Without a gradient nothing changes.
 
-        ``decoupled`` has no effect: there is no Adam here.
+        ``decoupled`` and ``decay_norms`` have no effect: there is no Adam here, and there are no norms.
         """
         adapter = self._get(adapter_id)
         check_adam_params(params)
@@ -229,7 +231,9 @@ class MockTrainer(TrainingBackend):
         adapter.step += 1
         return {"unclipped_grad_l2:mean": norm}
 
-    def optimizer_step(self, adapter_id: str, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+    def optimizer_step(
+        self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
+    ) -> dict[str, float]:
         """Make the same step as :meth:`optim_step`, with the learning rate and the weight decay of the settings."""
         decay = float(settings.get("weight_decay", 0.0))
         return self.optim_step(adapter_id, AdamParams(learning_rate=float(settings["lr"]), weight_decay=decay))

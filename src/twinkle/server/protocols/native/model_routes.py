@@ -37,6 +37,7 @@ from twinkle_client.protocol.sessions import (
 from twinkle_client.protocol.verbs import (
     AddAdapterRequest,
     AddAdapterResponse,
+    CreateResponse,
     RemoveAdapterRequest,
     UploadToHubRequest,
     UploadToHubResponse,
@@ -49,8 +50,7 @@ _MODEL = "/model/{model:path}/twinkle"
 
 @routes.post(f"{_MODEL}/create", by_base_model, raw_body())
 async def create(call: Call[bytes], model: str) -> Response:
-    services_of(call.gateway, model)
-    return wire_response(OkResponse())
+    return wire_response(CreateResponse(train_mode=services_of(call.gateway, model).model.train_mode))
 
 
 @routes.get(f"{_MODEL}/get_info", by_base_model)

@@ -33,6 +33,8 @@ class Snapshots:
         # Adapters that ran ops since their snapshot, with the monotonic time when their next snapshot is due …
         self._due_at: dict[str, float] = {}
         self._changed: set[str] = set()  # … and those of them that an op has changed
+        self._postponed: set[str] = set()  # adapters whose state was incomplete, until one of their ops ends
+        self._failed_until: dict[str, float] = {}  # after a failure to write: monotonic time of the next attempt
         # Optimizer steps that no snapshot on disk covers: those since the last copy, and those in a copy being written.
         self._steps: Counter[str] = Counter()
         self._steps_being_written: Counter[str] = Counter()
@@ -50,6 +52,7 @@ class Snapshots:
         ``snapshot_seconds`` after the first op that it does not cover. ``step``: the op was an optimizer step.
         """
         self._steps[adapter_id] += step
+        self._postponed.discard(adapter_id)
         due = now if urgent else now + self._context.snapshot_seconds
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
         if changed:
@@ -57,14 +60,20 @@ class Snapshots:
 
     @event_loop
     def postpone(self, adapter_id: str, now: float) -> None:
-        """Make the adapter's snapshot due ``snapshot_seconds`` from now, because it cannot be taken now."""
+        """Make the adapter's snapshot due ``snapshot_seconds`` from now, because it cannot be taken now.
+
+        If an op of the adapter ends before, and it has taken many steps, the snapshot is due again then.
+        """
         self._due_at[adapter_id] = now + self._context.snapshot_seconds
+        self._postponed.add(adapter_id)
 
     @event_loop
     def forget(self, adapter_id: str) -> None:
         """Note that the adapter needs no snapshot at present."""
         self._due_at.pop(adapter_id, None)
         self._changed.discard(adapter_id)
+        self._postponed.discard(adapter_id)
+        self._failed_until.pop(adapter_id, None)
         self._steps.pop(adapter_id, None)
 
     def noted(self) -> list[str]:
@@ -79,7 +88,7 @@ class Snapshots:
         """
         if not self._due_at or self._writing is not None:
             return None
-        if (pressing := self._pressing()) is not None:
+        if (pressing := self._pressing(now)) is not None:
             return pressing
         if now < self._not_before:
             return None
@@ -96,23 +105,34 @@ class Snapshots:
             return None
         if self._writing is not None:
             return time.monotonic() + self._context.snapshot_seconds
-        if self._pressing() is not None:
+        if self._pressing(time.monotonic()) is not None:
             return time.monotonic()
         return max(self._not_before, min(self._due_at.values()))
 
-    def _pressing(self) -> str | None:
-        """Return an adapter that has taken half of the optimizer steps that may be repeated since its last copy."""
+    def _pressing(self, now: float) -> str | None:
+        """Return an adapter that has taken half of the optimizer steps that may be repeated since its last copy.
+
+        One whose snapshot cannot be taken at present is not returned: the service loop would try again and again, and
+        the tasks that complete its state would never run.
+        """
         most = self._context.model.max_replayed_steps
         if most is None:
             return None
-        return next((each for each in self._due_at if 2 * self._steps[each] >= most), None)
+        able = (each for each in self._due_at if each not in self._postponed and not self._has_failed(each, now))
+        return next((each for each in able if 2 * self._steps[each] >= most), None)
+
+    def _has_failed(self, adapter_id: str, now: float) -> bool:
+        return self._failed_until.get(adapter_id, now) > now
 
     def at_step_limit(self) -> list[str]:
-        """Return the adapters that must not step before a snapshot of them is on disk (``max_replayed_steps``)."""
-        most = self._context.model.max_replayed_steps
+        """Return the adapters that must not step before a snapshot of them is on disk (``max_replayed_steps``).
+
+        Those whose last snapshot could not be written are not among them until the next attempt: they go on.
+        """
+        most, now = self._context.model.max_replayed_steps, time.monotonic()
         if most is None:
             return []
-        stepped = {*self._steps, *self._steps_being_written}
+        stepped = [each for each in {*self._steps, *self._steps_being_written} if not self._has_failed(each, now)]
         return [each for each in stepped if self._steps[each] + self._steps_being_written[each] >= most]
 
     async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
@@ -163,7 +183,9 @@ class Snapshots:
                 logger.exception("snapshot of %s failed", adapter_id)
                 self._not_written(adapter_id, steps)
                 self._changed.add(adapter_id)
-                self._due_at.setdefault(adapter_id, time.monotonic() + self._context.snapshot_seconds)
+                again = time.monotonic() + self._context.snapshot_seconds
+                self._failed_until[adapter_id] = again
+                self._due_at.setdefault(adapter_id, again)
             finally:
                 took = time.monotonic() - started
                 self._not_before = time.monotonic() + took / _SHARE
