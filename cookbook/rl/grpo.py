@@ -46,6 +46,11 @@ parser.add_argument("--workers", type=int, default=2, help="number of training a
 parser.add_argument("--test", type=int, default=64, help="held-out sums, asked before and after with greedy sampling")
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
 args = parser.parse_args()
+for name, least in {"steps": 0, "prompts": 1, "samples": 1, "test": 1}.items():
+    if (value := vars(args)[name]) < least:
+        parser.error(f"--{name.replace('_', '-')}: got {value}, allowed: {least} or more")
+if args.test > 8000:
+    parser.error(f"--test: got {args.test}, allowed: at most 8000, because there are 8100 sums and some are trained on")
 
 ADAPTER, TEST = "adder", args.test
 
@@ -124,9 +129,9 @@ curve, mine = [], mesh.get_slice(args.prompts)  # all sums of a step; under torc
 progress = tqdm(range(args.steps), desc="GRPO", unit="step", disable=not is_master())
 for step in progress:
     # Sample: every sum of this step is answered several times. Sum i has seed + i, so no seed occurs twice in a run.
-    prompts = [addition(a, b) for a, b in train[step * args.prompts : (step + 1) * args.prompts][mine]]
-    seed = args.seed * 10**6 + step * args.prompts + mine.start
-    sequences = sample(prompts, num_samples=args.samples, logprobs=1, seed=seed)
+    turn = range(step * args.prompts, (step + 1) * args.prompts)[mine]
+    prompts = [addition(*train[i % len(train)]) for i in turn]
+    sequences = sample(prompts, num_samples=args.samples, logprobs=1, seed=args.seed * 10**6 + turn.start)
 
     # Judge: the reward of each answer, and how much better it is than its group.
     rewards = reward([sequence.new_input_feature for sequence in sequences])

@@ -42,6 +42,11 @@ parser.add_argument(
 parser.add_argument("--test", type=int, default=256, help="held-out sums, asked before and after with greedy sampling")
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
 args = parser.parse_args()
+for name, least in {"steps": 0, "prompts": 1, "samples": 1, "test": 1}.items():
+    if (value := vars(args)[name]) < least:
+        parser.error(f"--{name.replace('_', '-')}: got {value}, allowed: {least} or more")
+if args.test > 8000:
+    parser.error(f"--test: got {args.test}, allowed: at most 8000, because there are 8100 sums and some are trained on")
 
 TEST = args.test
 

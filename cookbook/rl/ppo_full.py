@@ -41,7 +41,7 @@ parser.add_argument("--samples", type=int, default=8, help="answers per sum")
 parser.add_argument("--epochs", type=int, default=2, help="how often the answers of a step are learnt from")
 parser.add_argument("--mini-batches", type=int, default=2, help="updates per epoch, each with a part of the answers")
 parser.add_argument("--learning-rate", type=float, default=5e-6, help="of the policy")
-parser.add_argument("--critic-learning-rate", type=float, default=1e-5)
+parser.add_argument("--critic-learning-rate", type=float, default=1e-4)
 parser.add_argument("--gae-lambda", type=float, default=0.95)
 parser.add_argument(
     "--precision", choices=["bf16", "fp32"], help="default: bf16 where the hardware has instructions for it, else fp32"
@@ -49,6 +49,13 @@ parser.add_argument(
 parser.add_argument("--test", type=int, default=256, help="held-out sums, asked before and after with greedy sampling")
 parser.add_argument("--curve", type=Path, help="write the curves of the run here, as JSON")
 args = parser.parse_args()
+for name, least in {"steps": 0, "prompts": 1, "samples": 1, "epochs": 1, "mini_batches": 1, "test": 1}.items():
+    if (value := vars(args)[name]) < least:
+        parser.error(f"--{name.replace('_', '-')}: got {value}, allowed: {least} or more")
+if args.test > 8000:
+    parser.error(f"--test: got {args.test}, allowed: at most 8000, because there are 8100 sums and some are trained on")
+if args.mini_batches > args.prompts * args.samples:
+    parser.error(f"--mini-batches: got {args.mini_batches}, allowed: at most one for each answer of a step")
 
 TEST = args.test
 

@@ -144,6 +144,38 @@ def test_ppo(run, tmp_path, monkeypatch, script):
     assert set(names["policy"].optimizer_group) == ({""} if full else {"adder"})
 
 
+def test_the_recipes_have_the_same_held_out_sums(run):
+    """For one seed, and none of them is trained on: also not when all sums for training have been used."""
+    few, found = ("--steps", 0, "--test", 5, "--seed", 3, "--precision", "fp32"), []
+    for script in ("rl/grpo.py", "rl/grpo_full.py", "rl/ppo.py", "rl/ppo_full.py"):
+        names = run(script, *few)
+        train = [names["addition"](a, b)["messages"] for a, b in names["train"]]
+        test = [prompt["messages"] for prompt in names["test"]]
+        assert (len(test), len(train)) == (5, 8095)
+        assert not [prompt for prompt in test if prompt in train]
+        found.append((test, train))
+    assert all(each == found[0] for each in found)
+    assert [prompt["messages"] for prompt in run("rl/grpo_full.py", *few, "--seed", 4)["test"]] != found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--prompts", 0), "--prompts: got 0, allowed: 1 or more"),
+        (("--steps", -1), "--steps: got -1, allowed: 0 or more"),
+        (("--test", 8001), "--test: got 8001, allowed: at most 8000"),
+        (("--mini-batches", 0), "--mini-batches: got 0, allowed: 1 or more"),
+        (("--prompts", 1, "--samples", 2, "--mini-batches", 3), "--mini-batches: got 3, allowed: at most one for each"),
+    ],
+)
+@pytest.mark.parametrize("script", ["grpo", "grpo_full", "ppo", "ppo_full"])
+def test_wrong_numbers_are_named(run, capsys, script, arguments, text):
+    with pytest.raises(SystemExit):
+        run(f"rl/{script}.py", *arguments)
+    unknown = "grpo" in script and "--mini-batches" in arguments
+    assert ("unrecognized arguments: --mini-batches" if unknown else text) in capsys.readouterr().err
+
+
 def test_reward_of_addition(run):
     names = run("rl/grpo.py", "--steps", 0)
     trajectory = names["addition"](52, 34)

@@ -25,6 +25,8 @@ SETTINGS = {
     "transformers/dpo.py": ["--epochs", "1", "--batch-size", "24"],
     "rl/grpo.py": ["--steps", "2", "--prompts", "3", "--samples", "4"],
 }
+_RL = [*SETTINGS["rl/grpo.py"], "--test", "5", "--precision", "fp32"]
+WITHOUT_RAY = {"rl/grpo_full.py": _RL, "rl/ppo.py": [*_RL, "--kl-coef", "0.1"], "rl/ppo_full.py": _RL}
 
 
 def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torch.Tensor:
@@ -35,7 +37,7 @@ def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torc
 
 
 def run(mode: str, output: Path, script: str) -> None:
-    arguments = [*SETTINGS[script], "--curve", str(output / f"{Path(script).stem}.json")]
+    arguments = [*(SETTINGS | WITHOUT_RAY)[script], "--curve", str(output / f"{Path(script).stem}.json")]
     if script.startswith("transformers/"):
         arguments += ["--output", str(output)]
     if mode == "ray":

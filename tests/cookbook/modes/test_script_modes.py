@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cookbook.modes.script_program import SETTINGS
+from tests.cookbook.modes.script_program import SETTINGS, WITHOUT_RAY
 from twinkle import exists
 
 SCRIPTS = list(SETTINGS)
@@ -99,6 +99,15 @@ def test_losses_and_gradients_of_two_processes(run_for_gradients, script):
 @pytest.mark.parallel
 def test_dpo_and_grpo_under_torchrun(torchrun):
     assert_runs(torchrun)
+
+
+@pytest.mark.parallel
+def test_the_other_recipes_of_reinforcement_learning_under_torchrun(run_scripts):
+    folder = run_scripts("torchrun", *WITHOUT_RAY)
+    for script in WITHOUT_RAY:
+        curves = curve(folder, Path(script).stem)
+        assert curves["reward"] == curves["accuracy"] == [0.0, 0.0]
+    assert len(curve(folder, "ppo")["explained_variance"]) == 2
 
 
 @pytest.mark.ray
