@@ -118,7 +118,7 @@ def test_a_large_state_dict_is_refused_before_it_is_copied(ops: Ops, monkeypatch
     monkeypatch.setattr(MockTrainer, "weights", copied)
     category, message = ops.failure("get_state_dict")
     assert category == "user"
-    assert message.startswith("get_state_dict: got 1048577 numbers, allowed: at most 1048576 as JSON")
+    assert message.startswith("get_state_dict: got '1048577 numbers', allowed: at most 1048576 as JSON")
 
 
 def test_a_schedule_that_has_ended(ops: Ops, caplog: pytest.LogCaptureFixture) -> None:
