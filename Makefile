@@ -156,7 +156,7 @@ test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages c
 soak: $(STAMP) ## twenty minutes of mixed load with kills: no leaks, nothing lost (SOAK_MINUTES=3: shorter)
 	@$(VENV)/bin/pytest -q -s -m soak tests/robustness/soak
 
-chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
+chaos: $(STAMP) ## kill a server twenty times under clients, for adapters and for all parameters (BACKEND=mock: no model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/robustness/chaos
 
 attack: $(STAMP) ## known attacks on a server with 3 GiB: it must survive, and each refusal must name its limit

@@ -31,7 +31,7 @@ _FAILURES = "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass th
 _CLIPPING = "a model's clip_grad_norm normalises and clips its gradients"
 _CONTEXT = f"context parallelism is Megatron's, and {_MEGATRON}"
 _IMAGES = "images, video and audio are not supported yet"
-_ZEROMQ = "nothing here uses ZeroMQ; it belongs to the checkpoint engine, which is not there yet"
+_ZEROMQ = "nothing here uses ZeroMQ; weights travel over NCCL or through Ray's object store"
 _DOCUMENT = "no release of the existing library has it either"
 
 PATHS: Table = {
@@ -136,7 +136,7 @@ PATHS: Table = {
     "twinkle.utils:release_lock": Absent("PosixFileLock and processing_lock lock files"),
     "twinkle.utils:safe_loss": Absent(_FAILURES),
     "twinkle.utils:split_cp_inputs": Absent(_CONTEXT),
-    "twinkle.utils:stateless_init_process_group": Absent("it belongs to the checkpoint engine, which is not there yet"),
+    "twinkle.utils:stateless_init_process_group": Absent("it is internal to the checkpoint engine; NCCLCheckpointEngine makes its own group"),
     "twinkle.version": Moved(
         "twinkle",
         {"__release_datetime__": "twinkle:__release_datetime__", "__version__": "twinkle:__version__"},

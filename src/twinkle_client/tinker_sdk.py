@@ -7,12 +7,14 @@ does, or wait too long, are wrapped, not replaced, so that each version of the S
   additional header that tells a server which issues no keys to accept any key;
 - addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``;
 - ``ServiceClient`` has two methods more, ``create_full_training_client`` and its async form. They train all parameters
-  of a model that is served with ``train_mode: full``;
+  of a model that is served with ``train_mode: full``. Its methods that continue from a checkpoint take checkpoints of
+  such a training, too;
 - a new client that no server answers raises ConnectionLostError within 30 seconds. The SDK itself tries silently for
   five minutes. Once a server has answered, the SDK's own retries apply.
 """
 
 import functools
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 _KEY_PREFIXES = ("tml-", "eyJ")
 _MARK = "_twinkle_wrapped"
 _PROBE_SECONDS = 10.0  # without an answer, before the server is asked again
+_LOADS = "_create_training_client_via_load_weights_submit"  # in newer versions; takes checkpoints of either kind
+_WEIGHTS_REST = "_get_rest_client_for_weights"  # in newer versions, where create_rest_client warns
 _AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; in earlier versions the client class checks the key
 
 
@@ -61,7 +65,9 @@ def patch_tinker() -> None:
     _wrap_holder(holders)
     _wrap_sampling(holders)
     _wrap_paths(import_module("tinker.types.checkpoint"))
-    _add_full_training(import_module("tinker.lib.public_interfaces.service_client"))
+    services = import_module("tinker.lib.public_interfaces.service_client")
+    _add_full_training(services)
+    _wrap_from_state(services)
 
 
 def _wrap_key_provider(module: ModuleType) -> None:
@@ -216,6 +222,77 @@ def _add_full_training(module: ModuleType) -> None:
 
     service.create_full_training_client = module.sync_only(create_full_training_client)
     service.create_full_training_client_async = create_full_training_client_async
+
+
+def _wrap_from_state(module: ModuleType) -> None:
+    """Wrap the methods that create a training client from a checkpoint: the SDK expects those of adapters only."""
+    service = module.ServiceClient
+    for name, optimizer in (
+        ("create_training_client_from_state", False),
+        ("create_training_client_from_state_with_optimizer", True),
+    ):
+        if not _is_wrapped(getattr(service, name)):
+            setattr(service, name, _wrapped(module.sync_only(_from_state(getattr(service, name), optimizer))))
+            in_coroutine = f"{name}_async"
+            setattr(service, in_coroutine, _wrapped(_from_state_async(getattr(service, in_coroutine), optimizer)))
+
+
+def _from_state(original: Callable[..., Any], optimizer: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(self: Any, *given: Any, **options: Any) -> Any:
+        call = _named(original, self, given, options)
+        info = _weights_rest(self, call).get_weights_info_by_tinker_path(call["path"]).result()
+        if info.is_lora:
+            return original(self, *given, **options)
+        if hasattr(self, _LOADS):
+            return _submit_load(self, call, optimizer).result()
+        training = self.create_full_training_client(info.base_model, user_metadata=call.get("user_metadata"))
+        (training.load_state_with_optimizer if optimizer else training.load_state)(call["path"]).result()
+        return training
+
+    return create
+
+
+def _from_state_async(original: Callable[..., Awaitable[Any]], optimizer: bool) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(original)
+    async def create(self: Any, *given: Any, **options: Any) -> Any:
+        call = _named(original, self, given, options)
+        info = await _weights_rest(self, call).get_weights_info_by_tinker_path(call["path"])
+        if info.is_lora:
+            return await original(self, *given, **options)
+        if hasattr(self, _LOADS):
+            return await _submit_load(self, call, optimizer).result_async()
+        metadata = call.get("user_metadata")
+        training = await self.create_full_training_client_async(info.base_model, user_metadata=metadata)
+        load = training.load_state_with_optimizer_async if optimizer else training.load_state_async
+        await (await load(call["path"])).result_async()
+        return training
+
+    return create
+
+
+def _named(original: Callable[..., Any], service: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call by name: the SDK's versions have different ones after the path."""
+    return inspect.signature(original).bind(service, *given, **options).arguments
+
+
+def _weights_rest(service: Any, call: Mapping[str, Any]) -> Any:
+    """Return the SDK's REST client with the account that may read the checkpoint."""
+    if not hasattr(service, _WEIGHTS_REST):
+        return service.create_rest_client()
+    return getattr(service, _WEIGHTS_REST)(call.get("weights_access_token"))
+
+
+def _submit_load(service: Any, call: Mapping[str, Any], optimizer: bool) -> Any:
+    """Send the one request with which newer versions of the SDK create a model from a checkpoint."""
+    return getattr(service, _LOADS)(
+        call["path"],
+        optimizer=optimizer,
+        optimizer_config=call.get("optimizer"),
+        base_model=call.get("base_model"),
+        user_metadata=call.get("user_metadata"),
+        weights_access_token=call.get("weights_access_token"),
+    )
 
 
 def _acceptable(key: str) -> str:

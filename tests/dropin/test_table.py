@@ -3,7 +3,7 @@
 import re
 
 from tests.dropin.support.client_checks import CHECKS
-from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, IMAGES, LOCAL, MEGATRON, SYNC, Existing
+from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, IMAGES, LOCAL, MEGATRON, Existing
 from tests.dropin.support.local_runs import ARGUMENTS
 from tests.dropin.support.ray_checks import CHECKS as RAY_CHECKS
 from tests.support.paths import ROOT
@@ -16,12 +16,12 @@ def _row(script: Existing) -> tuple[str, str]:
 
 
 def test_every_existing_script_is_listed() -> None:
-    assert (len(LOCAL), len(CLIENT)) == (17, 15)
-    assert len({script.path for script in LOCAL}) == 17
+    assert (len(LOCAL), len(CLIENT)) == (18, 15)
+    assert len({script.path for script in LOCAL}) == 18
     assert len({script.path for script in CLIENT}) == 15
     for script in (*LOCAL, *CLIENT):
         assert (script.ours is None) != (script.waits_for is None), script.path
-        assert script.waits_for in (None, EXPERTS, IMAGES, MEGATRON, SYNC)
+        assert script.waits_for in (None, EXPERTS, IMAGES, MEGATRON)
 
 
 def test_the_page_has_the_same_table() -> None:

@@ -186,7 +186,9 @@ ATTRIBUTES = {
     "twinkle.cli:ConfigRegistry": "resolve all_keys",
     "twinkle.cli:ConfigResolver": "apply",
     "twinkle.cli:ValueCaster": "auto_cast coerce_to_field",
-    "twinkle.sampler:vLLMSampler": "sample set_template receive_weights reset_prefix_cache shutdown",
+    "twinkle.sampler:vLLMSampler": "sample set_template receive_weights reset_prefix_cache reset_mm_cache "
+    "reset_encoder_cache sleep wake_up get_state_keys shutdown",
+    "twinkle.checkpoint_engine:CheckpointEngineManager": "sync_weights",
     "twinkle_agentic.tools:ToolManager": "register unregister names copy tool_infos call __call__",
     "twinkle_agentic.envs:Env": "reset step tools evaluate close __enter__ __exit__",
     "twinkle_agentic.envs:EnvTool": "last_result done episode_reward from_env tool_info __call__",
@@ -246,12 +248,7 @@ LOSS_NAMES = (
 
 # A class, the attributes that it does not have, and why.
 ABSENT = [
-    (
-        "twinkle.model:TransformersModel",
-        "prepare_checkpoint_engine init_checkpoint_process_group finalize_checkpoint_engine send_weights",
-        "there is no checkpoint engine",
-    ),
-    ("twinkle.infra:Platform", "get_vllm_device_uuid", "there is no checkpoint engine"),
+    ("twinkle.infra:Platform", "get_vllm_device_uuid", "gpu_id() of a model or of a sampler names its GPU"),
     (
         "twinkle.processor:InputProcessor",
         "split_cp",
@@ -269,13 +266,7 @@ ABSENT = [
     ),
     (
         "twinkle.sampler:vLLMSampler",
-        "sleep wake_up",
-        "vLLM keeps its memory until shutdown() frees it",
-    ),
-    ("twinkle.sampler:vLLMSampler", "reset_mm_cache reset_encoder_cache", "images, video and audio are not supported"),
-    (
-        "twinkle.sampler:vLLMSampler",
-        "sample_stream get_state_keys apply_patch add_adapter_to_sampler encode_trajectory decode_response",
+        "sample_stream apply_patch add_adapter_to_sampler encode_trajectory decode_response",
         "only a server streams; weights come through receive_weights; .template encodes and decodes",
     ),
 ]

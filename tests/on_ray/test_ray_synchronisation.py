@@ -1,5 +1,6 @@
 """sync_weights from a model on workers to a sampler on other workers, through Ray's object store."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ import numpy as np
 import peft
 import pytest
 
-from tests.on_ray.gloo_components import GlooModel, GlooSampler
+from tests.on_ray.gloo_components import FailingSampler, GlooModel, GlooSampler
 from tests.sampler.vllm.vllm_model import write_model
+from tests.support.models import peak_memory
 from twinkle import WorkerDiedError
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SamplingParams
@@ -68,6 +70,8 @@ KINDS: dict[str, tuple[Callable[..., Model], bool]] = {
     "merged": (lora, True),
     "full": (full, True),
     "PEFT adapter in shards": (shards(peft_lora), False),
+    "PEFT merged in shards": (shards(peft_lora), True),
+    "merged in shards": (shards(lora), True),
     "full in shards": (shards(full), True),
 }
 
@@ -177,6 +181,44 @@ def test_at_most_two_buckets_exist(sampler: LocalSampler) -> None:
     end(model)
 
 
+def pids(component: Any) -> list[int]:
+    """Return the process ids of a component's workers."""
+    import ray
+
+    def pid(_: Any) -> int:
+        import os
+
+        return os.getpid()
+
+    return ray.get([actor.__ray_call__.remote(pid) for actor in component._workers.actors])
+
+
+@pytest.mark.parametrize("where", ["shards", "one worker", "here", "by broadcast"])
+def test_no_process_takes_more_than_two_buckets(where: str, program, tmp_path: Path) -> None:
+    """A model of 100 MiB and a bucket of 8. The memory of a process includes what it uses of Ray's object store."""
+    folder = peak_memory.save_100_mib(tmp_path)
+    common = {"model_id": folder, "mixed_precision": "no", "device": "cpu"}
+    mesh = DeviceMesh.from_sizes(fsdp_size=2, device_type="cpu")
+    make: dict[str, Callable[[], Model]] = {
+        "shards": lambda: TransformersModel(**common, device_mesh=mesh, remote_group="work"),
+        "one worker": lambda: TransformersModel(**common, remote_group="data"),
+        "here": lambda: TransformersModel(**common),
+        "by broadcast": lambda: GlooModel(**common, device_mesh=mesh, remote_group="work"),
+    }
+    model = make[where]()
+    sampler_class = GlooSampler if where == "by broadcast" else LocalSampler
+    sampler = sampler_class(folder, dtype="fp32", kv_budget_bytes=1 << 20, remote_group="data")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=peak_memory.BUCKET_MB)
+    manager.sync_weights()
+    workers = [*pids(sampler), *([] if where == "here" else pids(model)), os.getpid()]
+    peaks = [peak_memory.PeakMemory(pid) for pid in workers]
+    manager.sync_weights()
+    rises = [peak.above() for peak in peaks]
+    print(where, rises)
+    end(sampler, *([] if where == "here" else [model]))
+    assert max(rises) <= 2 * peak_memory.BUCKET_MB
+
+
 def test_from_gpu_to_gpu(program) -> None:
     """Weights do not pass through the object store if workers have GPUs of their own; here gloo stands for NCCL."""
     mesh = DeviceMesh.from_sizes(fsdp_size=2, device_type="cpu")
@@ -236,3 +278,53 @@ def test_a_sampler_whose_worker_dies(program) -> None:
     with pytest.raises((UserError, WorkerDiedError)):
         sampler.sample(PROMPTS)
     end(model, sampler)
+
+
+def test_a_failure_on_one_worker_of_the_sampler(program) -> None:
+    """All workers refuse, or all have the old weights; and later versions have the same name on all of them."""
+    model, sampler = full(remote_group="data"), FailingSampler(MODEL, dtype="fp32", remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    old = manager.sync_weights()
+    for method in ("prepare_weights", "receive_bucket", "finish_weights"):
+        train(model)
+        sampler.fail_in(method)
+        with pytest.raises(ConnectionError, match="cut"):
+            manager.sync_weights()
+        for told in sampler.version_or_refusal():
+            assert told == old if method == "prepare_weights" else "the last sync_weights failed" in told
+        sampler.fail_in("")
+        old = manager.sync_weights()
+        assert sampler.version_or_refusal() == [old, old]
+        assert_same(model, sampler, old)
+    end(model, sampler)
+
+
+@pytest.mark.parametrize("method", ["prepare_weights", "finish_weights"])
+def test_a_sampler_whose_worker_dies_at(method: str, program) -> None:
+    import ray
+
+    model, sampler = full(remote_group="data"), FailingSampler(MODEL, dtype="fp32", remote_group="work")
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
+    old = manager.sync_weights()
+    train(model)
+    first, second = sampler._workers.actors
+    manager.sampler = Before(sampler, method, lambda: ray.kill(second))
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'work' died"):
+        manager.sync_weights()
+    told = ray.get(first.call.remote("version_or_refusal", "all", None, ((), {})))
+    assert told == old if method == "prepare_weights" else "the last sync_weights failed" in told
+    with pytest.raises((UserError, WorkerDiedError)):
+        sampler.sample(PROMPTS)
+    end(model, sampler)
+
+
+class Before:
+    """A sampler on workers; ``action`` is called before one of its methods."""
+
+    def __init__(self, sampler: Any, method: str, action: Callable[[], None]) -> None:
+        self._sampler, self._method, self._action = sampler, method, action
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._action()
+        return getattr(self._sampler, name)

@@ -53,8 +53,12 @@ class SyncsWeights(Protocol):
         """Sample with the new weights from now on. Return their name."""
         ...
 
-    def abandon_weights(self, why: str) -> None:
-        """End a synchronisation that failed: go on with the old weights, or refuse to sample if some are lost."""
+    def abandon_weights(self, why: str, *, finishing: bool = False) -> None:
+        """End a synchronisation that failed: go on with the old weights, or refuse to sample if some are lost.
+
+        finishing: whether it failed in :meth:`finish_weights`. Other processes that receive the same weights may have
+        failed while this one has finished, and it refuses to sample then, too.
+        """
         ...
 
 
@@ -97,24 +101,28 @@ class CheckpointEngineManager:
         itself, and the sampler draws with it unless another one is named. No effect on a model without adapters.
         adapter_name: None: the model's active adapter.
         """
+        merge = bool(merge_and_sync)
+        offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
+        finishing = False
         try:
-            return self._sync(bool(merge_and_sync), adapter_name)
+            self._send(offer)
+            finishing = True
+            return self._together(self.sampler.finish_weights)
         except BaseException as error:
-            self.sampler.abandon_weights(f"{type(error).__name__}: {error}")
+            self.sampler.abandon_weights(f"{type(error).__name__}: {error}", finishing=finishing)
             raise
 
-    def _sync(self, merge: bool, adapter_name: str | None) -> str:
-        offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
+    def _send(self, offer: WeightsOffer) -> None:
         wanted = self._together(lambda: self.sampler.prepare_weights(offer))
-        buckets = plan_buckets(wanted, self._bucket_bytes)
         if self._broadcasts is not None:
-            self._broadcasts.send(offer, buckets)
+            self._broadcasts.send(offer, plan_buckets(wanted, self._bucket_bytes))
         elif self._from_workers:
-            self._send_from_workers(offer, buckets)
+            # Half of a bucket at a time, because there may be three: read by the sampler, in the object store, and
+            # packed by the model.
+            self._send_from_workers(offer, plan_buckets(wanted, max(16, self._bucket_bytes // 2)))
         else:
-            for pieces in buckets:
+            for pieces in plan_buckets(wanted, self._bucket_bytes):
                 self._receive(self.model.send_weights(offer.adapter_name, offer.merged, pieces))
-        return self._together(self.sampler.finish_weights)
 
     def _send_from_workers(self, offer: WeightsOffer, buckets: Sequence[Sequence[TensorMeta]]) -> None:
         """Send buckets from the model's workers, each while the sampler copies from the one before.

@@ -6,7 +6,6 @@ calls, below this folder.
 
 from dataclasses import dataclass
 
-SYNC = "weight synchronisation from a model to a sampler"
 MEGATRON = "the Megatron backend"
 IMAGES = "images"
 EXPERTS = "expert parallelism"
@@ -30,13 +29,14 @@ LOCAL = (
     Existing("rl/dpo/dpo_multi_lora.py", waits_for=MEGATRON),
     Existing("rl/gkd/gkd_off_policy.py", waits_for=MEGATRON),
     Existing("rl/gkd/gkd_on_policy.py", waits_for=IMAGES),
-    Existing("rl/grpo/grpo.py", waits_for=SYNC),
+    Existing("rl/grpo/grpo.py", ours="local/grpo.py"),
     Existing("rl/grpo/grpo_mm.py", waits_for=IMAGES),
-    Existing("rl/grpo/short_math_grpo.py", waits_for=SYNC),
+    Existing("rl/grpo/short_math_grpo.py", ours="local/short_math_grpo.py"),
     Existing("rl/grpo/short_math_grpo_moe.py", waits_for=MEGATRON),
     Existing("rl/grpo/short_math_grpo_multi_lora.py", waits_for=MEGATRON),
     Existing("rl/grpo/short_math_grpo_routing_replay.py", waits_for=EXPERTS),
-    Existing("rl/multi_turn/multi_turn_grpo.py", waits_for=SYNC),
+    Existing("rl/multi_turn/multi_turn_grpo.py", ours="local/multi_turn_grpo.py"),
+    Existing("rl/ppo/ppo.py", ours="local/ppo.py"),
 )
 CLIENT = (
     Existing("twinkle/self_cognition.py", ours="client/twinkle/self_cognition.py"),

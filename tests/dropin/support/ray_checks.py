@@ -20,6 +20,7 @@ from tests.dropin.support.plain_models import (
 )
 from tests.dropin.support.plain_rows import Rows, batches, encoded
 from tests.dropin.support.ray_runs import FULL_RATE
+from tests.dropin.support.rollout_checks import ROLLOUT_CHECKS
 from twinkle.preprocessor import EmojiDPOProcessor
 
 
@@ -67,4 +68,5 @@ def _check_dpo_full(run: LocalRun, model_folder: Path) -> None:
 CHECKS: dict[str, Callable[[LocalRun, Path], None]] = {
     "dpo_lora": _check_dpo_lora,
     "dpo_full": _check_dpo_full,
+    **ROLLOUT_CHECKS,
 }

@@ -34,8 +34,8 @@ ARGUMENTS: dict[str, list[str]] = {
         *("--learning-rate", str(FULL_RATE)),
     ],
     "grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "4", "--max-steps", "4", "--save-steps", "3"],
-    "short_math_grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "8", "--max-steps", "3"],
-    "multi_turn_grpo": [*COMMON, *_ROLLOUTS, "--max-tokens", "24", "--max-steps", "2"],
+    "short_math_grpo": [*COMMON, *_ROLLOUTS, "--mini-batch-size", "3", "--max-steps", "6"],
+    "multi_turn_grpo": [*COMMON, *_ROLLOUTS, "--max-tokens", "24", "--mini-batch-size", "3", "--max-steps", "6"],
     "ppo": [
         *COMMON,
         *_ROLLOUTS,
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "multi_turn_grpo": {**_ROLLOUT_SETTINGS, "ENV_NUM_WORKERS": 1, "ENV_POOL_SIZE": 8},
     "ppo": {"POLICY_RANKS": 1, "CRITIC_RANKS": 1, "SAMPLER_RANKS": 1, "DEVICE_TYPE": "CPU", "ROWS": 6},
 }
-WITH_SAMPLER: tuple[str, ...] = ()  # scripts that construct vLLMSampler
+WITH_SAMPLER = ("grpo", "short_math_grpo", "multi_turn_grpo", "ppo")
 
 
 def run_on_ray(names: Iterable[str], folder: Path, hub: Path, sampler: Literal["torch", "vllm"]) -> dict[str, LocalRun]:

@@ -4,11 +4,12 @@
 
 SAMPLER is vllm, or torch: then the scripts find the torch sampler under the name vLLMSampler. JOBS is a JSON file with
 a list of jobs: ``script``, ``settings``, ``record`` and ``log`` as in run_scripts.py, ``arguments``, and ``folder``,
-which receives the initial weights of an adapter, ``initial``. The results of calls that return promises are recorded
-too; a promise among the arguments is recorded as its text, and not fetched.
+which receives the initial weights of an adapter, ``initial``, and those of each synchronisation, ``synced/<version>``.
+The results of calls that return promises are recorded too; a promise among the arguments is recorded as its text, and
+not fetched.
 
-Models and samplers compute in fp32, whatever this CPU has instructions for. Samples have seeds, so that every run draws
-the same tokens.
+Models and samplers compute in fp32, whatever this CPU has instructions for. Samples have seeds, so that every run of a
+script draws the same tokens.
 """
 
 import functools
@@ -35,6 +36,12 @@ class RayRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path()  # of the script that runs
+        self.seeds = count(0, 1000)  # of its samples
+
+    def begin(self, folder: Path) -> None:
+        """Forget the calls of the script before; the next one has this folder."""
+        self.clear()
+        self.folder, self.seeds = folder, count(0, 1000)
 
     def write(self, file: Path) -> None:
         from twinkle.infra import LazyResult
@@ -64,12 +71,26 @@ def record_model(recorder: RayRecorder, owner: type) -> None:
     owner.add_adapter_to_model = add_adapter_to_model
 
 
+def save_synced(recorder: RayRecorder, owner: type, save: Any) -> None:
+    """Save the model's weights after each synchronisation, under the name that they have in samples."""
+    sync = owner.sync_weights
+
+    @functools.wraps(sync)
+    def sync_weights(it: Any, *arguments: Any, **keywords: Any) -> str:
+        version = sync(it, *arguments, **keywords)
+        save(it.model, version, output_dir=str(recorder.folder / "synced"))
+        return version
+
+    owner.sync_weights = sync_weights
+
+
 def record_all(recorder: RayRecorder, sampler: str) -> None:
     import twinkle.sampler
     from twinkle import model
     from twinkle.checkpoint_engine import CheckpointEngineManager
     from twinkle.infra.proxy import _proxy_class
 
+    save_synced(recorder, CheckpointEngineManager, _proxy_class(model.TransformersModel).save)
     for kind in (model.TransformersModel, model.TransformersValueModel):
         record_model(recorder, _proxy_class(kind))
     recorder.wrap(CheckpointEngineManager, "sync_weights", ("merge_and_sync",))
@@ -78,22 +99,22 @@ def record_all(recorder: RayRecorder, sampler: str) -> None:
 
         twinkle.sampler.vLLMSampler = vLLMSampler
     owner = _proxy_class(twinkle.sampler.vLLMSampler)
-    seed_samples(owner)
+    seed_samples(recorder, owner)
     for name in SAMPLER_CALLS:
         recorder.wrap(owner, name, ("inputs", "sampling_params"))
 
 
-def seed_samples(owner: Any) -> None:
+def seed_samples(recorder: RayRecorder, owner: Any) -> None:
     """Give each call of ``sample`` a seed of its own, if it has none."""
     from twinkle.sampler.script.features import as_sampling_params
 
-    sample, numbers = owner.sample, count(0, 1000)
+    sample = owner.sample
 
     @functools.wraps(sample)
     def seeded(it: Any, inputs: Any, sampling_params: Any = None, **keywords: Any) -> Any:
         params = as_sampling_params(sampling_params)
         if params.seed is None:
-            params = replace(params, seed=next(numbers))
+            params = replace(params, seed=next(recorder.seeds))
         return sample(it, inputs, params, **keywords)
 
     owner.sample = seeded
@@ -136,7 +157,8 @@ def run(job: dict[str, Any], recorder: RayRecorder) -> None:
     """Run a script. Its failure is part of its log, and there is no record then."""
     import twinkle
 
-    script, recorder.folder = Path(job["script"]), Path(job["folder"])
+    script = Path(job["script"])
+    recorder.begin(Path(job["folder"]))
     with printing_to(job["log"]):
         try:
             sys.argv = [str(script), *job["arguments"]]
@@ -146,7 +168,6 @@ def run(job: dict[str, Any], recorder: RayRecorder) -> None:
         except BaseException:  # noqa: BLE001 - the test that reads the log shows it
             traceback.print_exc()
         finally:
-            recorder.clear()
             twinkle.shutdown()
 
 

@@ -51,9 +51,10 @@ def trainer(shared: FullTrainer) -> FullTrainer:
     return shared
 
 
-def with_weights(*weights: float) -> TrainItem:
-    tokens = np.arange(3, 3 + len(weights))
-    return TrainItem(RUN, [GOOD.data[0], Datum(tokens, tokens, np.array(weights, np.float32))])
+def weighted(weight: float) -> TrainItem:
+    """Return a request whose second sequence has this weight at every other token, and minus the weight at others."""
+    tokens, signs = np.arange(3, 27), np.where(np.arange(24) % 2, -1.0, 1.0)
+    return TrainItem(RUN, [GOOD.data[0], Datum(tokens, tokens[::-1].copy(), (weight * signs).astype(np.float32))])
 
 
 def broken(values: Sequence[TokenValues]) -> ObjectiveValue:
@@ -69,7 +70,8 @@ BAD: Mapping[str, tuple[Any, type[TwinkleError]]] = {
     "no data": (TrainItem(RUN, []), InvalidInputError),
     "an unknown loss": (replace(GOOD, loss="none"), TwinkleError),
     "a loss without its inputs": (replace(GOOD, loss="ppo"), InvalidInputError),
-    "a gradient that overflows": (with_weights(1.0, 3e38, 3e38), NonFiniteError),
+    "a loss that overflows": (weighted(1e38), NonFiniteError),
+    "a gradient that overflows": (weighted(2e37), NonFiniteError),
     "an objective that fails": (replace(GOOD, objective=broken), InvalidInputError),
     "another run": (replace(GOOD, adapter_id="other"), AdapterNotFoundError),
     "the base model": (replace(GOOD, base_model=True), InvalidInputError),
@@ -98,6 +100,13 @@ def test_a_request_that_fails_leaves_no_gradient(trainer: FullTrainer, name: str
     plain.forward_backward(GOOD)
     plain.forward_backward(later)
     assert_tensors_close(trainer.gradients(RUN), plain.gradients())
+
+
+def test_the_overflow_is_named(trainer: FullTrainer) -> None:
+    """The loss of the second request is finite, and its gradient is not."""
+    loss, gradient = trainer.forward_backward([weighted(1e38), weighted(2e37)])
+    assert "loss 'cross_entropy' is" in str(loss.error)
+    assert str(gradient.error) == "the gradient holds NaN or infinity: it was not kept"
 
 
 def test_a_step_with_wrong_settings_changes_nothing(trainer: FullTrainer) -> None:

@@ -90,7 +90,7 @@ def one_rank_is_wrong(sizes: Sizes) -> dict[str, Any]:
     rank, size = rank_and_size()
     last, vocabulary = rank == size - 1, trainer.architecture.vocab_size
     wrong = Datum(np.array([1, vocabulary]), np.array([1, 2]))
-    nan = Datum(np.array([1, 2]), np.array([1, 2]), np.array([1.0, 1e38], np.float32) * 1e38)
+    nan = Datum(np.array([1, 2]), np.array([1, 2]), np.array([1e38, np.inf], np.float32))
     good = Request("run", (8, 5), (0, 1)).item(1, vocabulary)
     results = trainer.forward_backward(
         [

@@ -120,14 +120,14 @@ def _take_weights(
     """Return all weights of the model and the gradient of a request, which the engine's passes add up from now on."""
     layout = read_layout(model)
     if parallel.shard_mesh is None:
-        weights = TrainedWeights(layout, list(named_weights(model).values()), masters)
+        weights = TrainedWeights(layout, list(named_weights(model).values()), masters, parallel.ranks)
         gradient = CollectedGradient(weights.parameters)
         head_gradient = _head_gradient(model, weights, gradient)
         engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, head_gradient)
         return weights, gradient
     head_name = engine.architecture.head.name
     head = shard_model(engine, model, parallel.shard_mesh, dtype=dtype, reshard_after_forward=reshard_after_forward)
-    shards = ShardedWeights(layout, model, head_name, head)
+    shards = ShardedWeights(layout, model, head_name, head, parallel.ranks)
     sharded = ShardedGradient(shards, head, head_name, parallel.shards)
     engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, sharded)
     return shards, sharded

@@ -1,4 +1,4 @@
-"""The state of a run that trains all parameters, beside the weights: gradient, optimizer state, counts; and its steps.
+"""The state of a run that trains all parameters: its weights, gradient, optimizer state and counts; and its steps.
 
 Every step of an optimizer is torch's own code, with all settings passed at each step, as for adapters
 (:mod:`twinkle.model.adapters.optimizer`); here each weight of the model is a parameter of the optimizer. The two rows
@@ -6,7 +6,7 @@ of state have the same meaning as there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from torch.optim.adam import adam
 from twinkle.errors import NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM
 from twinkle.model.adapters.optimizer import check_steps, norm_in_fp64, state_names, step_tensors
+from twinkle.model.full.checkpoint import FullCopy, Loaded, ModelFiles
 from twinkle.model.full.weights import TrainedWeights
 from twinkle.model.library.parameter_groups import is_decayed
 from twinkle.model.parallel import ALONE, Ranks, add_up_all
-from twinkle.model.types import AdamParams
+from twinkle.model.types import AdamParams, AdapterSnapshot, FullSpec
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
 
@@ -188,11 +189,73 @@ class FullRun:
             self.optimizer, self.scalars, self.step = optimizer, {}, 0
             torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
 
-    def put_state(self, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor]) -> None:
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> AdapterSnapshot:
+        """Return all state. All ranks must call this; the arrays are empty on all but the first."""
+        weights = self.weights
+        return AdapterSnapshot(
+            spec=FullSpec(),
+            step=self.step,
+            layout=weights.layout.digest,
+            weights=weights.row(weights.masters),
+            exp_avg=weights.row(self.exp_avg),
+            exp_avg_sq=weights.row(self.exp_avg_sq),
+            gradient=None if self.gradient is None else weights.row(self.gradient),
+            optimizer=self.optimizer,
+            scalars=dict(self.scalars),
+            passes=self.passes,
+        )
+
+    def restore(self, snapshot: AdapterSnapshot) -> None:
+        """Take the state of a snapshot whose layout and shapes are those of the weights."""
+        weights, split = self.weights, self.weights.layout.split
+        self.drop_gradient()
+        weights.put(split(snapshot.weights))
+        self._put_state(split(snapshot.exp_avg), split(snapshot.exp_avg_sq))
+        if snapshot.gradient is not None:
+            own = (weights.part(index, tensor) for index, tensor in enumerate(split(snapshot.gradient)))
+            self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
+        self.step, self.passes = snapshot.step, snapshot.passes
+        self.optimizer, self.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def copied(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
+        """Return a copy in host memory, as it is written to disk, without the gradient.
+
+        With the ``optimizer``'s state the weights are fp32, else of ``dtype``. All ranks must call this; the copy has
+        no tensors on all but the first.
+        """
+        weights = self.weights
+        moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
+        return FullCopy(
+            weights.layout,
+            files,
+            weights.on_host(weights.masters, torch.float32 if optimizer else dtype),
+            tuple(weights.on_host(tensors, torch.float32) for tensors in moments),
+            step=self.step,
+            passes=self.passes,
+            optimizer=self.optimizer,
+            scalars=dict(self.scalars),
+        )
+
+    def load(self, loaded: Loaded) -> None:
+        """Take weights and state of a checkpoint that was checked; without optimizer state, that starts from zero."""
+        self.weights.put(loaded.weights)
+        if loaded.moments:
+            self._put_state(*loaded.moments)
+        else:
+            torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
+        self.step, self.passes = loaded.state.step, loaded.state.passes
+        self.optimizer, self.scalars = loaded.state.optimizer, dict(loaded.state.scalars)
+        self.drop_gradient()
+
+    def _put_state(self, exp_avg: Iterable[Tensor], exp_avg_sq: Iterable[Tensor]) -> None:
         """Replace the optimizer's state by whole tensors."""
         for own, tensors in ((self.exp_avg, exp_avg), (self.exp_avg_sq, exp_avg_sq)):
             for index, tensor in enumerate(tensors):
                 own[index].copy_(self.weights.part(index, tensor))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
         self.step += 1

@@ -29,7 +29,9 @@ from twinkle.model.trainer.sharding import ShardedHead
 class ShardedWeights(TrainedWeights):
     """Weights of a sharded model. All tensors are this rank's parts."""
 
-    def __init__(self, layout: ParameterLayout, model: PreTrainedModel, head_name: str, head: ShardedHead) -> None:
+    def __init__(
+        self, layout: ParameterLayout, model: PreTrainedModel, head_name: str, head: ShardedHead, ranks: Ranks
+    ) -> None:
         own = {
             name: parameter for name, parameter in named_weights(model).items() if name.rpartition(".")[0] != head_name
         }
@@ -42,7 +44,7 @@ class ShardedWeights(TrainedWeights):
         if head.bias_V is not None:
             own[f"{head_name}.bias"] = head.bias_V
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        super().__init__(layout, [own[name] for name in layout.names], {})
+        super().__init__(layout, [own[name] for name in layout.names], {}, ranks)
 
     @torch.no_grad()
     def refresh(self) -> None:

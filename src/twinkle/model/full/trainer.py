@@ -16,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,7 +38,7 @@ from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.full.assembly import assemble
-from twinkle.model.full.checkpoint import FullCopy, read_full, save_full
+from twinkle.model.full.checkpoint import read_full, save_full
 from twinkle.model.full.requests import Outcome, RequestRunner, Steps, finished
 from twinkle.model.full.run import FullRun
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, together
@@ -312,7 +311,7 @@ class FullTrainer:
         All ranks must call this; it is empty on all but the first.
         """
         gradient = self._with_gradient(adapter_id).gradient
-        return {} if gradient is None else self._arrays(gradient)
+        return {} if gradient is None else self._weights.arrays(gradient)
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
         """Return the master weights by the model's parameter names; tied weights occur once.
@@ -320,7 +319,7 @@ class FullTrainer:
         All ranks must call this; it is empty on all but the first.
         """
         self._get(adapter_id)
-        return self._arrays(self._weights.masters)
+        return self._weights.arrays(self._weights.masters)
 
     def compute_weights(self) -> Mapping[str, Tensor]:
         """Return the weights that the model computes with now, by name, on the device. Tied weights occur once.
@@ -349,19 +348,7 @@ class FullTrainer:
 
         All ranks must call this; the arrays are empty on all but the first.
         """
-        run = self._with_gradient(adapter_id)
-        return AdapterSnapshot(
-            spec=FullSpec(),
-            step=run.step,
-            layout=self._weights.layout.digest,
-            weights=self._row(self._weights.masters),
-            exp_avg=self._row(run.exp_avg),
-            exp_avg_sq=self._row(run.exp_avg_sq),
-            gradient=None if run.gradient is None else self._row(run.gradient),
-            optimizer=run.optimizer,
-            scalars=dict(run.scalars),
-            passes=run.passes,
-        )
+        return self._with_gradient(adapter_id).snapshot()
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         """Put a run into the state of a snapshot, beginning it if it does not exist."""
@@ -376,16 +363,7 @@ class FullTrainer:
         if adapter_id not in self.adapter_ids():
             self._require_free(adapter_id)
             self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
-        run = self._get(adapter_id)
-        run.drop_gradient()
-        self._weights.put(layout.split(snapshot.weights))
-        run.put_state(layout.split(snapshot.exp_avg), layout.split(snapshot.exp_avg_sq))
-        if snapshot.gradient is not None:
-            parts = enumerate(layout.split(snapshot.gradient))
-            own = (self._weights.part(index, tensor) for index, tensor in parts)
-            run.gradient = [each.to(self.device, copy=True) for each in own]
-        run.step, run.passes = snapshot.step, snapshot.passes
-        run.optimizer, run.scalars = snapshot.optimizer, dict(snapshot.scalars)
+        self._get(adapter_id).restore(snapshot)
 
     def save(
         self,
@@ -401,7 +379,7 @@ class FullTrainer:
         state: further entries of trainer_state.json. companions: a function that writes further files into the
         directory it is given. The checkpoint appears with all its files or not at all.
         """
-        copy = self._copy(adapter_id, optimizer)
+        copy = self._get(adapter_id).copied(self._model.files, self.dtype, optimizer=optimizer)
         write = functools.partial(
             save_full, copy, Path(directory), overwrite=overwrite, state=state, companions=companions
         )
@@ -419,7 +397,7 @@ class FullTrainer:
         The function may be called from any thread. It overwrites an existing directory. All ranks must call this
         method; that function is for the first rank, others have nothing to write.
         """
-        copy = self._copy(adapter_id, optimizer)
+        copy = self._get(adapter_id).copied(self._model.files, self.dtype, optimizer=optimizer)
         return functools.partial(save_full, copy, overwrite=True, state=state, companions=companions)
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
@@ -430,15 +408,7 @@ class FullTrainer:
         """
         run = self._get(adapter_id)
         read = functools.partial(read_full, Path(directory), self._weights.layout, optimizer=optimizer)
-        loaded = together(self._parallel.ranks, read)
-        self._weights.put(loaded.weights)
-        if loaded.moments:
-            run.put_state(*map(list, loaded.moments))
-        else:
-            torch._foreach_zero_([*run.exp_avg, *run.exp_avg_sq])
-        run.step, run.passes = loaded.state.step, loaded.state.passes
-        run.optimizer, run.scalars = loaded.state.optimizer, dict(loaded.state.scalars)
-        run.drop_gradient()
+        run.load(together(self._parallel.ranks, read))
 
     def set_aside(self, size: int) -> None:
         """Give up ``size`` bytes of unused memory for another use of the device."""
@@ -481,44 +451,7 @@ class FullTrainer:
         if self._run is None:
             return None
         return UnsupportedError(
-            "base_model: a run trains all parameters of this model, so that the base model's weights are not on the "
-            "device; compute with the base model before the run begins, or on another model"
+            "base_model (in requests: disable_lora): a run trains all parameters of this model, so that the base "
+            "model's weights are not on the device; compute with the base model before the run begins, on another "
+            "model, or with a sampler"
         )
-
-    def _gathered(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors whole, on the first rank; others take part in gathering them, and yield nothing."""
-        for index, tensor in enumerate(tensors):
-            whole = self._weights.whole(index, tensor)
-            if self._parallel.ranks.number == 0:
-                yield whole.detach()
-
-    def _row(self, tensors: Sequence[Tensor]) -> FloatArray:
-        if self._parallel.ranks.number == 0:
-            return self._weights.layout.row(self._gathered(tensors))
-        for _ in self._gathered(tensors):
-            pass
-        return np.empty(0, np.float32)
-
-    def _arrays(self, tensors: Sequence[Tensor]) -> dict[str, FloatArray]:
-        pairs = zip(self._weights.layout.names, self._gathered(tensors), strict=False)  # no tensors on other ranks
-        return {name: tensor.cpu().numpy().copy() for name, tensor in pairs}
-
-    def _copy(self, adapter_id: str, optimizer: bool) -> FullCopy:
-        """Return a copy of the run in host memory, as it is written to disk; one without tensors on other ranks."""
-        run = self._get(adapter_id)
-        dtype = torch.float32 if optimizer else self.dtype
-        moments = (run.exp_avg, run.exp_avg_sq) if optimizer else ()
-        return FullCopy(
-            self._weights.layout,
-            self._model.files,
-            self._on_host(self._weights.masters, dtype),
-            tuple(self._on_host(tensors, torch.float32) for tensors in moments),
-            step=run.step,
-            passes=run.passes,
-            optimizer=run.optimizer,
-            scalars=dict(run.scalars),
-        )
-
-    def _on_host(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        host = torch.device("cpu")
-        return [each.to(host, dtype, copy=True).contiguous() for each in self._gathered(tensors)]

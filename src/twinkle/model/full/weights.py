@@ -9,8 +9,9 @@ reading files, which may have changed or gone meanwhile. They take 2 bytes per p
 else 4.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.full.layout import ParameterLayout
+from twinkle.model.parallel import Ranks
+from twinkle.model.types import FloatArray
 
 
 def split_masters(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -54,9 +57,16 @@ def read_layout(model: PreTrainedModel) -> ParameterLayout:
 class TrainedWeights:
     """The weights of one model, in the order of ``layout``. Tensors of a sharded model are this rank's parts."""
 
-    def __init__(self, layout: ParameterLayout, parameters: Sequence[nn.Parameter], masters: dict[str, Tensor]) -> None:
-        """``masters``: separate master weights by name; empty: the parameters themselves are the master weights."""
+    def __init__(
+        self, layout: ParameterLayout, parameters: Sequence[nn.Parameter], masters: dict[str, Tensor], ranks: Ranks
+    ) -> None:
+        """Take over the weights of a model.
+
+        masters: separate master weights by name; empty: the parameters themselves are the master weights. ranks: the
+        processes that train together, of which the first gets whole tensors.
+        """
         self.layout = layout
+        self._ranks = ranks
         self.parameters = list(parameters)
         self._separate = bool(masters)
         own = [masters[name] for name in layout.names] if masters else [local(each.data) for each in parameters]
@@ -108,6 +118,31 @@ class TrainedWeights:
             stride=parameter.stride(),
         )
         return gathered.full_tensor()
+
+    def gathered(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield tensors, one for each parameter, whole on the first rank; others take part, and yield nothing."""
+        for index, tensor in enumerate(tensors):
+            whole = self.whole(index, tensor)
+            if self._ranks.number == 0:
+                yield whole.detach()
+
+    def row(self, tensors: Sequence[Tensor]) -> FloatArray:
+        """Return tensors as one row; an empty one on all ranks but the first."""
+        if self._ranks.number == 0:
+            return self.layout.row(self.gathered(tensors))
+        for _ in self.gathered(tensors):
+            pass
+        return np.empty(0, np.float32)
+
+    def arrays(self, tensors: Sequence[Tensor]) -> dict[str, FloatArray]:
+        """Return copies of tensors by the parameters' names; nothing on all ranks but the first."""
+        pairs = zip(self.layout.names, self.gathered(tensors), strict=False)
+        return {name: tensor.cpu().numpy().copy() for name, tensor in pairs}
+
+    def on_host(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return copies of tensors in host memory; nothing on all ranks but the first."""
+        host = torch.device("cpu")
+        return [each.to(host, dtype, copy=True).contiguous() for each in self.gathered(tensors)]
 
     @property
     def base_bytes(self) -> int:

@@ -488,7 +488,10 @@ class Trainer:
     @property
     def engine(self) -> Engine:
         if self._parallel.sharded:
-            raise UnsupportedError("engine: a model that is sharded over processes is run by its Trainer only")
+            raise UnsupportedError(
+                "model: a sampler cannot run on the shards of a multi-LoRA model; allowed: LocalSampler(model_id), "
+                "which loads a base model of its own"
+            )
         return self._engine
 
     @property

@@ -53,10 +53,12 @@ class Bucket:
     """Pieces of tensors, and their numbers: a tensor of one dimension for each piece.
 
     In one process these may be views of the model's own weights: whoever receives a bucket copies from it.
+    ``packed``: the tensor of bytes of which all of them are views, if there is one.
     """
 
     pieces: tuple[TensorMeta, ...]
     tensors: tuple[Tensor, ...]
+    packed: Tensor | None = None
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, Tensor]]:
         return zip(self.pieces, self.tensors, strict=True)
@@ -95,6 +97,8 @@ def packed_bytes(pieces: Sequence[TensorMeta]) -> int:
 
 def pack(bucket: Bucket) -> Tensor:
     """Return a bucket as one tensor of bytes, to be sent to another process."""
+    if bucket.packed is not None:
+        return bucket.packed
     device = bucket.tensors[0].device if bucket.tensors else torch.device("cpu")
     packed = torch.empty(packed_bytes(bucket.pieces), dtype=torch.uint8, device=device)
     for piece, tensor in bucket:
@@ -105,7 +109,7 @@ def pack(bucket: Bucket) -> Tensor:
 def unpack(pieces: Sequence[TensorMeta], packed: Tensor) -> Bucket:
     """Return the bucket that :func:`pack` made; its tensors are views of ``packed``."""
     views = [packed[piece.offset : piece.offset + piece.nbytes].view(piece.dtype) for piece in pieces]
-    return Bucket(tuple(pieces), tuple(views))
+    return Bucket(tuple(pieces), tuple(views), packed)
 
 
 def _unpickled(pieces: Sequence[TensorMeta], packed: NDArray[np.uint8]) -> Bucket:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.buckets import Bucket, TensorMeta, packed_bytes, unpack
 
 __all__ = ["LowRank", "WeightSource", "metas", "read_bucket"]
 
@@ -39,13 +39,24 @@ class WeightSource:
     def meta(self, name: str) -> TensorMeta:
         return TensorMeta(name, tuple(self.tensor.shape), self.tensor.dtype)
 
-    def read(self, start: int, count: int) -> Tensor:
-        """Return numbers of the flattened weight; a view of the model's own tensor where that is possible.
+    @property
+    def computed(self) -> bool:
+        """Return whether what is read is not simply a part of the tensor: shards are gathered, an adapter is added."""
+        return self.lora is not None or isinstance(self.tensor, DTensor)
 
-        All ranks that hold a shard of the weight must call this.
-        """
-        piece = _piece(self.tensor.detach(), start, count)
-        return piece if self.lora is None else _merged(piece, self.lora, start)
+    def view(self, piece: TensorMeta) -> Tensor:
+        """Return numbers of the flattened weight, which is not :attr:`computed`, without a copy."""
+        return self.tensor.detach().reshape(-1).narrow(0, piece.start, piece.count)
+
+    def read(self, piece: TensorMeta, out: Tensor) -> None:
+        """Write numbers of the flattened weight to ``out``. All ranks that hold a shard of it must call this."""
+        tensor = self.tensor.detach()
+        if isinstance(tensor, DTensor):
+            _gather(tensor, piece.start, out)
+        else:
+            out.copy_(self.view(piece))
+        if self.lora is not None:
+            _merge(out, self.lora, piece.start)
 
 
 def metas(sources: Mapping[str, WeightSource]) -> tuple[TensorMeta, ...]:
@@ -54,15 +65,27 @@ def metas(sources: Mapping[str, WeightSource]) -> tuple[TensorMeta, ...]:
 
 @torch.no_grad()
 def read_bucket(sources: Mapping[str, WeightSource], pieces: Iterable[TensorMeta]) -> Bucket:
+    """Return pieces whose offsets :func:`~twinkle.model.weights.buckets.plan_buckets` has chosen.
+
+    What must be computed is written where it is sent from, so that reading takes no more than one bucket of memory.
+    """
     pieces = tuple(pieces)
-    return Bucket(pieces, tuple(sources[piece.name].read(piece.start, piece.count) for piece in pieces))
+    computed = [sources[piece.name] for piece in pieces if sources[piece.name].computed]
+    if not computed:
+        return Bucket(pieces, tuple(sources[piece.name].view(piece) for piece in pieces))
+    packed = torch.empty(packed_bytes(pieces), dtype=torch.uint8, device=computed[0].tensor.device)
+    bucket = unpack(pieces, packed)
+    for piece, out in bucket:
+        sources[piece.name].read(piece, out)
+    return bucket
 
 
-def _piece(tensor: Tensor, start: int, count: int) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.reshape(-1).narrow(0, start, count)
+def _gather(tensor: DTensor, start: int, piece: Tensor) -> None:
+    """Write the numbers from ``start`` on of the flattened tensor to ``piece``."""
+    count = len(piece)
     if tuple(tensor.placements) != (Shard(0),):
-        return tensor.full_tensor().reshape(-1).narrow(0, start, count)
+        piece.copy_(tensor.full_tensor().reshape(-1).narrow(0, start, count))
+        return
     # Rank r holds consecutive rows, so a part of the flattened tensor. Each rank sends what the piece has of it, and no
     # rank ever holds more than the piece.
     group = tensor.device_mesh.get_group()
@@ -71,7 +94,6 @@ def _piece(tensor: Tensor, start: int, count: int) -> Tensor:
     per_row = tensor.numel() // rows if rows else 0
     rows_per_rank = -(-rows // size)
     local = tensor.to_local().reshape(-1)
-    piece = torch.empty(count, dtype=tensor.dtype, device=local.device)
     for rank in range(size):
         first = rank * rows_per_rank * per_row
         low, high = max(start, first), min(start + count, first + rows_per_rank * per_row, tensor.numel())
@@ -80,20 +102,17 @@ def _piece(tensor: Tensor, start: int, count: int) -> Tensor:
             if rank == own:
                 part.copy_(local[low - first : high - first])
             dist.broadcast(part, group=group, group_src=rank)
-    return piece
 
 
-def _merged(piece: Tensor, lora: LowRank, start: int) -> Tensor:
-    """Return ``piece``, which begins at number ``start`` of its weight, with the adapter added in fp32."""
+def _merge(piece: Tensor, lora: LowRank, start: int) -> None:
+    """Add the adapter in fp32 to ``piece``, which begins at number ``start`` of its weight."""
     columns = lora.a_RI.shape[1]
     a_RI = lora.a_RI.to(piece.device, torch.float32)
     rows_at_once = max(1, _NUMBERS_AT_ONCE // columns)
-    merged = torch.empty_like(piece)
     stop = start + len(piece)
     for row in range(start // columns, -(-stop // columns), rows_at_once):
         b_oR = lora.b_OR[row : row + rows_at_once].to(piece.device, torch.float32)
         low, high = max(start, row * columns), min(stop, (row + len(b_oR)) * columns)
         added = (b_oR @ a_RI).reshape(-1)[low - row * columns : high - row * columns]
         part = slice(low - start, high - start)
-        merged[part] = torch.add(piece[part].float(), added, alpha=lora.scaling)
-    return merged
+        piece[part] = torch.add(piece[part].float(), added, alpha=lora.scaling)

@@ -159,9 +159,12 @@ class LocalSampler(WeightChannel):
         return self._receiver.finish()
 
     @_at_once
-    def abandon_weights(self, why: str) -> None:
-        """End a synchronisation that failed: keep the old weights, or refuse to sample if they are not whole."""
-        self._receiver.abandon(why)
+    def abandon_weights(self, why: str, *, finishing: bool = False) -> None:
+        """End a synchronisation that failed: keep the old weights, or refuse to sample if they are not whole.
+
+        finishing: whether it failed in :meth:`finish_weights`, here or on another worker.
+        """
+        self._receiver.abandon(why, finishing=finishing)
 
     @_at_once
     def get_state_keys(self) -> list[str]:

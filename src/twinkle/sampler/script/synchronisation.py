@@ -75,7 +75,7 @@ class WeightReceiver:
         self._live = live
         self._seen = 0 if live is None else live.changes()
         self.base_name = "base"  # the name of the base model's weights in responses
-        self._count = 0  # synchronisations so far
+        self._count = 0  # synchronisations so far, with those that failed; the same number on all workers of a group
         self._refusal: str | None = None  # why there are no weights to sample with
         self._asleep: set[str] = set()
         # The synchronisation under way:
@@ -85,6 +85,7 @@ class WeightReceiver:
         self._missing: dict[str, int] = {}  # numbers of the base model that have not arrived, by tensor
         self._installed: str | None = None  # the new adapter's version
         self._touched = False  # whether weights of the base model were replaced
+        self._finished = False  # whether the last synchronisation has ended here; it may still fail elsewhere
 
     def require_usable(self) -> None:
         """Raise if the sampler has nothing whole to sample with."""
@@ -98,6 +99,8 @@ class WeightReceiver:
     # --- one synchronisation ------------------------------------------------------------------------------------------
 
     def prepare(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
+        self._count += 1
+        self._finished = False
         if WEIGHTS in self._asleep:
             raise UserError("sync_weights: the sampler's weights are asleep; call wake_up first")
         copied = self._wanted_of_base(offer)
@@ -160,24 +163,27 @@ class WeightReceiver:
         if self._touched:
             self.base_name = name
         self._base_id, self._refusal = offer.base_id, None
-        self._count += 1
         self._end()
+        self._finished = True
         return name
 
-    def abandon(self, why: str) -> None:
-        if self._offer is None:
+    def abandon(self, why: str, *, finishing: bool) -> None:
+        if finishing and self._finished:  # another process failed: its sampler does not have these weights
+            self._touched = True
+        elif self._offer is None:
             return
         if self._installed is not None:
             self._engine.retire(self._installed)
         if self._missing:  # on workers of a group that got less of it, too: all must ask for the same next time
             self._base_id = None
         if self._touched:
-            self._base_id = None
+            if self._base is not None:
+                self._base_id = None
             self._refusal = f"the last sync_weights failed ({why}) and left no complete weights; call sync_weights"
         self._end()
 
     def _name(self) -> str:
-        return f"sync-{self._count + 1}"
+        return f"sync-{self._count}"
 
     def _install_adapter(self) -> None:
         offer = self._offer
@@ -188,7 +194,7 @@ class WeightReceiver:
 
     def _end(self) -> None:
         self._offer, self._links, self._missing, self._installed = None, {}, {}, None
-        self._adapter, self._touched = ReceivedTensors(()), False
+        self._adapter, self._touched, self._finished = ReceivedTensors(()), False, False
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

@@ -29,16 +29,19 @@ class VllmWeightReceiver:
         self._versions = versions
         self._base_id: str | None = base_id
         self.base_name = "base"  # the name of the base model's weights in responses
-        self._count = 0  # synchronisations so far
+        self._count = 0  # synchronisations so far, with those that failed; the same number on all workers of a group
         # The synchronisation under way:
         self._offer: WeightsOffer | None = None
         self._wanted: frozenset[str] = frozenset()  # weights of the base model
         self._adapter = ReceivedTensors(())
         self._touched = False  # whether the replacement of the base model has begun
+        self._finished = False  # whether the last synchronisation has ended here; it may still fail elsewhere
 
     def prepare(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
         """Return what must be sent. Raise if it does not fit; nothing has changed then."""
         engine = self._engine
+        self._count += 1
+        self._finished = False
         engine.require_idle_and_awake()
         if offer.adapter:
             engine.check_adapter(offer.peft_config or {})
@@ -70,7 +73,7 @@ class VllmWeightReceiver:
         offer = self._offer
         assert offer is not None, "prepare comes first"
         adapter = self._adapter.complete()
-        name = f"sync-{self._count + 1}"
+        name = f"sync-{self._count}"
         if self._wanted:
             self._begin_base()
             self._engine.base.finish()
@@ -80,14 +83,15 @@ class VllmWeightReceiver:
         if self._touched:
             self.base_name = name
         self._base_id = offer.base_id
-        self._count += 1
         self._end()
+        self._finished = True
         return name
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, *, finishing: bool) -> None:
         if self._wanted:  # on workers of a group that got less of it, too: all must ask for the same next time
             self._base_id = None
-        if self._touched:
+        if self._touched or (finishing and self._finished):  # finished here, but another process failed
+            self._base_id = None
             self._engine.base.refuse(
                 f"the last sync_weights failed ({why}) and left no complete weights; call sync_weights"
             )
@@ -104,4 +108,5 @@ class VllmWeightReceiver:
             self._engine.begin_base()
 
     def _end(self) -> None:
-        self._offer, self._wanted, self._adapter, self._touched = None, frozenset(), ReceivedTensors(()), False
+        self._offer, self._wanted, self._adapter = None, frozenset(), ReceivedTensors(())
+        self._touched = self._finished = False

@@ -308,12 +308,17 @@ class Gateway:
         """Evict live adapters whose session has ended, and continue unloads that clients asked for.
 
         Both concern base models that this process serves. Such adapters are left over when the server stopped, or the
-        database was unavailable, during an eviction.
+        database was unavailable, during an eviction. Runs that hold a replica and could not be saved are tried again.
         """
+        failed = [each for entry in self.services.values() for each in entry.training.adapters.failed_evictions()]
+        for run, why in failed:
+            await self.evict(run, why)
+        tried = {run.run_id for run, _ in failed}
         for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
-            await self.evict(run, f"session {session.session_id} {session.state}")
+            if run.run_id not in tried:
+                await self.evict(run, f"session {session.session_id} {session.state}")
         await self.unloading.resume()
 
     async def evict_anywhere(self, run: RunRecord, why: str) -> None:

@@ -1,0 +1,159 @@
+"""``train_mode: full`` on Ray: FSDP2 in two processes trains as a plain loop, and two replicas serve two tenants."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import twinkle
+
+if not twinkle.exists("ray"):
+    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
+
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.on_ray.ray_processes import descendants
+from tests.support.servers.running import Server
+from tests.support.servers.serving import sequences, tinker_data
+from twinkle import hub
+from twinkle_client import init_tinker_client
+
+pytestmark = pytest.mark.ray
+
+SHARDED, REPLICATED = "tiny-sharded", "tiny-replicated"
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6}
+STEP = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6)
+LIGHT = {"ray_actor_options": {"num_cpus": 0}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape, folder = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("models") / SHARDED
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(shape)
+    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shape).save_pretrained(folder)
+    folder.with_name(REPLICATED).symlink_to(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Server]:
+    """One model in two processes with FSDP2 and a sampler in a process of its own; and one with two replicas."""
+    full = {"backend": "transformers", "dtype": "fp32", "train_mode": "full", "max_replayed_steps": 4}
+    group = {"name": "model", "ranks": 2, "device_type": "cpu"}
+    sharded = {"model_id": str(folder), "device_group": group, "device_mesh": {"fsdp_size": 2}, **full}
+    sampler = {"model_id": str(folder), "sampler_type": "torch"}
+    replicated = {"model_id": str(folder.with_name(REPLICATED)), "device": "cpu", **full}
+    applications = [
+        {"name": "server", "import_path": "server", "deployments": [LIGHT]},
+        {"name": "model", "import_path": "model", "args": sharded, "deployments": [LIGHT]},
+        {"name": "sampler", "import_path": "sampler", "args": sampler, "deployments": [LIGHT]},
+        {"name": "copies", "import_path": "model", "args": replicated, "deployments": [{"num_replicas": 2, **LIGHT}]},
+    ]
+    running = Server(tmp_path_factory.mktemp("full"), {"runtime": "ray", "applications": applications}).start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def sdk(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], tinker.ServiceClient]]:
+    for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
+        monkeypatch.setenv(name, "")
+    services: list[tinker.ServiceClient] = []
+
+    def make(tenant: str) -> tinker.ServiceClient:
+        init_tinker_client(server.url, f"tml-{tenant}")
+        services.append(tinker.ServiceClient())
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close("success").result()
+
+
+class Plain:
+    """The same training in plain Transformers and torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
+
+    def logprobs(self, row: np.ndarray) -> torch.Tensor:
+        logits_TV = self.model(torch.tensor(row[None, :-1])).logits[0]
+        return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+
+    def train(self, rows: list[np.ndarray]) -> float:
+        loss = -sum(self.logprobs(row).sum() for row in rows)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def trained(training: tinker.TrainingClient, rows: list[np.ndarray]) -> float:
+    passed, stepped = training.forward_backward(tinker_data(rows), "cross_entropy"), training.optim_step(STEP)
+    stepped.result()
+    return float(passed.result().metrics["loss:sum"])
+
+
+def test_two_processes_with_fsdp_train_as_a_plain_loop(server, sdk, folder):
+    """Also after the death of one of the processes, and from a checkpoint."""
+    plain, service = Plain(folder), sdk("sharded")
+    training = service.create_full_training_client(SHARDED)
+    base = service.create_sampling_client(base_model=SHARDED)
+    prompt = sequences(99, count=1)[0]
+    with torch.no_grad():
+        expected_base = plain.logprobs(prompt).numpy()
+    for step in range(6):
+        rows = sequences(step, count=3 if step else 1)  # the first request leaves one process without data
+        assert trained(training, rows) == pytest.approx(plain.train(rows), rel=1e-5)
+        if step == 2:
+            (one, _) = descendants(server, "ray::_Rank")
+            os.kill(one, signal.SIGKILL)
+    saved = training.save_state("last").result().path
+    run, _, name = saved.removeprefix("tinker://").split("/")
+    (file,) = (server.data_dir / "checkpoints" / run.replace(":", "-") / "weights" / name).rglob("model.safetensors")
+    found = load_file(file)
+    for parameter, tensor in plain.model.named_parameters():
+        torch.testing.assert_close(found[parameter], tensor, atol=1e-5, rtol=1e-5)
+    version = training.save_weights_and_get_sampling_client()
+    tokens = types.ModelInput.from_ints(prompt.tolist())
+    with torch.no_grad():
+        expected = plain.logprobs(prompt).numpy()
+    for sampler, wanted in ((version, expected), (base, expected_base), (version, expected)):
+        np.testing.assert_allclose(np.array(sampler.compute_logprobs(tokens).result()[1:]), wanted, atol=2e-5)
+    later = [plain.train(sequences(step)) for step in (7, 8)]
+    service.close("success").result()
+    again = sdk("sharded").create_training_client_from_state_with_optimizer(saved)
+    for step, loss in zip((7, 8), later, strict=True):
+        assert trained(again, sequences(step)) == pytest.approx(loss, rel=1e-5)
+
+
+def test_two_replicas_serve_two_tenants_at_once(sdk, folder):
+    plain = [Plain(folder), Plain(folder)]
+    services = [sdk("one"), sdk("two"), sdk("three")]
+    runs = [service.create_full_training_client(REPLICATED) for service in services[:2]]
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        services[2].create_full_training_client(REPLICATED)
+    assert re.search("its 2 replicas have been held, the first since .* silent until then", str(caught.value))
+    assert not any(each.holder.get_session_id() in str(caught.value) for each in services[:2])
+    for step in range(3):
+        for number in (0, 1):
+            rows = sequences(100 * number + step)
+            assert trained(runs[number], rows) == pytest.approx(plain[number].train(rows), rel=1e-5)
+    services[0].close("success").result()
+    third = services[2].create_full_training_client(REPLICATED)
+    rows = sequences(7)
+    assert trained(third, rows) == pytest.approx(Plain(folder).train(rows), rel=1e-5)
+    assert trained(runs[1], rows) == pytest.approx(plain[1].train(rows), rel=1e-5)

@@ -1,0 +1,60 @@
+"""The largest memory of a process over a while, as Linux counts it, and a model that is large enough to see it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from twinkle import hub
+
+BUCKET_MB = 8
+
+
+class PeakMemory:
+    """Measures how far the resident memory of a process rises above what it is at the time of construction."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._folder = Path("/proc") / str(os.getpid() if pid is None else pid)
+        (self._folder / "clear_refs").write_text("5")  # the peak becomes the present size
+        self._before = self._mib("VmRSS")
+
+    def above(self) -> float:
+        """Return the rise in MiB so far."""
+        return self._mib("VmHWM") - self._before
+
+    def _mib(self, field: str) -> float:
+        lines = (self._folder / "status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith(f"{field}:")]
+        return int(line.split()[1]) / 1024
+
+
+@contextmanager
+def measured(rises: list[float]) -> Iterator[None]:
+    """Append the rise of this process's memory during the block, in MiB."""
+    peak = PeakMemory()
+    yield
+    rises.append(peak.above())
+
+
+def save_100_mib(folder: Path) -> str:
+    """Write a model of about 100 MiB in fp32 to a folder. Its embeddings are larger than a bucket."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = LlamaForCausalLM(config)
+    assert 98 < sum(each.nbytes for each in model.parameters()) / 2**20 < 110
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(hub.resolve("random://llama-tiny").path).save_pretrained(folder)
+    return str(folder)
