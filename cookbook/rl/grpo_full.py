@@ -1,8 +1,8 @@
 """GRPO on two-digit addition, as in grpo.py, with all parameters of the model instead of an adapter.
 
 A small model answers the same sum several times. Training makes right answers likelier and wrong answers less likely.
-After each step `sync_weights` gives the new weights to the sampler. In fp32 it shares the trainer's tensors, and nothing
-is copied; in bf16 it gets rounded copies, because the trainer keeps fp32 weights.
+After each step `sync_weights` gives the sampler the new weights. In fp32 it shares the trainer's tensors, and none is
+copied; in bf16 it gets rounded copies, because the trainer keeps fp32 weights.
 
     python cookbook/rl/grpo_full.py [--steps 40] [--seed 0]   # in one process
     torchrun --nproc-per-node 2 cookbook/rl/grpo_full.py      # in two processes, each with half of the sums of a step
