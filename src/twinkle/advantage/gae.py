@@ -22,7 +22,7 @@ TokenNumbers = Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 
 class GAEAdvantage(Advantage):
-    """GAE with discount ``gamma`` and ``gae_lambda``, which both are between 0 and 1.
+    """GAE with the discount γ (``gamma``) and with λ (``gae_lambda``), both from 0 to 1.
 
     Over the valid positions of a row, one after another: δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}. After
     the last valid position A is 0, and V is 0 or the row's entry in ``bootstrap_values``. The returns, which a critic

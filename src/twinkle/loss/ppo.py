@@ -54,7 +54,7 @@ class PPOLoss(GRPOLoss):
 
 
 class PPOValueLoss(Loss):
-    """Half the squared error of the critic's values V, clipped near the values that it had when it was sampled from.
+    """Half the squared error of the critic's values V, clipped near ``old_values``, its values before the updates.
 
     For each token of m, with R = returns: Vc = old_values + clamp(V − old_values, −ε, ε), and the term is
     0.5·max((V − R)², (Vc − R)²). The loss is the mean of the terms over all tokens of the call.
