@@ -164,7 +164,7 @@ class FullTrainer:
         """Raise for a spec that is not FullSpec. May be called from any thread."""
         if not isinstance(spec, FullSpec):
             raise UnsupportedError(
-                f"spec: got {type(spec).__name__}; this model trains all its parameters (FullSpec) and no LoRA adapters"
+                f"spec: got {type(spec).__name__}, allowed: FullSpec, because this model trains all its parameters"
             )
 
     def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> FullSpec:
