@@ -136,9 +136,7 @@ PATHS: Table = {
     "twinkle.utils:release_lock": Absent("PosixFileLock and processing_lock lock files"),
     "twinkle.utils:safe_loss": Absent(_FAILURES),
     "twinkle.utils:split_cp_inputs": Absent(_CONTEXT),
-    "twinkle.utils:stateless_init_process_group": Absent(
-        "it is internal to the checkpoint engine; NCCLCheckpointEngine makes its own group"
-    ),
+    "twinkle.utils:stateless_init_process_group": Absent("NCCLCheckpointEngine makes its own group"),
     "twinkle.version": Moved(
         "twinkle",
         {"__release_datetime__": "twinkle:__release_datetime__", "__version__": "twinkle:__version__"},

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from twinkle_client.compatibility import PATHS, missing
 from twinkle_client.errors import invalid, unknown
 
 __all__ = ["Advantage", "GRPOAdvantage", "RLOOAdvantage"]
@@ -86,3 +87,7 @@ def _scaled(centred_B: FloatArray, rewards_B: FloatArray, group: int, scale: str
         return centred_B / (rewards_B.std(ddof=1) + EPSILON)
     deviations_B = rewards_B.reshape(-1, group).std(1, ddof=1).repeat(group)
     return centred_B / (deviations_B + EPSILON)
+
+
+def __getattr__(name: str) -> object:
+    raise missing(PATHS, __name__, name)

@@ -223,6 +223,10 @@ _PARSERS = "tool calls are parsed by the server: template.parse_tool_call(text)"
 _ENGINE = "it is a type inside the server's sampler; a sampler of the client returns SampleResponse"
 _LOADING = "rows are loaded in the server's process; DataLoader has the options for it"
 _TRAINER = "it is a type inside the server's trainer, which needs torch"
+_FULL = "a server trains all parameters of a model with train_mode: full: model.add_adapter_to_model(name, None)"
+_CRITIC = (
+    "a server has no critics; use a TransformersValueModel of twinkle.model, and GAEAdvantage of twinkle.advantage"
+)
 _TORCH = "it works on torch's tensors and devices, which are the server's; import it from twinkle where both are here"
 
 # Modules that are not here, and modules that are elsewhere.
@@ -260,6 +264,7 @@ def _absent(module: str, names: str, why: str) -> dict[str, Absent]:
 
 # Names of the library that a module of the client does not have.
 _NAMES: Table = {
+    **_absent("twinkle_client.advantage", "GAEAdvantage", _CRITIC),
     **_absent(
         "twinkle_client.dataloader",
         "DataMesh DeviceMeshIterableFetcher DeviceMeshSampler RetrySampler",
@@ -282,6 +287,8 @@ _NAMES: Table = {
         "AdapterSnapshot ObjectiveValue TokenValues adopt_model",
         _TRAINER,
     ),
+    **_absent("twinkle_client.model", "FullSpec FullTrainer", _FULL),
+    **_absent("twinkle_client.model", "TransformersValueModel", _CRITIC),
     **_absent(
         "twinkle_client.model",
         "TwinkleModel",

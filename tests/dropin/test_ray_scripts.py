@@ -4,6 +4,7 @@ They construct vLLMSampler. ``make test-ray`` runs them with the torch sampler u
 with vLLM.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,20 @@ import pytest
 from tests.dropin.support.local_runs import LocalRun
 from tests.dropin.support.ray_checks import CHECKS
 from tests.dropin.support.ray_runs import WITH_SAMPLER, run_on_ray
-from twinkle import exists
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
 def torch_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
-    if not exists("ray"):
+    if find_spec("ray") is None:
         pytest.skip("Ray is not installed; `make test-ray` does that")
     return run_on_ray(CHECKS, tmp_path_factory.mktemp("torch"), model_folder.parents[2], "torch")
 
 
 @pytest.fixture(scope="module")
 def vllm_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
-    if not exists("ray") or not exists("vllm"):
+    if find_spec("ray") is None or find_spec("vllm") is None:
         pytest.skip("Ray or vLLM is not installed; `make test-vllm-ray` does that")
     return run_on_ray(WITH_SAMPLER, tmp_path_factory.mktemp("vllm"), model_folder.parents[2], "vllm")
 

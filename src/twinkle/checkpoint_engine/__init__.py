@@ -1,7 +1,7 @@
 """Weight synchronisation: a sampler gets the present weights of a model that is trained.
 
-May import ``twinkle.sampler``, ``twinkle.model`` and what is below them. They are imported, with torch, when a name of
-this package is first used.
+May import ``twinkle.sampler``, ``twinkle.model`` and what is below them. Its names are imported when they are first
+used, because they need torch.
 """
 
 from typing import TYPE_CHECKING

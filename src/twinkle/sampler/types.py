@@ -152,8 +152,7 @@ class Progress:
 
 @runtime_checkable
 class TakesFiles(Protocol):
-    """A sampler that wants to know the files of versions it published, because they are large: it need not keep them
-    all in memory then."""
+    """A sampler that is told where the files of its published versions are, so that it need not keep all in memory."""
 
     def version_saved(self, version_id: str, directory: str) -> None:
         """Note that the weights of a version are in this directory too. Unknown ids are ignored."""

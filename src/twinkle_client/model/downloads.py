@@ -37,10 +37,10 @@ def check_target(folder: Path, field: str) -> Path:
     elif _is_checkpoint(target) or not any(target.iterdir()):
         return target
     else:
-        problem = f"{target} has other content, neither {_CONFIG} nor {_STATE} of a checkpoint of all parameters"
+        problem = f"{target} has other content and no {_CONFIG}"
     raise InvalidRequestError(
         f"{field}: {problem}; allowed for {target}: a new path, an empty folder, or an earlier checkpoint, that is, a "
-        f"folder with one of these files, which is replaced"
+        f"folder with {_CONFIG}, or with {_STATE} of a checkpoint of all parameters, which is replaced"
     )
 
 

@@ -10,7 +10,7 @@ from tests.clients.twinkle.stub_server import SESSION, Cut, StubServer
 from twinkle_client import InvalidRequestError, LoraConfig, MissingPackageError, NotFoundError, ServerError, hub
 from twinkle_client.client import current
 from twinkle_client.model import MultiLoraTransformersModel, TransformersModel
-from twinkle_client.model.downloads import download_checkpoint
+from twinkle_client.model.downloads import check_target, download_checkpoint
 from twinkle_client.template import Template
 
 M = "/model/m/twinkle"
@@ -70,6 +70,17 @@ def test_a_later_save_replaces_the_folder(served, client, tmp_path):
     served.fail(ARCHIVE, Cut())  # tried again
     download_checkpoint(client, ADDRESS, tmp_path / "n")
     assert [file.name for file in (tmp_path / "n").iterdir()] == ["other.json"]
+
+
+def test_only_our_own_state_file_marks_a_checkpoint_of_all_parameters(tmp_path):
+    """Other trainers write a trainer_state.json, too, and their folders hold more than one checkpoint."""
+    state = tmp_path / "trainer_state.json"
+    state.write_text('{"train_mode": "full", "step": 3}')
+    assert check_target(tmp_path, "output_dir") == tmp_path.resolve()
+    for content in ('{"best_metric": null, "epoch": 1.0}', "[]", "not JSON", '{"train_mode": "lora"}', "[" * 100_000):
+        state.write_text(content)
+        with pytest.raises(InvalidRequestError, match="has other content"):
+            check_target(tmp_path, "output_dir")
 
 
 @pytest.mark.parametrize("kept", ["out/n", "out/n/diary", "out"], ids=["file", "folder", "parent"])

@@ -44,6 +44,9 @@ PROMPTS = 2
 KL_COEF, LAMBDA = 0.1, 0.9
 # fp32 sums of 64 to 100 terms in another order; vLLM and PyTorch order them differently
 LOGPS = 1e-4
+# Adam moves each number of an adapter by about RATE in an update, also one whose gradient is no larger than rounding
+# errors. An adapter's matrix has a norm of 1 or more, and a missing update would change it by a tenth.
+WEIGHTS = RATE
 Rows = list[dict[str, Any]]
 
 
@@ -169,7 +172,7 @@ def _check_grpo(
             assert float(call.result["loss"]) == pytest.approx(statistics.fmean(losses), abs=1.5e-4)
             losses = []
         elif call.name == "save":
-            plain.assert_saved(run.folder.parent / call.result / ADAPTER)
+            plain.assert_saved(run.folder.parent / call.result / ADAPTER, tolerance=WEIGHTS)
     return list(chain.from_iterable(wanted))
 
 
@@ -367,6 +370,7 @@ def check_ppo(run: LocalRun, model_folder: Path) -> None:
             of_policy = _Passes()
     assert len(run.named("forward_backward")) == 2 * updates
     assert len(run.named("calculate_metric")) == 4
+    _check_dropout([call for call in run.named("forward_backward") if "logps" in call.result][updates // 2])
     _check_saved_by_ppo(run, model_folder, critic)
     assert "Training completed. Total steps: 2" in run.output
 
@@ -376,9 +380,13 @@ def _check_policy_pass(call: Call, passes: _Passes) -> None:
     advantages = _tensors(call.given["advantages"])
     loss = float(ppo(new, old, advantages, EPSILON))
     assert call.result["loss"] == pytest.approx(loss, abs=1e-5)
-    # Dropout changes the log-probabilities in training, though not in sampling and in evaluation.
-    assert (torch.cat(new) - torch.cat(old)).abs().max() > 1e-3
     passes.add(loss, new=new, old=old, advantages=advantages)
+
+
+def _check_dropout(first: Call) -> None:
+    """Dropout changes what is trained. In the first pass of a batch, nothing else differs from what was sampled."""
+    new, old = _kept(_rows(first), first.result["logps"]), _tensors(first.given["old_logps"])
+    assert (torch.cat(new) - torch.cat(old)).abs().max() > 10 * LOGPS
 
 
 def _check_value_pass(call: Call, critic: PlainCritic, steps: Steps, passes: _Passes) -> None:
@@ -394,7 +402,7 @@ def _check_value_pass(call: Call, critic: PlainCritic, steps: Steps, passes: _Pa
 def _check_saved_by_ppo(run: LocalRun, model_folder: Path, critic: PlainModel) -> None:
     policy, value = (run.folder.parent / call.result for call in run.named("save"))
     assert (policy.name, value.name) == ("ppo-policy-2", "ppo-critic-2")
-    critic.assert_saved(value / FULL)
+    critic.assert_saved(value / FULL, tolerance=FULL_RATE)
     before, after = (PlainAdapter(model_folder, folder).trained for folder in (run.folder / "synced/sync-2", policy))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)

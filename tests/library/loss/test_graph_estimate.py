@@ -92,7 +92,7 @@ def test_a_graph_that_makes_large_tensors_is_priced_without_making_them() -> Non
         evaluate(graph, {"logprobs": np.zeros(1, np.float32)}, "data[0]", Meter(Limits()))
 
 
-def test_many_sizes_are_few_rehearsals() -> None:
+def test_many_sizes_are_few_probes() -> None:
     graph = decode_graph(request(ppo, {"logprobs": 1, "other": 1}))
     known: dict[Sizes, int] = {}
     sequences = [sizes(length) for length in range(1, 1000)]

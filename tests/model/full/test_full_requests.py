@@ -260,7 +260,7 @@ def test_a_sequence_that_never_fits_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_run_holds_the_model() -> None:
     trainer = full_trainer(BASE)
-    with pytest.raises(UnsupportedError, match=r"spec: got LoraSpec; this model trains all its parameters"):
+    with pytest.raises(UnsupportedError, match=r"spec: got LoraSpec, allowed: FullSpec, because this model trains all"):
         trainer.create_adapter(RUN, LoraSpec(8))
     assert trainer.adapter_ids() == []
     assert not isinstance(trainer.forward([replace(GOOD, base_model=True)])[0], TrainFailure)

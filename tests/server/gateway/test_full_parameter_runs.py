@@ -288,6 +288,35 @@ def test_the_hold_survives_a_kill_and_ends_with_silence(own_server: Callable[...
     assert step(mine, f"{session}:train:0", 1) < expected
 
 
+def test_a_run_that_cannot_be_saved_leaves_when_it_can(own_server: Callable[..., Server]) -> None:
+    """Its last state is not lost, and the model is free again without a restart."""
+    server = own_server(config(), housekeeping=0.2)
+    mine, others = Tenant(server.url, "tml-unsaved"), Tenant(server.url, "tml-waiting")
+    held = model(mine)
+    base = step(mine, held, 1)
+    expected = mine.loss(mine.forward_backward(held, 3, DATA))
+    in_the_way = server.data_dir / "checkpoints" / held.replace(":", "-")
+    in_the_way.parent.mkdir(exist_ok=True)
+    in_the_way.touch()
+    session = held.partition(":")[0]
+    assert mine.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 200
+    waiting = others.session()
+    assert "A holder has left" in others.error(create(others, 0, waiting)[1])
+    in_the_way.unlink()
+    number, deadline = 1, time.monotonic() + 60
+    while b"error" in (answer := others.result(create(others, number, waiting)[1])):
+        assert time.monotonic() < deadline, answer
+        number, _ = number + 1, time.sleep(0.2)
+    theirs = f"{waiting}:train:{number}"
+    assert step(others, theirs, 1) == base
+    unload(others, theirs)
+    session = mine.session()
+    path = f"tinker://{held}/weights/parked"
+    body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True, "type": "load_weights"}
+    mine.json(mine.submit("load_weights", body))
+    assert step(mine, f"{session}:train:0", 1) == expected
+
+
 def test_a_tenant_takes_over_from_its_own_silent_session(own_server: Callable[..., Server]) -> None:
     """A script that died and is started again need not wait for the end of its old session."""
     server = own_server(config(limits={"silent_session_seconds": 0.5}), housekeeping=0.2)

@@ -25,7 +25,7 @@ __all__ = ["Shape", "Sizes", "estimated_work"]
 Shape = tuple[tuple[int, ...], str]  # the shape of one input and the name of its dtype
 Sizes = tuple[Shape, ...]  # the shapes of all inputs of a graph for one sequence, in the graph's order
 
-_MOST_REHEARSALS = 8  # per request: sequences of similar size count as much as the largest of them
+_MOST_PROBES = 8  # per request: sequences of similar size count as much as the largest of them
 _CASTS = (".to", ".cpu", ".type")
 _META = torch.device("meta")
 # Raised by our bounds and by torch for arguments that do not fit, and for operations that need data.
@@ -60,7 +60,7 @@ def estimated_work(graph: LossGraph, sequences: Sequence[Sizes], known: dict[Siz
 def _representatives(sequences: Iterable[Sizes]) -> dict[Sizes, Sizes]:
     """Map each sequence's sizes to the largest of similar total size, so that only a few have to be estimated."""
     ordered = sorted(set(sequences), key=_numbers)
-    step = -(-len(ordered) // _MOST_REHEARSALS)
+    step = -(-len(ordered) // _MOST_PROBES)
     return {sizes: ordered[min((place // step + 1) * step, len(ordered)) - 1] for place, sizes in enumerate(ordered)}
 
 

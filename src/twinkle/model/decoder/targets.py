@@ -21,7 +21,7 @@ _SEED_RANGE = 2**63
 def check_spec(spec: TrainingSpec) -> LoraSpec:
     """Check a spec, and return it with a seed, which is drawn at random if it had none."""
     if not isinstance(spec, LoraSpec):
-        raise UnsupportedError(f"spec: got {spec}; this trainer trains LoRA adapters and takes a LoraSpec")
+        raise UnsupportedError(f"spec: got {spec}, allowed: a LoraSpec, because this trainer trains LoRA adapters")
     if not _is_int(spec.rank) or not 1 <= spec.rank <= MAX_RANK:
         raise InvalidInputError("rank", spec.rank, f"an integer in [1, {MAX_RANK}]")
     if not _is_number(spec.alpha) or not 0 < spec.alpha <= sys.float_info.max:

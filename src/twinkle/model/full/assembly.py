@@ -36,7 +36,7 @@ from twinkle.utils.progress import Progress
 
 # The batches to compile for: the lengths of their sequences. There are two, so that the compiler treats no size as a
 # constant.
-_REHEARSALS = ((384, 256), (160, 96, 384))
+_PROBES = ((384, 256), (160, 96, 384))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _compile(engine: Engine) -> None:
     compiled = torch.compile(run_layer, dynamic=True)
     for layer in engine.layers:
         layer.compiled = compiled
-    for lengths in _REHEARSALS:
+    for lengths in _PROBES:
         engine.forward_backward([random_part(engine, length) for length in lengths], recompute=False)
     engine.freeze_compilation()
 

@@ -52,7 +52,7 @@ class CollectedGradient:
         else:
             held.add_(gradient)
 
-    def zeros(self, index: int) -> Tensor:
+    def accumulator(self, index: int) -> Tensor:
         """Return the tensor to which the gradient of a parameter is added; it starts from zero."""
         held = self._held[index]
         if held is None:
@@ -68,7 +68,7 @@ class CollectedGradient:
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     def take(self) -> list[Tensor]:
-        gradient = [self.zeros(index) for index in range(len(self._held))]
+        gradient = [self.accumulator(index) for index in range(len(self._held))]
         self.drop()
         return gradient
 
@@ -88,6 +88,6 @@ class HeadWeightGradient:
         self._bias = bias
 
     def add(self, dlogits_CV: Tensor, hidden_CH: Tensor) -> None:
-        add_outer_products(self._gradient.zeros(self._weight), dlogits_CV, hidden_CH)
+        add_outer_products(self._gradient.accumulator(self._weight), dlogits_CV, hidden_CH)
         if self._bias is not None:
-            self._gradient.zeros(self._bias).add_(dlogits_CV.sum(0, dtype=torch.float32))
+            self._gradient.accumulator(self._bias).add_(dlogits_CV.sum(0, dtype=torch.float32))

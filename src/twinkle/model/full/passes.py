@@ -1,4 +1,7 @@
-"""Passes whose gradients are added to weights while they run: one that runs out of memory cannot be undone alone."""
+"""Training passes that add to the gradient of their request layer by layer.
+
+A pass that runs out of memory has added a part already, so the whole request must be computed again.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,9 +35,10 @@ class FailedPassError(Exception):
 
 
 class WholePasses:
-    """An engine, or a lockstep around one, whose training passes raise :class:`FailedPassError` without memory.
+    """An engine, or a lockstep around one, whose training passes raise FailedPassError when they run out of memory.
 
-    Only for a single sequence whose activations are recomputed already, torch's own error is raised: the request fails.
+    A single sequence whose activations are recomputed already cannot be made smaller: torch's own error is raised then,
+    and the request fails.
     """
 
     def __init__(self, passes: Passes) -> None:

@@ -36,7 +36,7 @@ class RequestRunner:
     ) -> Steps:
         """Compute all requests of a call together, without gradients."""
         refused = {index: error for index, item in enumerate(items) if (error := refusal(item)) is not None}
-        accepted = [_of_the_model(item) for index, item in enumerate(items) if index not in refused]
+        accepted = [_without_adapter(item) for index, item in enumerate(items) if index not in refused]
         call = self._call(give_way, train=False)
         results = call.run(accepted) if limit is None else (yield from call.steps(accepted, limit))
         self._budget = call.budget
@@ -63,7 +63,7 @@ class RequestRunner:
             if error is not None:
                 results.append(TrainFailure(error))
                 continue
-            result = yield from self._trained_alone(_of_the_model(item), limit, give_way, keep)
+            result = yield from self._trained_alone(_without_adapter(item), limit, give_way, keep)
             results.append(result)
         return results
 
@@ -127,6 +127,6 @@ def finished(steps: Steps) -> list[Outcome]:
             return results
 
 
-def _of_the_model(item: TrainItem) -> TrainItem:
-    """Return a request as the engine sees it: without an adapter."""
+def _without_adapter(item: TrainItem) -> TrainItem:
+    """Return a request as the engine sees it: all weights are the model's own, and there is no adapter."""
     return dataclasses.replace(item, base_model=True)

@@ -164,7 +164,7 @@ class FullTrainer:
         """Raise for a spec that is not FullSpec. May be called from any thread."""
         if not isinstance(spec, FullSpec):
             raise UnsupportedError(
-                f"spec: got {type(spec).__name__}; this model trains all its parameters (FullSpec) and no LoRA adapters"
+                f"spec: got {type(spec).__name__}, allowed: FullSpec, because this model trains all its parameters"
             )
 
     def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> FullSpec:
@@ -320,6 +320,12 @@ class FullTrainer:
         """
         self._get(adapter_id)
         return self._weights.arrays(self._weights.masters)
+
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all parameters by name, without a copy of them; the same on all ranks."""
+        self._get(adapter_id)
+        layout = self._weights.layout
+        return dict(zip(layout.names, layout.shapes, strict=True))
 
     def compute_weights(self) -> Mapping[str, Tensor]:
         """Return the weights that the model computes with now, by name, on the device. Tied weights occur once.

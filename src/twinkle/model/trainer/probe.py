@@ -97,13 +97,13 @@ def _parts(engine: Engine, adapters: list[Adapter], lengths: list[int]) -> list[
 
 # The batches to compile for: the length of each adapter's sequence, and the rank of the adapters. There are two, so
 # that the compiler treats no size as a constant.
-_REHEARSALS = (([384, 256], 32), ([160, 96, 384], 16))
+_PROBES = (([384, 256], 32), ([160, 96, 384], 16))
 
 
 def compile_layers(engine: Engine, dtype: torch.dtype) -> None:
     compiled = torch.compile(run_layer, dynamic=True)
     for layer in engine.layers:
         layer.compiled = compiled
-    for lengths, rank in _REHEARSALS:
+    for lengths, rank in _PROBES:
         run_probe(engine, dtype, [rank] * len(lengths), lengths)
     engine.freeze_compilation()

@@ -15,14 +15,7 @@ from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import (
-    GoneError,
-    InvalidInputError,
-    NotFoundError,
-    QuotaError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
 from twinkle.model.types import LoraSpec, TrainingSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
@@ -71,8 +64,6 @@ from twinkle_client.protocol.base import SESSION_LOST
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
-
-
 T = TypeVar("T")
 
 
@@ -308,12 +299,17 @@ class Gateway:
         """Evict live adapters whose session has ended, and continue unloads that clients asked for.
 
         Both concern base models that this process serves. Such adapters are left over when the server stopped, or the
-        database was unavailable, during an eviction.
+        database was unavailable, during an eviction. Runs that hold a replica and could not be saved are tried again.
         """
+        failed = [each for entry in self.services.values() for each in entry.training.adapters.failed_evictions()]
+        for run, why in failed:
+            await self.evict(run, why)
+        tried = {run.run_id for run, _ in failed}
         for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
-            await self.evict(run, f"session {session.session_id} {session.state}")
+            if run.run_id not in tried:
+                await self.evict(run, f"session {session.session_id} {session.state}")
         await self.unloading.resume()
 
     async def evict_anywhere(self, run: RunRecord, why: str) -> None:

@@ -307,7 +307,7 @@ def test_only_clients_on_this_machine_learn_folders(host: str, header: str, publ
         name="m", architecture="llama", max_context_length=8, tokenizer_dir="/srv/m", tokenizer_id="org/m"
     )
     entry, run = SimpleNamespace(model=model), SimpleNamespace(run_id="r", model_name="m", base_model="m")
-    run.spec = SimpleNamespace(rank=8)
+    run.spec = run.lora = SimpleNamespace(rank=8)
 
     async def run_record(_model_id: str, _tenant_id: str) -> SimpleNamespace:
         return run

@@ -77,7 +77,7 @@ class Checkpoints:
 
     async def save_before_eviction(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
         """Save the last state of an adapter as a checkpoint; then remove the adapter from the trainer, even if the save
-        failed.
+        failed. Only a run that trains all parameters stays there then, so that its save can be tried again.
 
         Return a note for the tenant that says how to continue from the checkpoint; None if the save failed.
         """
@@ -92,7 +92,8 @@ class Checkpoints:
             if run.run_id in self._model.trainer.adapter_ids():
                 self._model.trainer.remove_adapter(run.run_id)
 
-        await self._compute.run(remove)
+        if not outcome.failed or run.lora is not None:
+            await self._compute.run(remove)
         if outcome.failed:
             return None
         days = keep_seconds / 86400

@@ -205,6 +205,7 @@ class _Eviction:
     adapter: LiveAdapter
     waiting: list[Op]  # ops that never started
     note: str | None = None  # for the tenant: how to continue; set when the checkpoint is saved
+    failed_because: str | None = None  # the reason of an eviction whose save has failed, and is to be tried again
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while one caller works on this eviction
 
 
@@ -450,14 +451,26 @@ class LiveAdapters:
         async with eviction.turn:
             if self._evictions.get(run.run_id) is eviction:  # no other caller has finished it meanwhile
                 await self._finish_eviction(eviction, why, keep_seconds)
-                del self._evictions[run.run_id]
+                if eviction.failed_because is None:
+                    del self._evictions[run.run_id]
         return eviction.adapter.versions
+
+    def failed_evictions(self) -> list[tuple[RunRecord, str]]:
+        """Return the runs whose eviction is to be tried again, because their last state could not be saved; and why
+        they are evicted.
+        """
+        failed = [each for each in self._evictions.values() if not each.turn.locked()]
+        return [(each.adapter.run, each.failed_because) for each in failed if each.failed_because is not None]
 
     async def _finish_eviction(self, eviction: _Eviction, why: str, keep_seconds: float) -> None:
         run_id = eviction.adapter.run.run_id
         if eviction.note is None:
             await self._keep(eviction, why, keep_seconds)
-        if eviction.note is None:  # its journal and snapshot stay, and the run stays live: the next start recovers it
+        # If that failed, its journal and snapshot stay, and the run stays live: the next start recovers it. A run that
+        # holds the replica stays in the trainer, too: maintenance tries again, as nobody can train there meanwhile.
+        holds = isinstance(eviction.adapter.run.spec, FullSpec)
+        eviction.failed_because = why if eviction.note is None and holds else None
+        if eviction.note is None:
             logger.error("%s could not be saved as a checkpoint before its eviction: %s", run_id, why)
             return
         await self._store.runs.set_state(run_id, "parked", eviction.note)
