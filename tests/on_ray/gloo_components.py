@@ -34,7 +34,7 @@ class GlooSampler(LocalSampler):
 
 @remote_class()
 class FailingSampler(LocalSampler):
-    """A sampler whose second worker raises at the beginning of the method that :meth:`fail_in` names."""
+    """A sampler whose second worker raises in the method that :meth:`fail_in` names."""
 
     fails = ""
 
@@ -52,8 +52,9 @@ class FailingSampler(LocalSampler):
         return self._receiver.base_name
 
     def prepare_weights(self, *args: Any) -> Any:
+        wanted = super().prepare_weights(*args)
         self._fail("prepare_weights")
-        return super().prepare_weights(*args)
+        return wanted
 
     def receive_bucket(self, *args: Any) -> None:
         self._fail("receive_bucket")

@@ -86,19 +86,22 @@ def test_the_sampler_draws_with_the_trained_weights(
     model = make_model()
     sampler = make_sampler(model)
     manager = CheckpointEngineManager(model, sampler, bucket_size_mb=0.01)
-    for number in range(STEPS if make_sampler is sampler_of else 3):
+    for number in range(STEPS):
         version = manager.sync_weights(merge_and_sync=merge)
         assert version == f"sync-{number + 1}"
         assert_draws_as_trained(model, sampler, version)
         step(model, number)
 
 
-@pytest.mark.parametrize(("make_sampler", "merge"), [(sampler_of, False), (lambda _: own_sampler(), True)])
+@pytest.mark.parametrize(
+    ("make_sampler", "merge"),
+    [(sampler_of, False), (lambda _: own_sampler(), False), (lambda _: own_sampler(), True)],
+)
 def test_adapters_of_a_multi_lora_model(make_sampler: Callable[[Any], LocalSampler], merge: bool) -> None:
     model = multi_lora_model()
     sampler = make_sampler(model)
     manager = CheckpointEngineManager(model, sampler)
-    for number in range(3):
+    for number in range(STEPS):
         version = manager.sync_weights(merge_and_sync=merge, adapter_name=A if number else None)
         assert_draws_as_trained(model, sampler, version, adapter_name=A)
         step(model, number, adapter_name=A)
@@ -241,17 +244,37 @@ def test_a_failed_synchronisation_leaves_whole_weights_or_none(make_sampler: Cal
         assert_draws_as_trained(model, sampler, version)
 
 
-def test_a_failed_adapter_leaves_the_old_one() -> None:
-    model = lora_model()
+@pytest.mark.parametrize(("make_model", "names"), [(lora_model, {}), (multi_lora_model, {"adapter_name": A})])
+def test_a_failed_adapter_leaves_the_old_one(make_model: Callable[[], Any], names: dict[str, str]) -> None:
+    model = make_model()
     sampler = sampler_of(model)
     CheckpointEngineManager(model, sampler).sync_weights(merge_and_sync=False)
     before = logprobs(sampler.sample(PROMPTS, PARAMS))
-    step(model)
+    step(model, **names)
     for method in ("send_weights", "receive_bucket", "finish_weights"):
         with pytest.raises(ConnectionError):
             broken(model, sampler, method, 0).sync_weights(merge_and_sync=False)
         assert logprobs(sampler.sample(PROMPTS, PARAMS)) == before
         assert sampler.engine.version_ids() == ["sync-1"]
+
+
+@pytest.mark.parametrize(
+    ("make_model", "names", "merge"),
+    [(lora_model, {}, True), (lora_model, {}, False), (multi_lora_model, {"adapter_name": A}, False)],
+)
+def test_a_sampler_refuses_if_another_process_failed_to_finish(
+    make_model: Callable[[], Any], names: dict[str, str], merge: bool
+) -> None:
+    model = make_model()
+    sampler = sampler_of(model)
+    manager = CheckpointEngineManager(model, sampler)
+    manager.sync_weights(merge_and_sync=merge)
+    sampler.abandon_weights("TwinkleError: process 1 failed", finishing=True)
+    with pytest.raises(UserError, match="process 1 failed"):
+        sampler.sample(PROMPTS, PARAMS)
+    version = manager.sync_weights(merge_and_sync=merge)
+    assert version == "sync-2"
+    assert_draws_as_trained(model, sampler, version, **names)
 
 
 def test_weights_of_another_model_are_refused_before_anything_changes() -> None:

@@ -116,12 +116,15 @@ class CheckpointEngineManager:
         wanted = self._together(lambda: self.sampler.prepare_weights(offer))
         if self._broadcasts is not None:
             self._broadcasts.send(offer, plan_buckets(wanted, self._bucket_bytes))
-        elif self._from_workers:
-            # Half of a bucket at a time, because there may be three: read by the sampler, in the object store, and
-            # packed by the model.
-            self._send_from_workers(offer, plan_buckets(wanted, max(16, self._bucket_bytes // 2)))
+            return
+        # Half of a bucket at a time through the object store, because there may be three at once: packed by the model,
+        # in the store, and read by the sampler.
+        through_store = self._from_workers or self._to_workers
+        buckets = plan_buckets(wanted, max(16, self._bucket_bytes // 2) if through_store else self._bucket_bytes)
+        if self._from_workers:
+            self._send_from_workers(offer, buckets)
         else:
-            for pieces in plan_buckets(wanted, self._bucket_bytes):
+            for pieces in buckets:
                 self._receive(self.model.send_weights(offer.adapter_name, offer.merged, pieces))
 
     def _send_from_workers(self, offer: WeightsOffer, buckets: Sequence[Sequence[TensorMeta]]) -> None:

@@ -28,6 +28,7 @@ BOUND = 3e-5  # two programs in fp32; the self-check allows 1e-3
 ROW = {"input_ids": (tokens := list(range(40, 60))), "labels": [*tokens[1:], -100]}
 # Long enough for vLLM to find its first blocks in the prefix cache.
 PROMPT = {"input_ids": np.random.default_rng(0).integers(0, 256, 200).tolist()}
+STEPS = 10
 BUCKET_MB = 0.02  # 20 kB of a model of 0.5 MB: many buckets, and tensors in several pieces
 
 Model = MultiLoraTransformersModel | TransformersModel
@@ -40,8 +41,8 @@ def own(model_dir: Path) -> Iterator[vLLMSampler]:
     sampler.shutdown()
 
 
-def lora(model_dir: Path) -> MultiLoraTransformersModel:
-    model = MultiLoraTransformersModel(model_id=str(model_dir), mixed_precision="fp32", device="cpu")
+def lora(model_dir: Path, **options: Any) -> MultiLoraTransformersModel:
+    model = MultiLoraTransformersModel(model_id=str(model_dir), mixed_precision="fp32", device="cpu", **options)
     model.add_adapter_to_model(A, peft.LoraConfig(**LORA), seed=1)
     model.set_optimizer("AdamW", lr=0.02, adapter_name=A)
     return model
@@ -108,7 +109,7 @@ def test_the_sampler_computes_what_the_model_computes(kind: str, own: vLLMSample
     model = make(model_dir)
     manager = CheckpointEngineManager(model, own, bucket_size_mb=BUCKET_MB)
     seen = set()
-    for step in range(4):
+    for step in range(STEPS):
         if step:
             train(model)
         name = manager.sync_weights(merge_and_sync=merge)
@@ -117,7 +118,7 @@ def test_the_sampler_computes_what_the_model_computes(kind: str, own: vLLMSample
         assert max(errors(model, own)) < BOUND
         seen.add(tuple(numbers(response)))
         assert own.engine.version_ids() == ([name] if "adapter" in kind else [])
-    assert len(seen) == 4, "each synchronisation changes the samples"
+    assert len(seen) == STEPS, "each synchronisation changes the samples"
     if "adapter" in kind:
         assert sample(own, use_base_model=True).weights_version != name
 
@@ -159,7 +160,7 @@ def test_after_a_failure_it_refuses_or_goes_on_with_the_old_weights(own: vLLMSam
     with pytest.raises(ConnectionError):
         CheckpointEngineManager(Breaks(model, 0), own).sync_weights()
     assert numbers(sample(own)) == before
-    wide = lora(model_dir)
+    wide = lora(model_dir, max_r=64)
     wide.add_adapter_to_model("wide", peft.LoraConfig(r=64, target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="rank: the adapter has 64"):
         CheckpointEngineManager(wide, own).sync_weights(merge_and_sync=False, adapter_name="wide")
