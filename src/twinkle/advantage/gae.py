@@ -5,6 +5,7 @@ Shapes: B completions, T positions.
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class GAEAdvantage(Advantage):
         for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise InvalidInputError(name, value, "a number from 0 to 1")
+        if not isinstance(normalize, bool):
+            raise InvalidInputError("normalize", normalize, "True or False")
         self.gamma = gamma
         self.gae_lambda = gae_lambda
         self.normalize = normalize
@@ -57,16 +60,18 @@ class GAEAdvantage(Advantage):
         lengths: the number of tokens of each completion. old_logps, ref_logps: a row of that length for each.
         """
         given = _floats("rewards", rewards)
-        counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if isinstance(counts, str) or not hasattr(counts, "__len__"):
+            raise InvalidInputError("lengths", lengths, "one integer for each reward")
         if len(counts) != len(given):
             raise InvalidInputError("lengths", f"{len(counts)} entries", f"one for each of the {len(given)} rewards")
         for index, count in enumerate(counts):
-            if isinstance(count, bool) or not isinstance(count, int) or count <= 0:
+            if isinstance(count, bool) or not isinstance(count, Integral) or count <= 0:
                 raise InvalidInputError(f"lengths[{index}]", count, "an integer ≥ 1")
         if (old_logps is None) != (ref_logps is None):
             missing = "ref_logps" if ref_logps is None else "old_logps"
             raise InvalidInputError(missing, None, "log-probabilities: old_logps and ref_logps go together")
-        if not math.isfinite(kl_coef):
+        if not isinstance(kl_coef, int | float) or not math.isfinite(kl_coef):
             raise InvalidInputError("kl_coef", kl_coef, "a finite number")
         if old_logps is None or ref_logps is None:
             if kl_coef != 0:
@@ -97,7 +102,7 @@ class GAEAdvantage(Advantage):
         that was cut at the maximum number of tokens, and 0 for one that ended by itself. By default 0 for all.
         """
         rewards_BT, values_BT = _table("rewards", rewards), _table("values", values)
-        mask_BT = torch.ones_like(rewards_BT).bool() if masks is None else _table("masks", masks) != 0
+        mask_BT = torch.ones_like(rewards_BT).bool() if masks is None else _mask(masks)
         for name, table in (("values", values_BT), ("masks", mask_BT)):
             if table.shape != rewards_BT.shape:
                 allowed = f"the shape of rewards, {tuple(rewards_BT.shape)}"
@@ -110,6 +115,8 @@ class GAEAdvantage(Advantage):
                 raise InvalidInputError(name, "a number that is not finite", "finite numbers at all valid positions")
         advantages_BT = self._advantages(rewards_BT, values_BT, mask_BT, next_value_B)
         returns_BT = advantages_BT + values_BT
+        if not bool(torch.isfinite(returns_BT).all()):
+            raise InvalidInputError("rewards", "numbers whose sum overflows", "smaller numbers: returns are in fp32")
         if self.normalize if normalize is None else normalize:
             advantages_BT = _whitened(advantages_BT, mask_BT)
         return advantages_BT, returns_BT
@@ -139,11 +146,21 @@ def _whitened(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def _bootstrap(values: Tensor | Sequence[float] | None, rewards_BT: Tensor) -> Tensor:
     if values is None:
         return rewards_BT.new_zeros(len(rewards_BT))
-    values_B = torch.as_tensor(values, dtype=torch.float32, device=rewards_BT.device).detach()
+    allowed = f"one number for each of the {len(rewards_BT)} completions"
+    try:
+        values_B = torch.as_tensor(values, dtype=torch.float32, device=rewards_BT.device).detach()
+    except (TypeError, ValueError):  # raised by torch for None and text
+        raise InvalidInputError("bootstrap_values", values, allowed) from None
     if values_B.shape != rewards_BT.shape[:1]:
-        allowed = f"one number for each of the {len(rewards_BT)} completions"
         raise InvalidInputError("bootstrap_values", f"shape {tuple(values_B.shape)}", allowed)
     return values_B
+
+
+def _mask(masks: Any) -> Tensor:
+    table = _table("masks", masks)
+    if not bool(((table == 0) | (table == 1)).all()):
+        raise InvalidInputError("masks", "a number other than 0 and 1", "1 or True at valid positions, else 0 or False")
+    return table != 0
 
 
 def _table(field: str, numbers: Any) -> Tensor:
@@ -162,6 +179,9 @@ def _table(field: str, numbers: Any) -> Tensor:
 
 
 def _rows(field: str, rows: Sequence[Sequence[float] | Tensor], counts: Sequence[int]) -> list[list[float]]:
+    given: object = rows
+    if not hasattr(given, "__len__"):
+        raise InvalidInputError(field, rows, f"one row for each of the {len(counts)} completions")
     if len(rows) != len(counts):
         raise InvalidInputError(field, f"{len(rows)} rows", f"one for each of the {len(counts)} completions")
     found = [_floats(f"{field}[{index}]", row) for index, row in enumerate(rows)]

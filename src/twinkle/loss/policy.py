@@ -65,11 +65,11 @@ class GRPOLoss(Loss):
         clip_range: float | None = None,
     ) -> None:
         for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
-            if not math.isfinite(value):
+            if not is_finite(value):
                 raise InvalidInputError(name, value, "a finite number")
         epsilon = other_name("clip_range", clip_range, "epsilon", epsilon, EPSILON)
-        self.epsilon = _checked_epsilon("epsilon", epsilon)
-        self.epsilon_high = epsilon if epsilon_high is None else _checked_epsilon("epsilon_high", epsilon_high)
+        self.epsilon = checked_epsilon("epsilon", epsilon)
+        self.epsilon_high = epsilon if epsilon_high is None else checked_epsilon("epsilon_high", epsilon_high)
         self.beta = beta
         self.entropy_coef = entropy_coef
         self.ignore_index = ignore_index
@@ -196,7 +196,7 @@ class SAPOLoss(GRPOLoss):
         if epsilon != EPSILON:  # accepted only because all losses of this family have it
             note_once("epsilon of SAPOLoss: no effect; SAPO does not clip, tau_pos and tau_neg shape it")
         for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-            if not (math.isfinite(tau) and tau > 0):
+            if not (is_finite(tau) and tau > 0):
                 raise InvalidInputError(name, tau, "a finite number above 0")
         self.tau_pos = tau_pos
         self.tau_neg = tau_neg
@@ -239,8 +239,13 @@ class CISPOLoss(GRPOLoss):
         return -weight * tokens.advantages * tokens.logps
 
 
-def _checked_epsilon(name: str, epsilon: float) -> float:
-    if not (math.isfinite(epsilon) and epsilon >= 0):
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number, and finite. True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def checked_epsilon(name: str, epsilon: float) -> float:
+    if not (is_finite(epsilon) and epsilon >= 0):
         raise InvalidInputError(name, epsilon, "a finite number, 0 or more")
     return epsilon
 

@@ -4,7 +4,6 @@ Shapes: B sequences, T positions. m = (labels ≠ ignore_index), (B, T). A token
 gradient, whatever values it has.
 """
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.loss.alignment import TokenValues, align_to_mask
 from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs
-from twinkle.loss.policy import EPSILON, GRPOLoss
+from twinkle.loss.policy import EPSILON, GRPOLoss, checked_epsilon
 from twinkle.loss.token_logps import label_mask, masked, required
 
 __all__ = ["PPOLoss", "PPOValueLoss"]
@@ -69,9 +68,7 @@ class PPOValueLoss(Loss):
     call_arguments: ClassVar[tuple[str, ...]] = ("old_values", "returns")
 
     def __init__(self, epsilon: float = EPSILON, ignore_index: int = IGNORE_INDEX) -> None:
-        if isinstance(epsilon, bool) or not (math.isfinite(epsilon) and epsilon >= 0):
-            raise InvalidInputError("epsilon", epsilon, "a finite number, 0 or more")
-        self.epsilon = epsilon
+        self.epsilon = checked_epsilon("epsilon", epsilon)
         self.ignore_index = ignore_index
 
     def __call__(

@@ -14,6 +14,7 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError
 from twinkle.loss.alignment import TokenValues, align_to_mask, to_host
 from twinkle.loss.interface import IGNORE_INDEX
+from twinkle.loss.policy import checked_epsilon
 from twinkle.metric.interface import Inputs, Metric, Outputs
 
 __all__ = ["PPOValueMetric"]
@@ -87,7 +88,7 @@ class PPOValueMetric(Metric):
         epsilon: float = 0.2,
         ignore_index: int = IGNORE_INDEX,
     ) -> None:
-        self.epsilon = epsilon
+        self.epsilon = checked_epsilon("epsilon", epsilon)
         self.ignore_index = ignore_index
         super().__init__(device_mesh, process_group)
 
@@ -118,11 +119,14 @@ class PPOValueMetric(Metric):
         # On the host from here on: on a GPU, each number of each moment would wait for the device.
         values, old_values, returns = to_host(values), _on_host(old_values), _on_host(returns)
         advantages = None if advantages is None else _on_host(advantages)
-        start = 0
+        count, start = sum(len(each) for each in labels), 0
+        for name, given in (("old_values", old_values), ("returns", returns), ("advantages", advantages)):
+            if given is not None and len(given) != count:
+                raise InvalidInputError(name, f"{len(given)} entries", f"one for each of the {count} sequences")
         for labels_bt, values_bt in zip(labels, values, strict=True):
             rows = slice(start, start + len(labels_bt))
-            given = None if advantages is None else advantages[rows]
-            self._add(labels_bt != self.ignore_index, values_bt, old_values[rows], returns[rows], given)
+            chosen = None if advantages is None else advantages[rows]
+            self._add(labels_bt != self.ignore_index, values_bt, old_values[rows], returns[rows], chosen)
             start += len(labels_bt)
 
     def _add(
@@ -189,6 +193,10 @@ def _values_by_batch(outputs: Outputs | Sequence[Outputs], labels: Sequence[Tens
         parts = list(table.split(counts))
     if len(parts) != len(labels):
         raise InvalidInputError("outputs", f"values of {len(parts)} micro-batches", f"{len(labels)}, as inputs have")
+    for part, wanted in zip(parts, labels, strict=True):
+        if part.shape[1] < wanted.shape[1]:
+            shape = f"values of shape {tuple(part.shape)}"
+            raise InvalidInputError("outputs", shape, f"one for each label, {tuple(wanted.shape)}")
     return [part[:, : wanted.shape[1]] for part, wanted in zip(parts, labels, strict=True)]
 
 

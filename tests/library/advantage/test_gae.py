@@ -4,6 +4,7 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,7 +43,8 @@ def test_worked_examples() -> None:
     assert [advantages.item(), returns.item()] == [1.5, 2.0]
     rows = GAEAdvantage.build_token_rewards([2.0], [2], old_logps=[[-1, -2]], ref_logps=[[-1.5, -1.5]], kl_coef=0.1)
     assert rows == [pytest.approx([-0.05, 2.05])]
-    assert GAEAdvantage.build_token_rewards(torch.tensor([2.0, 3.0]), torch.tensor([2, 1])) == [[0.0, 2.0], [3.0]]
+    for kind in (torch.tensor, np.array):
+        assert GAEAdvantage.build_token_rewards(kind([2.0, 3.0]), kind([2, 1])) == [[0.0, 2.0], [3.0]]
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
@@ -112,6 +114,13 @@ GAE = GAEAdvantage()
         (lambda: GAE([[math.inf]], [[1.0]]), "rewards: got .* finite"),
         (lambda: GAE([[1.0]], [[1.0]], bootstrap_values=[1.0, 2.0]), "bootstrap_values: got"),
         (lambda: GAE([[[1.0]]], [[[1.0]]]), "rewards: got '?shape"),
+        (lambda: GAE([[1.0]], [[1.0]], bootstrap_values=[None]), r"bootstrap_values: got \[None\]"),
+        (lambda: GAE([[1.0, 2.0]], [[1.0, 2.0]], masks=[[math.nan, 1.0]]), "masks: got '?a number other than 0 and 1"),
+        (lambda: GAE([[3e38, 3e38]], [[0.0, 0.0]]), "rewards: got '?numbers whose sum overflows"),
+        (lambda: GAEAdvantage(normalize="no"), "normalize: got 'no', allowed: True or False"),
+        (lambda: BUILD([1.0], 2), "lengths: got 2"),
+        (lambda: BUILD([1.0], [1], old_logps=1.0, ref_logps=[[1.0]]), "old_logps: got 1.0"),
+        (lambda: BUILD([1.0], [1], kl_coef="low"), "kl_coef: got 'low'"),
     ],
 )
 def test_mistakes_are_named(call, text: str) -> None:

@@ -1,5 +1,7 @@
 """The losses of PPO, against worked examples and loops over tokens."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from tests.support.losses.batches import batch, poisoned
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.loss import BNPOLoss, GRPOLoss, PPOLoss, PPOValueLoss
+from twinkle.metric import PPOValueMetric
 
 # --- the policy -------------------------------------------------------------------------------------------------------
 
@@ -133,8 +136,10 @@ def test_value_mistakes() -> None:
         PPOValueLoss()(b.inputs, {"values": values[:, 1:]}, **arguments)
     with pytest.raises(InvalidInputError, match=r"returns\[0\]: got '?shape"):
         PPOValueLoss()(b.inputs, outputs, old_values=old, returns=[[1.0]] * 4)
-    with pytest.raises(InvalidInputError, match="epsilon: got -1"):
-        PPOValueLoss(epsilon=-1)
+    for epsilon in (-1, None, "wide", True, math.nan):
+        for made in (PPOValueLoss, PPOLoss, PPOValueMetric):
+            with pytest.raises(InvalidInputError, match=f"epsilon: got {epsilon!r}"):
+                made(epsilon=epsilon)
     nothing = {"labels": torch.full_like(b.labels, -100)}
     assert PPOValueLoss()(nothing, outputs, **arguments)["loss"] == 0
     assert PPOValueLoss.require_values

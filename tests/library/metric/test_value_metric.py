@@ -76,6 +76,17 @@ def test_nothing_to_say() -> None:
     assert metric.calculate()["train/explained_variance"] == 1.0  # no variance to explain, and no error
 
 
+def test_numbers_for_other_sequences_are_refused() -> None:
+    b, values, old, returns = critic_batch(0)
+    metric, given = PPOValueMetric(), {"old_values": old, "returns": returns, "advantages": returns - old}
+    for name, table in given.items():
+        with pytest.raises(InvalidInputError, match=f"{name}: got '?5 entries'?, allowed: one for each of the 4"):
+            metric.accumulate(b.inputs, {"values": values}, **{**given, name: torch.cat([table, table[:1]])})
+    with pytest.raises(InvalidInputError, match=r"outputs: got '?values of shape"):
+        metric.accumulate(b.inputs, {"values": values[:, :1]}, **given)
+    assert metric.calculate() == {}
+
+
 def test_memory_does_not_grow_with_tokens() -> None:
     """Only moments are stored, whatever the number of tokens."""
 

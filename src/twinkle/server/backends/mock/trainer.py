@@ -192,6 +192,9 @@ class MockTrainer(TrainingBackend):
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
 
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
+        return {"w": self._get(adapter_id).weights.shape}
+
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
         return {"w": self.vector(adapter_id)}
 
