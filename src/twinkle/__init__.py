@@ -142,6 +142,7 @@ _LAZY = {
 # Modules that scripts use as attributes, such as twinkle.framework_util.seed_everything(), without importing them.
 _MODULES = (
     "advantage",
+    "checkpoint_engine",
     "cli",
     "data_format",
     "dataloader",

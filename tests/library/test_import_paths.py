@@ -37,6 +37,7 @@ ABSENT_NAMES = {path: one.why for path, one in PATHS.items() if isinstance(one, 
 
 # What documents of other versions import: one example for each path that works.
 EXAMPLES = {
+    "twinkle.checkpoint_engine.base": "CheckpointEngine",
     "twinkle.cli.cli": "ConfigRegistry",
     "twinkle.dataset.base": "DatasetMeta",
     "twinkle.hub.hub": "HubOperation",
