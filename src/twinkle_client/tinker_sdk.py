@@ -6,9 +6,9 @@ does, or wait too long, are wrapped, not replaced, so that each version of the S
 - a key need not begin with ``tml-``. The SDK's check gets a key with that prefix; requests carry the real key, and an
   additional header that tells a server which issues no keys to accept any key;
 - addresses of checkpoints may begin with ``twinkle://``, which means the same as ``tinker://``;
-- ``ServiceClient`` has two methods more, ``create_full_training_client`` and its async form. They train all parameters
-  of a model that is served with ``train_mode: full``. Its methods that continue from a checkpoint take checkpoints of
-  such a training, too;
+- ``ServiceClient`` has two more methods, ``create_full_training_client`` and its async form. They train all parameters
+  of a model that is served with ``train_mode: full``. Its methods that continue from a checkpoint also take checkpoints
+  of all parameters;
 - a new client that no server answers raises ConnectionLostError within 30 seconds. The SDK itself tries silently for
   five minutes. Once a server has answered, the SDK's own retries apply.
 """

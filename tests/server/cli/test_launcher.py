@@ -121,8 +121,14 @@ def test_a_server_without_models(own_server) -> None:
 
 
 def test_the_announcement_names_a_model() -> None:
-    said = announcement(default_config("m", backend="mock"), [], [], "http://x")
-    assert 'create_lora_training_client(base_model="m")' in said
+    config = default_config("m", backend="mock")
+    assert 'create_lora_training_client(base_model="m")' in announcement(config, [], [], "http://x")
+    fields = config.model_dump()
+    next(each for each in fields["applications"] if each["import_path"] == "model")["args"]["train_mode"] = "full"
+    said = announcement(ServerConfig.model_validate(fields), [], [], "http://x")
+    assert 'init_tinker_client("http://x", "tml-local")' in said
+    assert 'create_full_training_client("m")' in said
+    assert "create_lora_training_client" not in said
 
 
 def test_it_is_light() -> None:

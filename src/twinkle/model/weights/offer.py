@@ -15,7 +15,7 @@ __all__ = ["BaseModel", "LiveWeights", "WeightsOffer", "pretrained_id"]
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What another process needs to load the same base model. ``dtype``: that of the products of training."""
+    """What another process needs to load the same base model. ``dtype``: the one that training computes with."""
 
     model_id: str
     tokenizer_id: str | None

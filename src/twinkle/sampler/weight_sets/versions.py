@@ -1,11 +1,11 @@
-"""Versions that are complete sets of weights, in turns on one model.
+"""Versions that are complete sets of weights. They take turns on one model.
 
-A set in memory costs the bytes of the model, so there are few places for them, and all memory is taken at the start. A
+A set takes as much memory as the model, so there are few places for sets, and all memory is taken at the start. A
 version whose files are known gives up its place when another one needs it, the least recently used first, and is read
-from its files when its next turn comes. One set computes at a time. All sets share the cache of keys and values, which
-keeps the tokens of each version apart: so a lone version has the whole cache, and a change of sets costs nothing but
-its turn. In each turn the scope (on a server: the tenant) that was served longest ago comes first, and of its versions
-the one that was.
+from its files when its next turn comes. The model computes with one set at a time. All sets share the cache of keys and
+values, which keeps the tokens of each version apart: so a version that is alone has the whole cache, and nothing is
+computed again when the sets change. A turn goes to the scope (on a server: the tenant) that was served longest ago,
+and there to the version that was served longest ago.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

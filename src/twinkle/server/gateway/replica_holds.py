@@ -1,6 +1,6 @@
 """Runs that train all parameters of a model (``train_mode: full``): what they need, and what a busy replica answers.
 
-A live run of this kind holds its replica of the model; the record of the run is the record of the hold. So the hold
+Such a run holds its replica of the model while it is live; the record of the run is the record of the hold. So the hold
 survives a restart, and ends when the run's last state is saved and the replica has the weights of the base model again.
 """
 

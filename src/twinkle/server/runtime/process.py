@@ -14,6 +14,7 @@ from typing import Protocol
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import ServedModelConfig
 from twinkle.server.state.files.guards import DirectoryLock, make_data_dir, try_lock
 from twinkle.utils.progress import Progress
 
@@ -143,11 +144,20 @@ def announcement(
         f"keys: {'any key that begins with tml- is a tenant of its own' if is_open else 'required'}",
         *(f"  {line}" for line in about_key),
         "connect:",
-        f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
-        *(
-            f'  training = service.create_lora_training_client(base_model="{served.name}")'
-            for served in config.served_models[:1]
-        ),
+        *(f"  {line}" for line in _with_the_sdk(config.served_models[:1], url, key)),
         f'  client = twinkle_client.init_twinkle_client("{url}")  # its second argument is the key',
     ]
     return "\n".join(lines)
+
+
+def _with_the_sdk(served: Sequence[ServedModelConfig], url: str, key: str) -> list[str]:
+    """Return code that creates a training client of Tinker's SDK for a served model; only a client if there is none."""
+    if served and served[0].model.train_mode == "full":
+        return [
+            f'twinkle_client.init_tinker_client("{url}", "{key}")  # adds create_full_training_client to the SDK',
+            f'training = tinker.ServiceClient().create_full_training_client("{served[0].name}")',
+        ]
+    return [
+        f'service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
+        *(f'training = service.create_lora_training_client(base_model="{each.name}")' for each in served),
+    ]
