@@ -199,7 +199,7 @@ class LocalSampler(WeightChannel):
     @_at_once
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what :meth:`sleep` freed: "weights", "kv_cache", or both (None)."""
-        self._receiver.wake_up(None if tags is None else list(tags))
+        self._receiver.wake_up(tags)
 
 
 @dataclass(frozen=True)

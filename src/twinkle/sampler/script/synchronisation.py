@@ -4,7 +4,7 @@ A sampler whose base model was only partly replaced refuses to sample, and so do
 that was trained since the last synchronisation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -213,8 +213,8 @@ class WeightReceiver:
                 self._refusal = "sleep(level=2) has discarded the sampler's weights; call sync_weights"
         self._asleep = {WEIGHTS, CACHE}
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        chosen = [WEIGHTS, CACHE] if tags is None else list(tags)
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        chosen = [WEIGHTS, CACHE] if tags is None else [tags] if isinstance(tags, str) else list(tags)
         for tag in chosen:
             if tag not in (WEIGHTS, CACHE):
                 raise InvalidInputError("tags", tag, f"{WEIGHTS!r}, {CACHE!r}, or None for both")
