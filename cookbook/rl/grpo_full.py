@@ -1,7 +1,8 @@
 """GRPO on two-digit addition, as in grpo.py, with all parameters of the model instead of an adapter.
 
 A small model answers the same sum several times. Training makes right answers likelier and wrong answers less likely.
-The sampler draws with the trainer's own tensors: `sync_weights` tells it, after each step, that they have changed.
+After each step `sync_weights` gives the sampler the new weights. In fp32 it shares the trainer's tensors, and none is
+copied; in bf16 it gets rounded copies, because the trainer keeps fp32 weights.
 
     python cookbook/rl/grpo_full.py [--steps 40] [--seed 0]   # in one process
     torchrun --nproc-per-node 2 cookbook/rl/grpo_full.py      # in two processes, each with half of the sums of a step
@@ -85,7 +86,7 @@ model.set_lr_scheduler("LinearLR", start_factor=0.1, total_iters=10)
 model.set_loss("GRPOLoss", epsilon=0.2)
 model.add_metric("GRPOMetric", is_training=True)
 template = Template(args.model, use_chat_template=False)  # plain text to continue, not a conversation
-sampler = LocalSampler(model, template)  # shares the tensors of the model
+sampler = LocalSampler(model, template)  # in fp32 it shares the tensors of the model
 weights = CheckpointEngineManager(model, sampler)
 reward, advantage = RightAnswer(), GRPOAdvantage()
 

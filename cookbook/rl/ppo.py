@@ -1,4 +1,4 @@
-"""PPO on two-digit addition: a critic predicts the reward, and a LoRA adapter, the policy, learns what does better.
+"""PPO on two-digit addition: a LoRA adapter, the policy, learns which answers are better than a critic has predicted.
 
 A small model answers sums; the reward is 1 for a right answer. The critic is a second copy of the model with a head for
 one number, and all its parameters are trained. GAE compares the rewards with its values, token by token. The sampler

@@ -1,8 +1,9 @@
 """PPO on two-digit addition, as in ppo.py, with all parameters of the policy instead of an adapter.
 
 A small model, the policy, answers sums; the reward is 1 for a right answer. The critic is a second copy of the model
-with a head for one number. GAE compares the rewards with its values, token by token. The sampler draws with the
-policy's own tensors: `sync_weights` tells it, after the updates of a step, that they have changed.
+with a head for one number. GAE compares the rewards with its values, token by token. After the updates of a step,
+`sync_weights` gives the new weights to the sampler. In fp32 it shares the policy's tensors, and nothing is copied; in
+bf16 it gets rounded copies, because the policy keeps fp32 weights.
 
     python cookbook/rl/ppo_full.py [--steps 40] [--seed 0]   # in one process
     torchrun --nproc-per-node 2 cookbook/rl/ppo_full.py      # in two processes, each with half of the sums of a step
@@ -100,7 +101,7 @@ updates = args.epochs * args.mini_batches  # of one step
 for each in (policy, critic):
     each.set_lr_scheduler("LinearLR", start_factor=0.1, total_iters=10 * updates)
 template = Template(args.model, use_chat_template=False)  # plain text to continue, not a conversation
-sampler = LocalSampler(policy, template)  # shares the tensors of the policy
+sampler = LocalSampler(policy, template)  # in fp32 it shares the tensors of the policy
 weights = CheckpointEngineManager(policy, sampler)
 reward, gae = RightAnswer(), GAEAdvantage(gamma=1.0, gae_lambda=args.gae_lambda)
 

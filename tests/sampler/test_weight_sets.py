@@ -252,8 +252,11 @@ def test_sets_that_do_not_fit_are_refused_with_their_bytes() -> None:
     with pytest.raises(CapacityError, match=rf"max_weight_sets: got 900.*{900 * size} bytes.*memory_budget_gib"):
         WeightVersions(trainer, None, 900)
     sampler = on(model, Training(copy.deepcopy(model)), sets=0)
-    with pytest.raises(CapacityError, match=rf"second set of weights, and needs {size} bytes.*memory_budget_gib"):
+    with pytest.raises(CapacityError, match=rf"second set of weights, and needs {size} bytes.*raise max_weight_sets"):
         sampler.publish("v", "run")
+    trainer.set_aside(trainer.memory.adapters - size)  # there is no place for a set, though none was excluded
+    with pytest.raises(CapacityError, match=rf"second set of weights, and needs {size} bytes.*memory_budget_gib"):
+        WeightVersions(trainer, None).receive("v", {}, model.state_dict())
     assert_numbers_close(scores(sampler, None, prompt(9)), plain_scores(model, prompt(9)))
 
 

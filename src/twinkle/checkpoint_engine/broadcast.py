@@ -5,19 +5,19 @@ from typing import Any, Self
 
 from twinkle.infra.lazy_result import wait_for
 from twinkle.model.weights.buckets import TensorMeta
-from twinkle.model.weights.engines import NCCLCheckpointEngine
+from twinkle.model.weights.engines import NCCLCheckpointEngine, Topology
 from twinkle.model.weights.offer import WeightsOffer
 
 __all__ = ["Broadcasts"]
 
 
 class Broadcasts:
-    """Broadcasts between the worker groups of a model and a sampler. ``gpus``: the id of each worker's GPU."""
+    """Broadcasts from the worker group of a model to that of a sampler. The workers join a group at the first one."""
 
-    def __init__(self, model: Any, sampler: Any, model_gpus: Sequence[str], sampler_gpus: Sequence[str]) -> None:
+    def __init__(self, model: Any, sampler: Any, topology: Topology) -> None:
         self._model = model
         self._sampler = sampler
-        self._topology = NCCLCheckpointEngine.build_topology(len(model_gpus), len(sampler_gpus))
+        self._topology = topology
         self._joined = False
 
     @classmethod
@@ -27,9 +27,10 @@ class Broadcasts:
         gpus = [*model_gpus, *sampler_gpus]
         if not all(gpus) or len(set(gpus)) < len(gpus):
             return None
-        return cls(model, sampler, model_gpus, sampler_gpus)
+        return cls(model, sampler, NCCLCheckpointEngine.build_topology(len(model_gpus), len(sampler_gpus)))
 
     def send(self, offer: WeightsOffer, buckets: Sequence[Sequence[TensorMeta]]) -> None:
+        """Send buckets of the offered weights one after another. After an error, the next call makes a new group."""
         if not self._joined:
             self._join()
         self._joined = False  # a broadcast that fails leaves the group unusable

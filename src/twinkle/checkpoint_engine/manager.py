@@ -107,7 +107,7 @@ class CheckpointEngineManager:
         itself, and the sampler draws with it unless another one is named. No effect on a model without adapters.
         adapter_name: None: the model's active adapter.
         """
-        merge = bool(merge_and_sync)
+        merge = bool(merge_and_sync)  # existing programs also pass the name of an adapter, which means True
         offer = self._together(lambda: self.model.offer_weights(adapter_name=adapter_name, merge_and_sync=merge))
         finishing = False
         try:
@@ -159,10 +159,10 @@ class CheckpointEngineManager:
             result = action()
         except Exception as raised:  # noqa: BLE001  # raised again below, after the other processes know of it
             error = raised
-        told = self._ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+        failures = self._ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(failures):
             if text is not None:
                 raise TwinkleError(f"sync_weights: process {rank} failed: {text}")
         return cast("T", result)

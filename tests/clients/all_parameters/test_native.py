@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.clients.all_parameters.conftest import TOLERANCE, PlainLoop, files_of, rows_of
 from tests.support.servers.running import Server
@@ -186,3 +187,14 @@ def test_a_session_that_ends_frees_the_model(native: Native) -> None:
     begin(client)
     client.close()
     begin(native("comes"))
+
+
+def test_all_parameters_are_described_and_read(native: Native, folder: Path) -> None:
+    model = begin(native("state"))
+    weights, expected = model.get_state_dict(), load_file(folder / "model.safetensors")
+    count = sum(tensor.numel() for tensor in expected.values())
+    assert f"trained: {count:,} parameters in {len(expected)} tensors" in str(model.get_train_configs())
+    assert {name: torch.tensor(weights[name]).shape for name in expected} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
+    assert torch.equal(torch.tensor(weights["model.norm.weight"]), expected["model.norm.weight"])

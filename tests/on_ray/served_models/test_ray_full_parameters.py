@@ -25,7 +25,8 @@ from tests.on_ray.ray_processes import descendants
 from tests.support.servers.running import Server
 from tests.support.servers.serving import sequences, tinker_data
 from twinkle import hub
-from twinkle_client import init_tinker_client
+from twinkle_client import TwinkleClient, init_tinker_client
+from twinkle_client.model import MultiLoraTransformersModel
 
 pytestmark = pytest.mark.ray
 
@@ -138,6 +139,27 @@ def test_two_processes_with_fsdp_train_as_a_plain_loop(server, sdk, folder):
     again = sdk("sharded").create_training_client_from_state_with_optimizer(saved)
     for step, loss in zip((7, 8), later, strict=True):
         assert trained(again, sequences(step)) == pytest.approx(loss, rel=1e-5)
+
+
+def test_native_verbs_reach_all_processes(server, folder):
+    """The model is that of a fresh replica again, whoever held it before."""
+    plain, client = Plain(folder), TwinkleClient(server.url, "tml-native")
+    model = MultiLoraTransformersModel(SHARDED, client=client)
+    model.add_adapter_to_model("policy", None)
+    count = sum(parameter.numel() for parameter in plain.model.parameters())
+    assert f"{count:,} parameters" in str(model.get_train_configs())
+    model.set_optimizer("Adam", lr=1e-3, betas=[0.9, 0.95], eps=1e-6, weight_decay=0.0)
+    model.set_loss("CrossEntropyLoss", reduction="sum")
+    for step in range(2):
+        rows = sequences(step)
+        features = [{"input_ids": row[:-1].tolist(), "labels": row[1:].tolist()} for row in rows]
+        loss = -sum(plain.logprobs(row).sum() for row in rows)
+        (loss / sum(len(row) - 1 for row in rows)).backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+        assert float(model.forward_backward(features)["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+        model.clip_grad_and_step(max_grad_norm=1e9)
+    client.close()
 
 
 def test_two_replicas_serve_two_tenants_at_once(sdk, folder):

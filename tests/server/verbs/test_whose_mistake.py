@@ -16,6 +16,7 @@ from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.types import LoraSpec
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.mock import mock_model
+from twinkle.server.backends.mock.trainer import MockTrainer
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import Execution
 from twinkle.server.services.training.measurements import RunMeasurements
@@ -84,7 +85,7 @@ def ops() -> Ops:
         (LoraVerbs, "_normalize", "clip_grad_and_step", {}),
         (OptimizerGroup, "required_optimizer", "step", {}),
         (OptimizerGroup, "set_accumulation", "lr_step", {}),
-        (LoraVerbs, "get_state_dict", "get_train_configs", {}),
+        (LoraVerbs, "get_peft_config_dict", "get_train_configs", {}),
     ],
 )
 def test_a_bug_of_ours_is_ours(
@@ -107,6 +108,17 @@ def test_a_bug_of_ours_is_ours(
     assert "the server's log" in message
     assert "ours" not in message  # the tenant learns nothing about the server's internals
     assert any(record.exc_info is not None and record.exc_info[1] is error for record in caplog.records)
+
+
+def test_a_large_state_dict_is_refused_before_it_is_copied(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: object) -> None:
+        raise AssertionError("the weights of a large model must not be copied for this")
+
+    monkeypatch.setattr(MockTrainer, "shapes", lambda *_: {"w": (2**10, 2**10), "b": (1,)})
+    monkeypatch.setattr(MockTrainer, "weights", copied)
+    category, message = ops.failure("get_state_dict")
+    assert category == "user"
+    assert message.startswith("get_state_dict: got '1048577 numbers', allowed: at most 1048576 as JSON")
 
 
 def test_a_schedule_that_has_ended(ops: Ops, caplog: pytest.LogCaptureFixture) -> None:

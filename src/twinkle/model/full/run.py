@@ -169,7 +169,7 @@ class FullRun:
         return {"unclipped_grad_l2:mean": norm}
 
     def _decay_groups(self, decay_norms: bool) -> list[tuple[list[int], bool]]:
-        """Return two groups of parameters, by number: with weight decay (True) and without. None of them is empty."""
+        """Return parameters by number in groups: with weight decay (True) and without. Empty groups are left out."""
         names = self.weights.layout.names
         decayed = [number for number, name in enumerate(names) if decay_norms or is_decayed(name)]
         others = sorted(set(range(len(names))) - set(decayed))

@@ -321,6 +321,12 @@ class FullTrainer:
         self._get(adapter_id)
         return self._weights.arrays(self._weights.masters)
 
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all parameters by name, without a copy of them; the same on all ranks."""
+        self._get(adapter_id)
+        layout = self._weights.layout
+        return dict(zip(layout.names, layout.shapes, strict=True))
+
     def compute_weights(self) -> Mapping[str, Tensor]:
         """Return the weights that the model computes with now, by name, on the device. Tied weights occur once.
 

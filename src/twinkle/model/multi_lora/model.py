@@ -152,7 +152,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
 
     @at_once
     def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
-        """Return what :meth:`send_weights` can send: the adapter, or the base model with the adapter merged into it.
+        """Return what :meth:`send_weights` can send: the base model and the adapter, or both merged.
 
         ``adapter_name`` may be left out if there is only one adapter.
         """

@@ -65,6 +65,8 @@ class LoraTrainer(StateTrainer, Protocol):
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
 
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]: ...
+
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
 
 
@@ -412,7 +414,7 @@ class LoraVerbs(TwinkleModel):
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.get_state_dict(adapter_name=adapter_name).items()}
+        shapes = self._lora_trainer.shapes(group.adapter_name)
         # A group without a configuration trains all parameters, and has no adapter.
         config = self.get_peft_config_dict(adapter_name=adapter_name) if group.adapter_config else None
         return describe(group, self.model_id, config, shapes)

@@ -373,6 +373,12 @@ class Trainer:
         adapter = self._pool.get(adapter_id)
         return self._arrays(adapter, adapter.weights_P)
 
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights by PEFT's parameter names."""
+        adapter = self._pool.get(adapter_id)
+        named = checkpoint.named_tensors(adapter.weights_P, adapter.layout, adapter.ranks)
+        return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:

@@ -416,7 +416,7 @@ class TransformersModel(TwinkleModel, WeightChannel):
 
     @at_once
     def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
-        """Return what :meth:`send_weights` can send: all weights, an adapter, or all weights with the adapter in them.
+        """Return what :meth:`send_weights` can send: all weights, and an adapter unless it is merged into them.
 
         A mesh with shards cuts the model into them now: adapters must have been added before.
         """

@@ -57,6 +57,7 @@ class WeightVersions:
         if max_weight_sets is not None and max_weight_sets < 0:
             raise InvalidInputError("max_weight_sets", max_weight_sets, "an integer ≥ 0 or None")
         self._source = source
+        self._raise = "raise max_weight_sets of the sampler" if max_weight_sets == 0 else _RAISE_BUDGET
         self._set_bytes = trainer.memory.weights
         self._available = int(trainer.memory.adapters * _SHARE)
         count = min(_DEFAULT_SETS, self._available // self._set_bytes) if max_weight_sets is None else max_weight_sets
@@ -273,7 +274,7 @@ class WeightVersions:
 
     def _require_places(self) -> None:
         if not self._slots.count:
-            raise CapacityError(f"a version is a second set of weights, and {self._price(1)}; {_RAISE_BUDGET}")
+            raise CapacityError(f"a version is a second set of weights, and {self._price(1)}; {self._raise}")
 
     def _price(self, count: int) -> str:
         needed, available = count * self._set_bytes, max(0, self._available - self._slots.count * self._set_bytes)

@@ -15,14 +15,7 @@ from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import (
-    GoneError,
-    InvalidInputError,
-    NotFoundError,
-    QuotaError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
 from twinkle.model.types import LoraSpec, TrainingSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
@@ -71,8 +64,6 @@ from twinkle_client.protocol.base import SESSION_LOST
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
-
-
 T = TypeVar("T")
 
 

@@ -90,9 +90,9 @@ class SilentSessions:
         """Call ``create`` and return its result.
 
         If the tenant is at its limit of sessions or adapters, evict adapters or end sessions that are silent until
-        ``create`` succeeds; QuotaError if that is not enough. The same for a replica that another run holds, if that is
-        the tenant's own; ReplicaHeldError if it is not, or not silent. ``own_session``: the session that ``create`` is
-        for, whose adapters are not evicted.
+        ``create`` succeeds; QuotaError if that is not enough. If another run of the tenant holds the replica, and its
+        session is silent, evict that run; ReplicaHeldError for any other holder. ``own_session``: the session that
+        ``create`` is for, whose adapters are not evicted.
         """
         try:
             return await self._gateway.with_row_room(tenant_id, create)

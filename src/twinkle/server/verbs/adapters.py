@@ -1,5 +1,6 @@
 """The verbs of the library on the adapters of a served model."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -46,6 +47,7 @@ class NativeAdapters:
             guard=chosen_by_tenant,
             max_logits=max_logits,
         )
+        self._trainer = model.trainer
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
         self._max_characters = max_characters(model.max_context_length)
@@ -155,7 +157,7 @@ class NativeAdapters:
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
         if asked.verb == "get_state_dict":
-            return _numbers(result)
+            return {name: tensor.detach().cpu().float().numpy() for name, tensor in result.items()}
         return result
 
     def _call(self, run_id: str, verb: str, arguments: Mapping[str, object]) -> Any:
@@ -168,6 +170,8 @@ class NativeAdapters:
         if "self" in arguments:
             raise InvalidInputError("arguments", "self", "keywords of the verb, of the loss and of the metrics")
         self.group(run_id)
+        if verb == "get_state_dict":
+            _check_size(self._trainer.shapes(run_id))
         sets_up = verb_named(verb).sets_up  # raises for names outside the table, so getattr finds only verbs
         method: Callable[..., Any] = getattr(self._library, verb)
         with chosen_by_tenant(verb) if sets_up else nullcontext():  # verbs that set up construct what a tenant chose
@@ -252,9 +256,9 @@ def rows_of(outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, lis
     return rows
 
 
-def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:
-    size = sum(tensor.numel() for tensor in tensors.values())
+def _check_size(shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise InvalidInputError if the numbers of a state dict are too many for one answer, before they are copied."""
+    size = sum(math.prod(shape) for shape in shapes.values())
     if size > _STATE_DICT_NUMBERS:
         allowed = f"at most {_STATE_DICT_NUMBERS} as JSON; save() and download the checkpoint instead"
         raise InvalidInputError("get_state_dict", f"{size} numbers", allowed)
-    return {name: tensor.detach().cpu().float().numpy() for name, tensor in tensors.items()}

@@ -167,7 +167,7 @@ class MockTrainer(TrainingBackend):
 
     def _check_room(self, adapter_id: str) -> None:
         if self.full and set(self._adapters) - {adapter_id}:
-            raise CapacityError("another run has all parameters of this replica; remove it first")
+            raise CapacityError("this model trains all its parameters for one run at a time, and another run holds it")
 
     def remove_adapter(self, adapter_id: str) -> None:
         self._get(adapter_id)
@@ -191,6 +191,9 @@ class MockTrainer(TrainingBackend):
 
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
+
+    def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
+        return {"w": self._get(adapter_id).weights.shape}
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
         return {"w": self.vector(adapter_id)}
@@ -322,7 +325,7 @@ class MockTrainer(TrainingBackend):
         if item.base_model and train:
             raise InvalidInputError("base_model", True, "False: the base model is not trained")
         if item.base_model and self.full:
-            raise UnsupportedError("the base model alone: all its parameters are being trained")
+            raise UnsupportedError("base_model: got True, allowed: False: a run trains all parameters of this model")
         adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
         if item.output != "logps":
             raise UnsupportedError(f"{item.output}: the mock backend has no model; it computes log-probabilities")

@@ -54,6 +54,9 @@ export function showOnce(place, data, parts) {
 
 export const when = (seconds) => new Date(seconds * 1000).toLocaleString();
 
+// What a run trains: an adapter of some rank, or all parameters of the model (train_mode: full).
+export const rank = (run) => (run.lora_rank === null ? "all parameters" : String(run.lora_rank));
+
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;

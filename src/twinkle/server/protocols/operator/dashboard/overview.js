@@ -1,7 +1,7 @@
 // The views of adapters (with the queue) and of sessions.
 
 import { json, part } from "./api.js";
-import { el, number, pager, showOnce, table, when } from "./dom.js";
+import { el, number, pager, rank, showOnce, table, when } from "./dom.js";
 
 const WHERE = {
   device: "in a slot on the device",
@@ -68,7 +68,7 @@ const ADAPTERS = [
   ["Where", (run) => el("span", { class: `badge ${run.where}`, title: WHERE[run.where] }, run.where)],
   ["", (run) => run.note ?? WHERE[run.where]],
   ["Waiting ops", (run) => String(run.queued_ops)],
-  ["Rank", (run) => run.lora_rank === null ? "all parameters" : String(run.lora_rank)],
+  ["Rank", rank],
   ["Protocol", (run) => run.protocol],
 ];
 

@@ -2,7 +2,7 @@
 
 import { json, part, whoami } from "./api.js";
 import { chart } from "./chart.js";
-import { el, pager, showOnce, table, when } from "./dom.js";
+import { el, pager, rank, showOnce, table, when } from "./dom.js";
 
 const FIRST = ["loss", "reward", "learning_rate", "grad_norm", "tokens"];
 
@@ -42,7 +42,7 @@ const COLUMNS = [
   ["Name", (run) => run.name],
   ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
   ["Base model", (run) => run.base_model],
-  ["Rank", (run) => run.lora_rank === null ? "all parameters" : String(run.lora_rank)],
+  ["Rank", rank],
   ["Where", (run) => el("span", { class: `badge ${run.where}` }, run.where)],
   ["Last request", (run) => when(run.last_request_at)],
 ];
@@ -99,6 +99,6 @@ function byImportance(a, b) {
 }
 
 function about(run) {
-  const facts = [["Base model", run.base_model], ["LoRA rank", run.lora_rank === null ? "all parameters" : String(run.lora_rank)], ...Object.entries(run.user_metadata ?? {})];
+  const facts = [["Base model", run.base_model], ["LoRA rank", rank(run)], ...Object.entries(run.user_metadata ?? {})];
   return el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))]));
 }

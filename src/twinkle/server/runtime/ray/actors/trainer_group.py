@@ -143,6 +143,7 @@ class TrainerGroup(TrainingBackend):
     gradient_norm = _on_all(TrainingBackend.gradient_norm)
     vocabulary_size = _on_all(TrainingBackend.vocabulary_size)
     weights = _on_all(TrainingBackend.weights)
+    shapes = _on_all(TrainingBackend.shapes)
     peft_config = _on_all(TrainingBackend.peft_config)
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
