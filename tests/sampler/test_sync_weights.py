@@ -1,6 +1,9 @@
 """``sync_weights`` in one process: the sampler draws with the model's weights, or says why it cannot."""
 
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -340,6 +343,45 @@ def test_options_are_checked() -> None:
         LocalSampler(7)
     with pytest.raises(UnknownNameError, match="adapter"):
         CheckpointEngineManager(model, sampler).sync_weights(adapter_name="x")
+
+
+# --- other threads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_sampler", [sampler_of, lambda _: own_sampler()], ids=["shared", "copied"])
+def test_a_thread_that_samples_never_gets_a_mixture(make_sampler: Callable[[Any], LocalSampler]) -> None:
+    """Equal seeds and weights draw equal tokens. Between step and synchronisation, and within it, sampling may fail."""
+    model = full_model()
+    sampler = make_sampler(model)
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=0.01)
+    manager.sync_weights()
+    drawn: dict[str, set[tuple[float, ...]]] = {}
+    refusals: list[UserError] = []
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set() or not drawn:  # the last weights can be sampled with, at least
+            try:
+                (response,) = sampler.sample(PROMPTS[:1], PARAMS)
+            except UserError as error:
+                refusals.append(error)
+                ended.wait(0.01)
+            else:
+                assert response.weights_version is not None
+                drawn.setdefault(response.weights_version, set()).add(tuple(logprobs([response])[0]))
+
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(draw)
+        try:
+            for number in range(5):
+                step(model, number)
+                assert manager.sync_weights() == f"sync-{number + 2}"
+        finally:
+            ended.set()
+        thread.result()
+    assert drawn
+    assert {name: len(results) for name, results in drawn.items()} == dict.fromkeys(drawn, 1)
+    assert all(re.match("sample: (the model was trained|sync_weights is replacing)", str(each)) for each in refusals)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

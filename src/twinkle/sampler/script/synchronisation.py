@@ -91,6 +91,10 @@ class WeightReceiver:
         """Raise if the sampler has nothing whole to sample with."""
         if self._asleep:
             raise UserError(f"sample: the sampler is asleep ({', '.join(sorted(self._asleep))}); call wake_up first")
+        if self._touched:
+            raise UserError(
+                "sample: sync_weights is replacing the weights in another thread; sample after it has ended"
+            )
         if self._refusal is not None:
             raise UserError(f"sample: {self._refusal}")
         if self._live is not None and self._live.changes() != self._seen:
