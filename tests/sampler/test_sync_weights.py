@@ -1,6 +1,9 @@
 """``sync_weights`` in one process: the sampler draws with the model's weights, or says why it cannot."""
 
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from tests.support.models.plain_training import LORA, MODEL, features
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.model import MultiLoraTransformersModel, TransformersModel
+from twinkle.model import MultiLoraTransformersModel, TransformersModel, TransformersValueModel
 from twinkle.sampler import LocalSampler, hand_over
 
 A = "tenant"
@@ -288,6 +291,47 @@ def test_weights_of_another_model_are_refused_before_anything_changes() -> None:
     assert logprobs(sampler.sample(PROMPTS, PARAMS)) == before
 
 
+def test_nothing_is_sampled_from_a_critic() -> None:
+    critic = TransformersValueModel(model_id=MODEL, mixed_precision="no", device="cpu")
+    with pytest.raises(UnsupportedError, match="a value model has no distribution over tokens"):
+        LocalSampler(critic)
+    with pytest.raises(UnsupportedError, match="a value model has no distribution over tokens"):
+        CheckpointEngineManager(critic, sampler_of(full_model())).sync_weights()
+
+
+def test_several_models_take_turns_with_one_sampler() -> None:
+    """Weights that the sampler shares with one model are replaced by copies of those of another, never written to."""
+    trained, other, adapter = full_model(), full_model(), lora_model()
+    step(other)
+    sampler = sampler_of(trained)
+    before = [parameter.detach().clone() for parameter in trained.model.parameters()]
+    for model, merge in (
+        (trained, True),
+        (other, True),
+        (adapter, False),
+        (other, True),
+        (adapter, True),
+        (trained, True),
+    ):
+        version = CheckpointEngineManager(model, sampler).sync_weights(merge)
+        assert_draws_as_trained(model, sampler, version)
+    assert all(map(torch.equal, before, trained.model.parameters()))
+
+
+def test_a_synchronisation_within_a_window_of_gradients_changes_no_step() -> None:
+    weights = []
+    for synchronises in (False, True):
+        model = full_model()
+        model.forward_backward(inputs=features(9, 14, seed=0))
+        if synchronises:
+            sampler = sampler_of(model)
+            CheckpointEngineManager(model, sampler).sync_weights()
+            sampler.sample(PROMPTS, PARAMS)
+        step(model, 1)
+        weights.append([parameter.detach().clone() for parameter in model.model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.parametrize(
     ("config", "merge", "match"),
     [({"use_dora": True}, True, "DoRA"), ({"bias": "all"}, False, "biases")],
@@ -307,6 +351,13 @@ def test_options_are_checked() -> None:
         CheckpointEngineManager(model, sampler, platform="TPU")
     with pytest.raises(UnsupportedError, match="NPU"):
         CheckpointEngineManager(model, sampler, platform="NPU")
+    for pair, match in (
+        ((sampler, model), "model: got"),
+        ((None, sampler), "model: got"),
+        ((model, None), "sampler: got"),
+    ):
+        with pytest.raises(InvalidInputError, match=match):
+            CheckpointEngineManager(*pair)
     with pytest.raises(InvalidInputError, match="bucket_size_mb"):
         CheckpointEngineManager(model, sampler, bucket_size_mb=0)
     with pytest.raises(InvalidInputError, match="dtype"):
@@ -315,6 +366,45 @@ def test_options_are_checked() -> None:
         LocalSampler(7)
     with pytest.raises(UnknownNameError, match="adapter"):
         CheckpointEngineManager(model, sampler).sync_weights(adapter_name="x")
+
+
+# --- other threads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_sampler", [sampler_of, lambda _: own_sampler()], ids=["shared", "copied"])
+def test_a_thread_that_samples_never_gets_a_mixture(make_sampler: Callable[[Any], LocalSampler]) -> None:
+    """Equal seeds and weights draw equal tokens. Between step and synchronisation, and within it, sampling may fail."""
+    model = full_model()
+    sampler = make_sampler(model)
+    manager = CheckpointEngineManager(model, sampler, bucket_size_mb=0.01)
+    manager.sync_weights()
+    drawn: dict[str, set[tuple[float, ...]]] = {}
+    refusals: list[UserError] = []
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set() or not drawn:  # the last weights can be sampled with, at least
+            try:
+                (response,) = sampler.sample(PROMPTS[:1], PARAMS)
+            except UserError as error:
+                refusals.append(error)
+                ended.wait(0.01)
+            else:
+                assert response.weights_version is not None
+                drawn.setdefault(response.weights_version, set()).add(tuple(logprobs([response])[0]))
+
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(draw)
+        try:
+            for number in range(5):
+                step(model, number)
+                assert manager.sync_weights() == f"sync-{number + 2}"
+        finally:
+            ended.set()
+        thread.result()
+    assert drawn
+    assert {name: len(results) for name, results in drawn.items()} == dict.fromkeys(drawn, 1)
+    assert all(re.match("sample: (the model was trained|sync_weights is replacing)", str(each)) for each in refusals)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

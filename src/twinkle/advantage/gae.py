@@ -60,7 +60,7 @@ class GAEAdvantage(Advantage):
         lengths: the number of tokens of each completion. old_logps, ref_logps: a row of that length for each.
         """
         given = _floats("rewards", rewards)
-        counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        counts: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         if isinstance(counts, str) or not hasattr(counts, "__len__"):
             raise InvalidInputError("lengths", lengths, "one integer for each reward")
         if len(counts) != len(given):

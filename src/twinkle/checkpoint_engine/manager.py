@@ -83,6 +83,12 @@ class CheckpointEngineManager:
         size = read_environment().sync_bucket_mb if bucket_size_mb is None else bucket_size_mb
         if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < float("inf"):
             raise InvalidInputError("bucket_size_mb", size, "a number of MiB > 0")
+        for field, given, verb, allowed in (
+            ("model", model, "offer_weights", "a TransformersModel or a MultiLoraTransformersModel"),
+            ("sampler", sampler, "prepare_weights", "a LocalSampler or a vLLMSampler"),
+        ):
+            if not hasattr(given, verb):
+                raise InvalidInputError(field, given, allowed)
         self.model = model
         self.sampler = sampler
         self._bucket_bytes = max(16, int(size * _MIB))

@@ -3,7 +3,9 @@
 A folder that is damaged or belongs to another model is refused before anything changes.
 """
 
+import errno
 import json
+import resource
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.support.models.reference import assert_numbers_close, toy_llama
 from tests.support.models.tiny_models import tiny_model
 from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateError
 from twinkle.model import AdamParams, AdapterSnapshot, FullSpec, FullTrainer, LoraSpec, Trainer, adopt_model
+from twinkle.model.adapters.checkpoint import write_whole
 from twinkle.model.full import checkpoint
 
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.01)
@@ -124,6 +127,20 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
     with pytest.raises(CheckpointError, match="old exists already"):
         trainer.save(RUN, tmp_path / "old")
+
+
+def test_a_disk_that_takes_no_more_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    """Servers tell the two apart by the cause. safetensors reports errors of the system as text."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="could not write") as raised:
+            write_whole(tmp_path / "ck", lambda to: save_file({"w": torch.ones(1000)}, to / "w"), overwrite=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert raised.value.__cause__.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_written_later_is_what_was_copied(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,12 @@ def save_adapter(
     write_whole(directory, write, overwrite=overwrite)
 
 
+def _system_error(error: OSError | SafetensorError) -> Exception:
+    """Return an error of the operating system as an OSError: safetensors has its number only in its message."""
+    found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
+    return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
 def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
     """Write a directory atomically: ``write`` fills a temporary one, which replaces ``directory`` once on disk."""
     directory = directory.resolve()  # if it is a link, the directory it points to is replaced
@@ -101,7 +108,7 @@ def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bo
             _flush(path)
         _put_in_place(staging, directory)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {directory}: {error}") from error
+        raise CheckpointError(f"could not write {directory}: {error}") from _system_error(error)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -335,6 +335,8 @@ class TransformersModel(TwinkleModel, WeightChannel):
             raise UnsupportedError("set_optimizer: with shards, give the name or class of an optimizer, and no params")
         parameters = trained_parameters(self.model, group.adapter_name)
         group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
+        # Before the step for samplers of other threads, and after it because these may have seen the count meanwhile.
+        group.optimizer.register_step_pre_hook(lambda *_: self._outgoing.changed(group))
         group.optimizer.register_step_post_hook(lambda *_: self._outgoing.changed(group))
         group.lr_scheduler = None
         group.chosen.add("set_optimizer")

@@ -1,6 +1,6 @@
 """A critic: a language model whose head is replaced by one that predicts the value of each token's state."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.loss import Loss, PPOValueLoss
@@ -29,6 +29,16 @@ class TransformersValueModel(TransformersModel):
         raise UnsupportedError(
             "add_adapter_to_model: all parameters of a value model are trained, so it has no adapters"
         )
+
+    @at_once
+    def base_model(self) -> NoReturn:
+        """Refuse to be what a sampler samples from."""
+        raise UnsupportedError("sampler: a value model has no distribution over tokens, so nothing can be sampled")
+
+    @at_once
+    def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> NoReturn:
+        """Refuse to send weights to a sampler."""
+        raise UnsupportedError("sync_weights: a value model has no distribution over tokens, so no sampler can use it")
 
     def _add_group(self, group: OptimizerGroup) -> None:
         group.loss_instance = PPOValueLoss()

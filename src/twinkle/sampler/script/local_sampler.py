@@ -6,6 +6,7 @@ Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,8 @@ class LocalSampler(WeightChannel):
         dtype: str | None = None,
         memory_budget_bytes: int | None = None,
     ) -> None:
+        # Held by each call that samples or changes weights or caches, because scripts may sample in another thread.
+        self._turn = Lock()
         made = _base_for(model, dtype, memory_budget_bytes)
         self._tokenizer_id = made.tokenizer_id
         self.set_template(template)
@@ -108,7 +111,12 @@ class LocalSampler(WeightChannel):
         weights and peft_config are the results of a model's ``get_state_dict`` and ``get_peft_config_dict``. If the
         weights are a remote promise, it is passed to the sampler's workers without being fetched here.
         """
-        self._versions.receive(adapter_name, lambda version: self.engine.receive_version(version, peft_config, weights))
+
+        def install(version: str) -> None:
+            self.engine.receive_version(version, peft_config, weights)
+
+        with self._turn:
+            self._versions.receive(adapter_name, install)
 
     @remote_function(dispatch=own_prompts, collect="flatten", lazy_collect=False)
     def sample(
@@ -134,29 +142,37 @@ class LocalSampler(WeightChannel):
         computes them; those of the prompt are at temperature 1. ``weights_version`` of a response names the weights.
         """
         params = as_sampling_params(sampling_params)
-        self._receiver.require_usable()
-        if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
-            return []
-        base_name = self._receiver.base_name
-        named = self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name)
-        with named as chosen:
-            return sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+        with self._turn:
+            self._receiver.require_usable()
+            if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
+                return []
+            base_name = self._receiver.base_name
+            named = self._versions.chosen(
+                adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name
+            )
+            with named as chosen:
+                responses = sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+            self._receiver.require_usable()  # another thread may have trained the shared weights meanwhile
+            return responses
 
     # --- weight synchronisation: CheckpointEngineManager calls these, in this order -----------------------------------
 
     @_at_once
     def prepare_weights(self, offer: WeightsOffer) -> tuple[TensorMeta, ...]:
         """Return the tensors of ``offer`` that must be sent. Raise if they do not fit this sampler."""
-        return self._receiver.prepare(offer)
+        with self._turn:
+            return self._receiver.prepare(offer)
 
     @_at_once
     def receive_bucket(self, bucket: Bucket) -> None:
-        self._receiver.receive(bucket)
+        with self._turn:
+            self._receiver.receive(bucket)
 
     @_at_once
     def finish_weights(self) -> str:
         """Sample with the weights that were sent, and return their name."""
-        return self._receiver.finish()
+        with self._turn:
+            return self._receiver.finish()
 
     @_at_once
     def abandon_weights(self, why: str, *, finishing: bool = False) -> None:
@@ -164,7 +180,8 @@ class LocalSampler(WeightChannel):
 
         finishing: whether it failed in :meth:`finish_weights`, here or on another worker.
         """
-        self._receiver.abandon(why, finishing=finishing)
+        with self._turn:
+            self._receiver.abandon(why, finishing=finishing)
 
     @_at_once
     def get_state_keys(self) -> list[str]:
@@ -176,7 +193,8 @@ class LocalSampler(WeightChannel):
     @_at_once
     def reset_prefix_cache(self) -> None:
         """Forget the cached beginnings of earlier prompts. Results do not depend on it."""
-        self.engine.reset_prefix_cache()
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     @_at_once
     def reset_encoder_cache(self) -> None:
@@ -194,12 +212,14 @@ class LocalSampler(WeightChannel):
         discarded, and after :meth:`wake_up` the sampler needs ``sync_weights``. Weights that are shared with a model
         stay.
         """
-        self._receiver.sleep(level)
+        with self._turn:
+            self._receiver.sleep(level)
 
     @_at_once
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what :meth:`sleep` freed: "weights", "kv_cache", or both (None)."""
-        self._receiver.wake_up(None if tags is None else list(tags))
+        with self._turn:
+            self._receiver.wake_up(tags)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
         """Take back what :meth:`sleep` freed: "weights", "kv_cache", or both (None)."""
         from twinkle.sampler.vllm.vllm_sampler import WAKE_TAGS
 
-        chosen = WAKE_TAGS if tags is None else tuple(tags)
+        chosen = WAKE_TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
         for tag in chosen:
             if tag not in WAKE_TAGS:
                 raise InvalidInputError("tags", tag, f"{', '.join(map(repr, WAKE_TAGS))}, or None for both")

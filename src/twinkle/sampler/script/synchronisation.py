@@ -4,7 +4,7 @@ A sampler whose base model was only partly replaced refuses to sample, and so do
 that was trained since the last synchronisation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,10 @@ class WeightReceiver:
         """Raise if the sampler has nothing whole to sample with."""
         if self._asleep:
             raise UserError(f"sample: the sampler is asleep ({', '.join(sorted(self._asleep))}); call wake_up first")
+        if self._touched:
+            raise UserError(
+                "sample: sync_weights is replacing the weights in another thread; sample after it has ended"
+            )
         if self._refusal is not None:
             raise UserError(f"sample: {self._refusal}")
         if self._live is not None and self._live.changes() != self._seen:
@@ -213,8 +217,8 @@ class WeightReceiver:
                 self._refusal = "sleep(level=2) has discarded the sampler's weights; call sync_weights"
         self._asleep = {WEIGHTS, CACHE}
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        chosen = [WEIGHTS, CACHE] if tags is None else list(tags)
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        chosen = [WEIGHTS, CACHE] if tags is None else [tags] if isinstance(tags, str) else list(tags)
         for tag in chosen:
             if tag not in (WEIGHTS, CACHE):
                 raise InvalidInputError("tags", tag, f"{WEIGHTS!r}, {CACHE!r}, or None for both")
