@@ -83,7 +83,7 @@ def test_another_session_resumes(trained: dict[str, Any], resumed: dict[str, Any
     assert resumed["progress"]["cur_step"] == STEPS
     assert resumed["progress"]["consumed_train_samples"] == 2 * STEPS
     # The same as without stopping: weights and Adam's moments were restored. A step changes the loss by some 1e-3,
-    # rounding by at most 1e-5 (DESIGN section 4, invariant 1).
+    # rounding by at most 1e-5.
     assert resumed["losses"] == pytest.approx(trained["went_on"], rel=1e-5)
 
 

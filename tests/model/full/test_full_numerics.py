@@ -1,6 +1,6 @@
 """A run that trains all parameters gives the losses, gradients and weights of a plain torch loop.
 
-Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
+Equal means, in fp32: weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
 and log-probabilities |Δ| ≤ 1e-5·max(1, |x|). tests/model/trainer/test_numerics.py says why Adam's eps is large here.
 """
 

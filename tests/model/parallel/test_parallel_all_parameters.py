@@ -18,7 +18,7 @@ from tests.model.parallel.lora_programs import Request, Sizes
 from tests.model.parallel.process_pool import ProcessPool
 from twinkle.model.trainer.shard_requests import RequestShards
 
-TOLERANCE = 1e-5  # fp32; DESIGN section 4, invariant 1
+TOLERANCE = 1e-5  # fp32: the bound on what may differ from plain torch
 
 DATA, SHARDS, BOTH = {"dp_size": 2}, {"dp_size": 1, "fsdp_size": 2}, {"dp_size": 2, "fsdp_size": 2}
 SPREADS = pytest.mark.parametrize("sizes", [DATA, SHARDS], ids=["dp", "fsdp"])

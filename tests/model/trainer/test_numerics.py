@@ -1,6 +1,6 @@
 """A tenant gets the same numbers alone, with others, in any micro-batches, and from PEFT + Transformers + torch.
 
-Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
+Equal means, in fp32: weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
 and log-probabilities |Δ| ≤ 1e-5·max(1, |x|).
 
 Adam's eps: GEMMs of different shapes differ in the last bits, so gradients have a relative error δ of about 1e-6

@@ -25,7 +25,7 @@ from twinkle.model import AdamParams, AdapterSnapshot, Datum, LoraSpec, Trainer,
 
 Arrays = Mapping[str, NDArray[np.float32]]
 
-TOLERANCE = 1e-5  # fp32; DESIGN section 4, invariant 1
+TOLERANCE = 1e-5  # fp32: the bound on what may differ from plain torch
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def exact_logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], changes: i
     2⁻²⁴, from n roundings up or down. So weights with random errors of this size show what rounding does to the result,
     including whatever the model amplifies or damps. This estimate is the same on every machine. The bound of a position
     is five standard deviations of it; among some 10⁴ normal numbers none is further away. The bound is never smaller
-    than what DESIGN allows (section 4, invariant 1).
+    than ``TOLERANCE``.
     """
     generator = torch.Generator().manual_seed(0)
     exact = copy.deepcopy(model).double()
