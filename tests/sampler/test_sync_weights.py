@@ -454,10 +454,12 @@ def test_a_sampler_that_sleeps_holds_no_cache_and_no_weights_of_its_own() -> Non
     assert logprobs(sampler.sample(PROMPTS, PARAMS)) == before
 
 
-def test_weights_that_sleep_discarded_must_be_synchronised() -> None:
+@pytest.mark.parametrize("levels", [(2,), (1, 2), (2, 1)])
+def test_weights_that_sleep_discarded_must_be_synchronised(levels: tuple[int, ...]) -> None:
     model = full_model()
     sampler = own_sampler()
-    sampler.sleep(level=2)
+    for level in levels:
+        sampler.sleep(level)
     sampler.wake_up()
     with pytest.raises(UserError, match=r"discarded.*sync_weights"):
         sampler.sample(PROMPTS, PARAMS)

@@ -215,10 +215,10 @@ class WeightReceiver:
             raise InvalidInputError("level", level, "1 (the weights move to host memory) or 2 (they are discarded)")
         if CACHE not in self._asleep:
             self._engine.free_cache()
-        if self._base is not None and WEIGHTS not in self._asleep:
-            if level == 1:
+        if self._base is not None:
+            if level == 1 and WEIGHTS not in self._asleep:
                 self._base.to_host()
-            elif len(self._base.shared) < len(self._base.names):
+            elif level == 2 and len(self._base.shared) < len(self._base.names):
                 self._base.discard()
                 self._base_id = None
                 self._refusal = "sleep(level=2) has discarded the sampler's weights; call sync_weights"
