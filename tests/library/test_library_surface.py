@@ -266,8 +266,9 @@ ABSENT = [
     ),
     (
         "twinkle.sampler:vLLMSampler",
-        "sample_stream apply_patch add_adapter_to_sampler encode_trajectory decode_response",
-        "only a server streams; weights come through receive_weights; .template encodes and decodes",
+        "sample_stream apply_patch add_adapter_to_sampler encode_trajectory decode_response "
+        "load_full_weights_from_path",
+        "only a server streams; weights come through sync_weights and receive_weights; .template encodes and decodes",
     ),
 ]
 

@@ -190,6 +190,11 @@ def test_which_adapter_a_call_uses() -> None:
     np.testing.assert_allclose(merged[0].sequences[0].logprobs[0][0][1], present[0].sequences[0].logprobs[0][0][1])
     assert sampler.engine.version_ids() == [f"{A}-1"]
     assert merged[0].weights_version == "sync-2"
+    with pytest.raises(UserError, match="merged an adapter into the base model, and a second adapter cannot be added"):
+        sampler.sample(PROMPTS, PARAMS, A)
+    assert sampler.sample(PROMPTS, PARAMS, A, use_base_model=True)[0].weights_version == "sync-2"
+    manager.sync_weights(merge_and_sync=False)
+    assert logprobs(sampler.sample(PROMPTS, PARAMS, A)) == logprobs(present)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -449,10 +454,12 @@ def test_a_sampler_that_sleeps_holds_no_cache_and_no_weights_of_its_own() -> Non
     assert logprobs(sampler.sample(PROMPTS, PARAMS)) == before
 
 
-def test_weights_that_sleep_discarded_must_be_synchronised() -> None:
+@pytest.mark.parametrize("levels", [(2,), (1, 2), (2, 1)])
+def test_weights_that_sleep_discarded_must_be_synchronised(levels: tuple[int, ...]) -> None:
     model = full_model()
     sampler = own_sampler()
-    sampler.sleep(level=2)
+    for level in levels:
+        sampler.sleep(level)
     sampler.wake_up()
     with pytest.raises(UserError, match=r"discarded.*sync_weights"):
         sampler.sample(PROMPTS, PARAMS)

@@ -121,6 +121,9 @@ def test_the_sampler_computes_what_the_model_computes(kind: str, own: vLLMSample
     assert len(seen) == STEPS, "each synchronisation changes the samples"
     if "adapter" in kind:
         assert sample(own, use_base_model=True).weights_version != name
+    if "merged" in kind:
+        with pytest.raises(UserError, match="a second adapter cannot be added"):
+            sample(own, adapter_name=A)
 
 
 def test_an_adapter_is_forgotten_with_its_base(own: vLLMSampler, model_dir: Path) -> None:

@@ -6,6 +6,7 @@ tests/clients/all_parameters has the same with a real model, the SDK and the cli
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -157,6 +158,44 @@ def test_the_same_request_again_gets_the_same_run(full: Server, first: Tenant) -
     again, same = create(first, 0, session)
     assert (again, same) == (mine, request_id)
     assert first.json(same)["model_id"] == mine
+
+
+def test_one_of_several_requests_at_the_same_moment_gets_the_model(full: Server) -> None:
+    tenants = [Tenant(full.url, f"tml-rush-{number}") for number in range(4)]
+    sessions = [tenant.session() for tenant in tenants]
+    with ThreadPoolExecutor(len(tenants)) as pool:
+        made = list(pool.map(lambda tenant, session: create(tenant, 0, session), tenants, sessions))
+    answers = [tenant.result(request_id) for tenant, (_, request_id) in zip(tenants, made, strict=True)]
+    (winner,) = [number for number, answer in enumerate(answers) if b"error" not in answer]
+    assert all(BUSY.search(answer.decode()) for number, answer in enumerate(answers) if number != winner)
+    unload(tenants[winner], made[winner][0])
+
+
+def test_checkpoints_of_a_run_are_its_tenants_alone(full: Server, first: Tenant) -> None:
+    mine = model(first)
+    step(first, mine, 1)
+    saved = first.json(first.save(mine, 3, "mine"))["path"]
+    body = {"model_id": mine, "seq_id": 4, "path": "mine"}
+    version = first.json(first.submit("save_weights_for_sampler", body))["path"]
+    unload(first, mine)
+    other = Tenant(full.url, "tml-stranger")
+    theirs, request_id = create(other)
+    other.json(request_id)
+    base = other.loss(other.forward_backward(theirs, 1, DATA))
+    assert "unknown checkpoint" in other.error(other.load(theirs, 2, saved))
+    session, run = theirs.partition(":")[0], version.split("/")[2]
+    for number, path in enumerate((saved, version)):
+        body = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+        assert other.post("create_sampling_session", body).status_code == 404
+    assert other.http.delete(f"training_runs/{run}/checkpoints/sampler_weights/mine").status_code == 404
+    assert other.loss(other.forward_backward(theirs, 3, DATA)) == base
+    unload(other, theirs)
+    session = first.session()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": version}
+    sampling = first.post("create_sampling_session", body).json()["sampling_session_id"]
+    drawn = logprobs(first, sampling)
+    assert first.http.delete(f"training_runs/{run}/checkpoints/sampler_weights/mine").status_code == 200
+    assert logprobs(first, sampling, 1) == drawn  # a version never changes, even if its checkpoint is deleted
 
 
 def test_a_checkpoint_is_loaded_and_a_new_run_begins_with_it(full: Server, first: Tenant) -> None:
@@ -334,15 +373,19 @@ def test_runs_of_the_other_mode_wait_until_it_is_back(own_server: Callable[..., 
     tenant = Tenant(server.url, "tml-modes")
     adapter = tenant.model()
     expected = tenant.loss(tenant.forward_backward(adapter, 1, DATA))
+    saved = tenant.json(tenant.save(adapter, 2, "adapter"))["path"]
     server.stop()
     server.configure(config())
     server.start()
-    assert f"cannot go on while {MODEL} is served with train_mode: full" in tenant.error(tenant.optim_step(adapter, 2))
+    assert f"cannot go on while {MODEL} is served with train_mode: full" in tenant.error(tenant.optim_step(adapter, 3))
     held = model(tenant)
-    step(tenant, held, 1)
+    assert "allowed: a checkpoint of all parameters" in tenant.error(tenant.load(held, 1, saved))
+    step(tenant, held, 2)
+    saved = tenant.json(tenant.save(held, 4, "full"))["path"]
     server.stop()
     server.configure(mock_config())
     server.start()
-    tenant.json(tenant.optim_step(adapter, 2))
-    assert tenant.loss(tenant.forward_backward(adapter, 3, DATA)) < expected
-    assert "train_mode: lora" in tenant.error(tenant.optim_step(held, 3))
+    tenant.json(tenant.optim_step(adapter, 3))
+    assert tenant.loss(tenant.forward_backward(adapter, 4, DATA)) < expected
+    assert "allowed: a checkpoint of an adapter" in tenant.error(tenant.load(adapter, 5, saved))
+    assert "train_mode: lora" in tenant.error(tenant.optim_step(held, 5))

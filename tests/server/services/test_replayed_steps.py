@@ -1,12 +1,23 @@
 """``max_replayed_steps``: after a kill a run of all parameters repeats at most that many optimizer steps."""
 
 import sqlite3
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.servers import state_samples as samples
 from tests.support.servers.running import Server, Tenant, datum, mock_config
+from twinkle.model.types import LoraSpec
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.mock import mock_model
+from twinkle.server.services.training import snapshots as module
+from twinkle.server.services.training.run_kind import RunKinds
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 
 MOST = 4
 STEPS = 30
@@ -84,3 +95,40 @@ def test_a_save_under_way_does_not_stop_the_server(own_server: Callable[..., Ser
     for pairs, saved in zip(waiting[::2], waiting[1::2], strict=True):
         losses(tenant, pairs)
         assert tenant.json(saved[0])["path"]
+
+
+@pytest.mark.parametrize("most", [None, MOST])
+def test_large_snapshots_are_written_less_often(
+    most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes a twentieth of the time, unless that would leave half of ``max_replayed_steps`` uncovered."""
+    seconds, write, run = 0.05, module.write_snapshot, samples.run()
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(seconds)
+        write(*arguments)
+
+    monkeypatch.setattr(module, "write_snapshot", slow)
+
+    async def main(store: Store) -> None:
+        trainer, compute = mock_model().trainer, Compute()
+        trainer.create_adapter(run.run_id, LoraSpec(8, seed=1))
+        await samples.begin(store)
+        model = SimpleNamespace(trainer=trainer, max_replayed_steps=most)
+        parts = {"store": store, "files": DataDir(tmp_path), "compute": compute, "kinds": RunKinds()}
+        snapshots: Any = module.Snapshots(SimpleNamespace(model=model, snapshot_seconds=0.0, **parts))
+        started = time.monotonic()
+        try:
+            await snapshots.take_now(run.run_id, 1, None)
+        finally:
+            compute.close()
+        for _ in range(MOST // 2):
+            assert snapshots.due(started) is None
+            snapshots.schedule(run.run_id, started, urgent=True, step=True)
+        assert snapshots.due(started) == (None if most is None else run.run_id)
+        if most is None:
+            later = snapshots.next_due()
+            assert later >= started + 20 * seconds
+            assert snapshots.due(later) == run.run_id
+
+    samples.with_store(tmp_path, main)

@@ -143,7 +143,8 @@ class LocalSampler(WeightChannel):
         """
         params = as_sampling_params(sampling_params)
         with self._turn:
-            self._receiver.require_usable()
+            named_one = not use_base_model and (bool(adapter_name) or adapter_path is not None)
+            self._receiver.require_usable(with_adapter=named_one)
             if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
                 return []
             base_name = self._receiver.base_name

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.data_format import SampleResponse
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UserError
 from twinkle.extras import missing
 from twinkle.hub.model_id import id_text
 from twinkle.infra import DeviceMesh, remote_class, remote_function
@@ -39,6 +39,7 @@ from twinkle.sampler.script.in_one_call import (
     own_prompts,
     sample_in_one_call,
 )
+from twinkle.sampler.script.synchronisation import MERGED
 from twinkle.sampler.script.vllm_options import VllmOptions
 from twinkle.sampler.script.vllm_synchronisation import VllmWeightReceiver
 from twinkle.utils.logger import get_logger
@@ -154,6 +155,8 @@ class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
         self._options.check(params)
         if isinstance(inputs, Sequence) and not inputs:  # a worker without inputs: fewer inputs than workers
             return []
+        if self._receiver.merged and not use_base_model and (adapter_name or adapter_path is not None):
+            raise UserError(MERGED)
         base_name = self._receiver.base_name
         named = self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name)
         with named as chosen:

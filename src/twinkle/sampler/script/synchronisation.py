@@ -17,9 +17,13 @@ from twinkle.sampler.script.base_weights import BaseWeights
 from twinkle.sampler.script.in_one_call import AdapterVersions
 from twinkle.sampler.torch_sampler.sampler import TorchSampler
 
-__all__ = ["CACHE", "WEIGHTS", "ReceivedTensors", "WeightReceiver"]
+__all__ = ["CACHE", "MERGED", "WEIGHTS", "ReceivedTensors", "WeightReceiver"]
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # what sleeps, as vLLM names it
+MERGED = (
+    "sample: the last sync_weights merged an adapter into the base model, and a second adapter cannot be added to it; "
+    "name no adapter, or call sync_weights(merge_and_sync=False) first"
+)
 _STALE = "sample: the model was trained after the last sync_weights; call sync_weights before sample"
 
 
@@ -76,6 +80,7 @@ class WeightReceiver:
         self._seen = 0 if live is None else live.changes()
         self.base_name = "base"  # the name of the base model's weights in responses
         self._count = 0  # synchronisations so far, with those that failed; the same number on all workers of a group
+        self._merged = False  # whether the base model has an adapter merged into it
         self._refusal: str | None = None  # why there are no weights to sample with
         self._asleep: set[str] = set()
         # The synchronisation under way:
@@ -87,8 +92,8 @@ class WeightReceiver:
         self._touched = False  # whether weights of the base model were replaced
         self._finished = False  # whether the last synchronisation has ended here; it may still fail elsewhere
 
-    def require_usable(self) -> None:
-        """Raise if the sampler has nothing whole to sample with."""
+    def require_usable(self, *, with_adapter: bool = False) -> None:
+        """Raise if the sampler has nothing whole to sample with, or not ``with_adapter``, which a call names."""
         if self._asleep:
             raise UserError(f"sample: the sampler is asleep ({', '.join(sorted(self._asleep))}); call wake_up first")
         if self._touched:
@@ -99,6 +104,8 @@ class WeightReceiver:
             raise UserError(f"sample: {self._refusal}")
         if self._live is not None and self._live.changes() != self._seen:
             raise UserError(_STALE)
+        if with_adapter and self._merged:
+            raise UserError(MERGED)
 
     # --- one synchronisation ------------------------------------------------------------------------------------------
 
@@ -166,7 +173,7 @@ class WeightReceiver:
         name = self._name()
         if self._touched:
             self.base_name = name
-        self._base_id, self._refusal = offer.base_id, None
+        self._base_id, self._merged, self._refusal = offer.base_id, offer.merged, None
         self._end()
         self._finished = True
         return name
@@ -208,10 +215,10 @@ class WeightReceiver:
             raise InvalidInputError("level", level, "1 (the weights move to host memory) or 2 (they are discarded)")
         if CACHE not in self._asleep:
             self._engine.free_cache()
-        if self._base is not None and WEIGHTS not in self._asleep:
-            if level == 1:
+        if self._base is not None:
+            if level == 1 and WEIGHTS not in self._asleep:
                 self._base.to_host()
-            elif len(self._base.shared) < len(self._base.names):
+            elif level == 2 and len(self._base.shared) < len(self._base.names):
                 self._base.discard()
                 self._base_id = None
                 self._refusal = "sleep(level=2) has discarded the sampler's weights; call sync_weights"

@@ -29,6 +29,7 @@ class VllmWeightReceiver:
         self._versions = versions
         self._base_id: str | None = base_id
         self.base_name = "base"  # the name of the base model's weights in responses
+        self.merged = False  # whether the base model has an adapter merged into it
         self._count = 0  # synchronisations so far, with those that failed; the same number on all workers of a group
         # The synchronisation under way:
         self._offer: WeightsOffer | None = None
@@ -82,7 +83,7 @@ class VllmWeightReceiver:
         self._versions.draw_with(name if offer.adapter else None)
         if self._touched:
             self.base_name = name
-        self._base_id = offer.base_id
+        self._base_id, self.merged = offer.base_id, offer.merged
         self._end()
         self._finished = True
         return name
