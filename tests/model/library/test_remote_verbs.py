@@ -79,11 +79,12 @@ def test_one_worker_and_passes_without_a_loss():
 def test_every_verb_can_be_called_on_workers(model):
     public = {name for name, _ in inspect.getmembers(model, inspect.isfunction) if not name.startswith("_")}
     # only for callers in the same process
-    prepared = {"prepare_backward", "prepare_forward", "prepare_forward_backward"}
-    assert public - prepared == set(remote_methods(model))
-    passes = {"forward", "forward_only", "forward_backward"}
+    here = {"prepare_backward", "prepare_forward", "prepare_forward_backward", "offer_base_weights"}
+    assert public - here == set(remote_methods(model))
+    others = dict.fromkeys(("forward", "forward_only", "forward_backward"), own_rows)
+    others["init_checkpoint_process_group"] = "slice"  # each worker has a rank of its own
     for name, spec in remote_methods(model).items():
-        assert spec.dispatch == (own_rows if name in passes else "all")  # the default would split lists of options
+        assert spec.dispatch == others.get(name, "all")  # the default would split lists of options
 
 
 def test_rows_of_a_sequence_group_count_once() -> None:

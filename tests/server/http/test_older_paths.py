@@ -160,7 +160,7 @@ def test_tinkers_protocol(http: httpx.Client, tenant: Tenant, prefix: str) -> No
 def test_models_and_samplers(http: httpx.Client) -> None:
     session = http.post("/server/create_session", json={}).json()["session_id"]
     http.headers[SESSION] = session
-    assert http.post(f"/models/{MODEL}/create", json={}).json() == {"status": "ok"}
+    assert http.post(f"/models/{MODEL}/create", json={}).json() == {"status": "ok", "train_mode": "lora"}
     adapter = {"adapter_name": "default", "config": json.dumps({"r": 8, "target_modules": "all-linear"})}
     answer = http.post(f"/models/{MODEL}/add_adapter_to_model", json=adapter)
     assert answer.status_code == 200, answer.text

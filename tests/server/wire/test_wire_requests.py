@@ -18,7 +18,7 @@ from tinker.types.save_weights_request import SaveWeightsRequest as SdkSaveWeigh
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
 from twinkle.errors import UnknownNameError, UnsupportedError
-from twinkle.model.types import AdamParams, LoraSpec
+from twinkle.model.types import AdamParams, FullSpec, LoraSpec
 from twinkle.server.types import UNNUMBERED, LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
@@ -154,9 +154,8 @@ class TestCreateModel:
         with pytest.raises(UnknownNameError, match="adamw"):
             parse(CreateModelRequest, body).spec()
 
-    def test_lora_is_needed(self):
-        with pytest.raises(UnsupportedError, match="lora_config"):
-            parse(CreateModelRequest, _json(**MODEL)).spec()
+    def test_without_lora_all_parameters_are_trained(self):
+        assert parse(CreateModelRequest, _json(**MODEL)).spec() == FullSpec()
 
     @pytest.mark.parametrize(
         ("lora", "complaint"),

@@ -1,5 +1,7 @@
 """The largest memory of a process over a while, as Linux counts it, and a model that is large enough to see it."""
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,9 @@ class PeakMemory:
 @contextmanager
 def measured(rises: list[float]) -> Iterator[None]:
     """Append the rise of this process's memory during the block, in MiB."""
+    # Memory that is free already must not be freed, or used again, during the block.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     peak = PeakMemory()
     yield
     rises.append(peak.above())
