@@ -9,7 +9,7 @@ import torch
 from twinkle.infra import DeviceMesh
 from twinkle.infra.remote import remote_methods
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
-from twinkle.model.library.remote_verbs import joined_outputs, own_rows
+from twinkle.model.library.remote_verbs import first_keeps, joined_outputs, own_rows
 
 TWO = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
 ROWS = [{"input_ids": [number]} for number in range(3)]
@@ -82,7 +82,7 @@ def test_every_verb_can_be_called_on_workers(model):
     here = {"prepare_backward", "prepare_forward", "prepare_forward_backward", "offer_base_weights"}
     assert public - here == set(remote_methods(model))
     others = dict.fromkeys(("forward", "forward_only", "forward_backward"), own_rows)
-    others["init_checkpoint_process_group"] = "slice"  # each worker has a rank of its own
+    others |= {"init_checkpoint_process_group": "slice", "send_weights": first_keeps}  # workers differ
     for name, spec in remote_methods(model).items():
         assert spec.dispatch == others.get(name, "all")  # the default would split lists of options
 
