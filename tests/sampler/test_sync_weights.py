@@ -110,6 +110,18 @@ def test_adapters_of_a_multi_lora_model(make_sampler: Callable[[Any], LocalSampl
         step(model, number, adapter_name=A)
 
 
+def test_random_weights_are_sent_once() -> None:
+    """The sampler may have drawn others from the same seed: on a GPU, a model on a CPU beside it."""
+    model, sampler = multi_lora_model(), own_sampler()
+    with torch.no_grad():
+        for weight in sampler.engine._trainer.base.parameters():
+            weight.mul_(1.5)
+    manager = CheckpointEngineManager(model, sampler)
+    assert_draws_as_trained(model, sampler, manager.sync_weights(merge_and_sync=False), adapter_name=A)
+    offer = model.offer_weights(adapter_name=A, merge_and_sync=False)
+    assert sampler.prepare_weights(offer) == offer.adapter
+
+
 def test_base_weights_that_many_adapters_share_are_not_replaced() -> None:
     model = multi_lora_model()
     sampler = sampler_of(model)

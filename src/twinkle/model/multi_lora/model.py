@@ -5,6 +5,7 @@ from dataclasses import is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -102,6 +103,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             ranks=self.trainer.ranks,
             max_logits=_limit("max_logits_per_request", max_logits_per_request),
         )
+        self.base_id = pretrained_id(self.model_id) or uuid4().hex
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             name,
             False,
             metas(base_sources(self.trainer, None)),
-            pretrained_id(self.model_id),
+            self.base_id,
             metas(adapter_sources(self.trainer, name)),
             self.trainer.peft_config(name),
             live,

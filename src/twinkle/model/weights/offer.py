@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from twinkle import hub
 from twinkle.model.weights.buckets import TensorMeta
 
 __all__ = ["BaseModel", "LiveWeights", "WeightsOffer", "pretrained_id"]
@@ -60,6 +61,9 @@ class WeightsOffer:
         return {**vars(self), "live": None}
 
 
-def pretrained_id(model_id: str) -> str:
-    """Return the ``base_id`` of a base model that is as it was loaded, and stays so."""
-    return f"pretrained {model_id}"
+def pretrained_id(model_id: str) -> str | None:
+    """Return the ``base_id`` of a base model that is as it was loaded, and stays so.
+
+    None for random weights: different devices draw different numbers from one seed.
+    """
+    return f"pretrained {model_id}" if hub.resolve(model_id).random_seed is None else None

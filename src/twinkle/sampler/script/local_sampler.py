@@ -260,7 +260,7 @@ def _base_for(model: object, dtype: str | None, budget: int | None) -> _Base:
         raise InvalidInputError(
             "memory_budget_bytes", budget, "None for a sampler on a MultiLoraTransformersModel, which has a budget"
         )
-    return _Base(model.trainer, base.tokenizer_id, False, pretrained_id(base.model_id))
+    return _Base(model.trainer, base.tokenizer_id, False, model.base_id)
 
 
 def _beside(model: TransformersModel, dtype: torch.dtype, budget: int | None) -> _Base:

@@ -24,10 +24,10 @@ class VllmWeightReceiver:
     ``base_id``: see :class:`~twinkle.model.weights.offer.WeightsOffer`; that of the weights vLLM was started with.
     """
 
-    def __init__(self, engine: "VllmSampler", versions: AdapterVersions, base_id: str) -> None:
+    def __init__(self, engine: "VllmSampler", versions: AdapterVersions, base_id: str | None) -> None:
         self._engine = engine
         self._versions = versions
-        self._base_id: str | None = base_id
+        self._base_id = base_id
         self.base_name = "base"  # the name of the base model's weights in responses
         self.merged = False  # whether the base model has an adapter merged into it
         self._count = 0  # synchronisations so far, with those that failed; the same number on all workers of a group
