@@ -197,7 +197,7 @@ def pids(component: Any) -> list[int]:
 
 @pytest.mark.parametrize("where", ["shards", "one worker", "here"])
 def test_no_process_takes_more_than_two_buckets(where: str, program, tmp_path: Path) -> None:
-    """A model of 100 MiB and a bucket of 8. The memory of a process includes what it uses of Ray's object store.
+    """A model of 100 MiB and a bucket of 8. What is in Ray's object store at a time is counted by the test above.
 
     Broadcasts are not measured: with gloo, which stands for NCCL here, the sender keeps several buffers of its own.
     """

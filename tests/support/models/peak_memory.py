@@ -16,16 +16,20 @@ BUCKET_MB = 8
 
 
 class PeakMemory:
-    """Measures how far the resident memory of a process rises above what it is at the time of construction."""
+    """Measures how far the resident memory of a process rises above what it is at the time of construction.
+
+    Pages that it shares with others, such as those of Ray's object store, are not counted: once read, they stay
+    resident even when the store uses them for something else.
+    """
 
     def __init__(self, pid: int | None = None) -> None:
         self._folder = Path("/proc") / str(os.getpid() if pid is None else pid)
         (self._folder / "clear_refs").write_text("5")  # the peak becomes the present size
-        self._before = self._mib("VmRSS")
+        self._before, self._shared = self._mib("VmRSS"), self._mib("RssShmem")
 
     def above(self) -> float:
         """Return the rise in MiB so far."""
-        return self._mib("VmHWM") - self._before
+        return self._mib("VmHWM") - self._before - (self._mib("RssShmem") - self._shared)
 
     def _mib(self, field: str) -> float:
         lines = (self._folder / "status").read_text().splitlines()
