@@ -91,6 +91,10 @@ def test_lines_are_logged_or_printed(
     has_logging: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _: has_logging)
+    # a program that another test ran in this process may have left a handler whose stream is closed
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("twinkle"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("twinkle"), "propagate", True)
     caplog.set_level("INFO")
     progress._log("a line")
     printed = capsys.readouterr().err  # type: ignore[attr-defined]
