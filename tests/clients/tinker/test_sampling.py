@@ -5,11 +5,13 @@ import math
 import pickle
 import time
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 import torch
 from tinker import types
+from tinker.resources.weights import AsyncWeightsResource
 
 from tests.support.servers.serving import (
     ALIAS,
@@ -72,6 +74,28 @@ def test_a_snapshot_does_not_change(training: tinker.TrainingClient) -> None:
     assert (draw(sampler, 2, temperature=1.0), sampler.compute_logprobs(PROMPT).result()) == before
     later = training.save_weights_and_get_sampling_client()
     assert later.compute_logprobs(PROMPT).result() != before[1]
+
+
+def test_a_publication_whose_answer_is_lost(training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK sends the request again with the same seq_id, but with the next number of a sampling session."""
+    sent: list[int] = []
+    original = AsyncWeightsResource.save_for_sampler
+
+    async def save(weights: AsyncWeightsResource, *, request: types.SaveWeightsForSamplerRequest, **options: object):
+        answer = await original(weights, request=request, **options)
+        sent.append(request.sampling_session_seq_id)
+        if len(sent) == 1:
+            raise tinker.APIConnectionError(request=httpx.Request("POST", "http://lost"))
+        return answer
+
+    monkeypatch.setattr(AsyncWeightsResource, "save_for_sampler", save)
+    sampler = training.save_weights_and_get_sampling_client()
+    assert sent == [0, 1]
+    before = sampler.compute_logprobs(PROMPT).result()
+    train(training)
+    later = training.save_weights_and_get_sampling_client()
+    assert sampler.compute_logprobs(PROMPT).result() == before
+    assert later.compute_logprobs(PROMPT).result() != before
 
 
 def test_sampler_and_trainer_agree(training: tinker.TrainingClient) -> None:

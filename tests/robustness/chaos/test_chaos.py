@@ -151,9 +151,14 @@ class Client(threading.Thread):
 def reports(clients: list[Client]) -> list[Report]:
     for client in clients:
         client.join()
+    check(clients)
+    return [client.report for client in clients]
+
+
+def check(clients: list[Client]) -> None:
+    for client in clients:
         if client.error is not None:
             raise AssertionError(f"{client.name} saw an error") from client.error
-    return [client.report for client in clients]
 
 
 def kill_repeatedly(server: Server, chance: random.Random, clients: list[Client]) -> None:
@@ -164,12 +169,17 @@ def kill_repeatedly(server: Server, chance: random.Random, clients: list[Client]
             wait_until(server.is_healthy, server)
         if moment == "working":  # wait for all of them: clients that found no server take a while to return
             before = steps_of(clients)
-            wait_until(lambda before=before: all(map(int.__gt__, steps_of(clients), before)), server)
+            wait_until(lambda before=before: have_gone_on(clients, before), server)
         time.sleep(chance.uniform(0.0, 2.0))
         server.kill()
         print(f"  kill {number:2} of {KILLS} ({moment}) after steps {steps_of(clients)}", flush=True)
         server.spawn()
     wait_until(server.is_healthy, server)
+
+
+def have_gone_on(clients: list[Client], before: list[int]) -> bool:
+    check(clients)
+    return all(map(int.__gt__, steps_of(clients), before))
 
 
 def steps_of(clients: list[Client]) -> list[int]:

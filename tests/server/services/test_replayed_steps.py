@@ -132,3 +132,38 @@ def test_large_snapshots_are_written_less_often(
             assert snapshots.due(later) == run.run_id
 
     samples.with_store(tmp_path, main)
+
+
+def test_a_copy_that_fails_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the adapter cannot be copied, the record of the earlier snapshot must not be advanced past its steps."""
+    run = samples.run()
+
+    async def main(store: Store) -> None:
+        trainer, compute = mock_model().trainer, Compute()
+        trainer.create_adapter(run.run_id, LoraSpec(8, seed=1))
+        await samples.begin(store)
+        model = SimpleNamespace(trainer=trainer, max_replayed_steps=MOST)
+        parts = {"store": store, "files": DataDir(tmp_path), "compute": compute, "kinds": RunKinds()}
+        snapshots: Any = module.Snapshots(SimpleNamespace(model=model, snapshot_seconds=0.0, **parts))
+        try:
+            await snapshots.take_now(run.run_id, 1, None)
+            for _ in range(MOST):
+                snapshots.schedule(run.run_id, time.monotonic(), step=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(trainer, "snapshot", out_of_memory)
+                with pytest.raises(MemoryError):
+                    await snapshots.bring_up_to(run.run_id, 2, None)
+            assert snapshots.at_step_limit() == [run.run_id]
+            await snapshots.bring_up_to(run.run_id, 2, None)
+            await snapshots.finish_writing()
+            assert snapshots.at_step_limit() == []
+        finally:
+            compute.close()
+        record = await store.snapshots.get(run.run_id)
+        assert record is not None
+        assert (tmp_path / record.directory).name.startswith("2-"), "a new snapshot was written"
+
+    def out_of_memory(_adapter_id: str) -> None:
+        raise MemoryError
+
+    samples.with_store(tmp_path, main)

@@ -177,12 +177,11 @@ class Snapshots:
                 await asyncio.to_thread(write_snapshot, directory, snapshot, beside)
                 replaced = await self._store.snapshots.set(record)
                 before = None if replaced is None else replaced.directory
-                self._steps_being_written.pop(adapter_id, None)
+                self._end_writing(adapter_id, steps)
                 await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
             except Exception:  # an edge of the service: the journal still has all ops; try again later
                 logger.exception("snapshot of %s failed", adapter_id)
                 self._not_written(adapter_id, steps)
-                self._changed.add(adapter_id)
                 again = time.monotonic() + self._context.snapshot_seconds
                 self._failed_until[adapter_id] = again
                 self._due_at.setdefault(adapter_id, again)
@@ -195,9 +194,15 @@ class Snapshots:
         self._writing = asyncio.create_task(write())
 
     def _not_written(self, adapter_id: str, steps: int) -> None:
-        """Count the steps of a snapshot that was not written as steps since the last copy again."""
-        if self._steps_being_written.pop(adapter_id, 0):
-            self._steps[adapter_id] += steps
+        """Note that a snapshot was not written: its steps and changes are again among those since the last copy."""
+        self._end_writing(adapter_id, steps)
+        self._steps[adapter_id] += steps
+        self._changed.add(adapter_id)
+
+    def _end_writing(self, adapter_id: str, steps: int) -> None:
+        self._steps_being_written[adapter_id] -= steps
+        if not self._steps_being_written[adapter_id]:
+            del self._steps_being_written[adapter_id]
 
     @compute_thread
     def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:
