@@ -162,7 +162,7 @@ def check(clients: list[Client]) -> None:
 
 
 def kill_repeatedly(server: Server, chance: random.Random, clients: list[Client]) -> None:
-    """Kill the server while it starts, while it replays, and mostly while it works."""
+    """Kill the server while it starts, while it replays, and mostly while it works, but never twice during one op."""
     for number in range(1, KILLS + 1):
         moment = chance.choice(["starting", "started", "working", "working"])
         if moment != "starting":
@@ -171,10 +171,24 @@ def kill_repeatedly(server: Server, chance: random.Random, clients: list[Client]
             before = steps_of(clients)
             wait_until(lambda before=before: have_gone_on(clients, before), server)
         time.sleep(chance.uniform(0.0, 2.0))
+        while runs_suspect(server):
+            time.sleep(0.002)
         server.kill()
         print(f"  kill {number:2} of {KILLS} ({moment}) after steps {steps_of(clients)}", flush=True)
         server.spawn()
     wait_until(server.is_healthy, server)
+
+
+def runs_suspect(server: Server) -> bool:
+    """Return whether an op runs during which the last process died. A second death would be taken for its fault."""
+    for path in (server.data_dir / "running").glob("*"):
+        words = [line.split() for line in path.read_text().splitlines()]
+        suspects = {line[1] for line in words if line[:1] == ["d"] and len(line) == 3}
+        running = {line[1]: line[2:] for line in words if line[:1] == ["+"]}
+        ended = {line[1] for line in words if line[:1] in (["-"], ["~"]) and len(line) == 2}
+        if any(suspects.intersection(ids) for number, ids in running.items() if number not in ended):
+            return True
+    return False
 
 
 def have_gone_on(clients: list[Client], before: list[int]) -> bool:
