@@ -63,7 +63,7 @@ def test_one_launch_equals_the_formula(name: str) -> None:
     exact_x, exact_y, exact_h = x_TI.double().cpu(), y_TO.double().cpu(), torch.zeros(len(x_TI), WIDTH).double()
     for lora in bound:
         add_lora(lora, exact_x, exact_h, exact_y)
-    table = LoraTable(segments, [target.name for target in TARGETS])
+    table = LoraTable.for_segments(segments, [target.name for target in TARGETS])
     h_TR = torch.full((len(x_TI), WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
     table.add(name, x_TI, h_TR, y_TO)
     assert_close(y_TO, exact_y)
@@ -86,7 +86,7 @@ def test_one_launch_equals_the_formula(name: str) -> None:
 def test_products_are_written_where_nothing_was() -> None:
     """All stacks have an adapter on "narrow", so the earlier content of y and dx must not matter."""
     segments = make_segments()
-    table = LoraTable(segments, ["narrow"])
+    table = LoraTable.for_segments(segments, ["narrow"])
     x_TI, dy_TO = rows(192, 1), rows(320, 2)
     outcomes = []
     for beta, value in ((1, 0.0), (0, torch.nan)):
@@ -105,7 +105,7 @@ def test_rows_that_are_not_finite_touch_no_other_group() -> None:
         segments = make_segments()
         x_TI, y_TO, h_TR = rows(192, 1), rows(320, 2), torch.zeros(len(rows(1, 1)), WIDTH, device=DEVICE, dtype=DTYPE)
         x_TI[5:69] = value  # all rows of the second group in the first stack
-        table = LoraTable(segments, ["narrow"])
+        table = LoraTable.for_segments(segments, ["narrow"])
         table.add("narrow", x_TI, h_TR, y_TO)
         dx_TI = torch.zeros_like(x_TI)
         table.add_gradient("narrow", y_TO, x_TI, h_TR, dx_TI)

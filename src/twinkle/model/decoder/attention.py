@@ -30,23 +30,28 @@ _LARGEST_KERNEL_HEAD = 256
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a packed batch begin and end. ``longest`` is an upper bound of their lengths."""
+    """Where the sequences of a packed batch begin and end. ``longest`` is an upper bound of their lengths.
+
+    In a captured pass this is known on the device only, by ``tiles_n3``: ``lengths`` and ``ends_N1`` are empty.
+    """
 
     lengths: tuple[int, ...]
     ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
     longest: int
-    own_kernels: bool  # whether our own kernels run on this device
+    tiles_n3: Tensor | None  # the tiles of our own kernels, where these run on the device
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
         ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
         # The kernel only needs an upper bound of the longest length. A power of two keeps the number of distinct values
         # small, so that compiled code is not compiled again for every length.
-        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), _is_hopper(device))
+        tiles = to_device(torch.from_numpy(own.tile_table(lengths)), device) if runs_own_kernels(device) else None
+        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), tiles)
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def runs_own_kernels(device: torch.device) -> bool:
+    """Return whether our own kernels run on the device: they are for Hopper GPUs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -101,9 +106,11 @@ def attend_packed(
     if query.is_cuda and softcap is None and _kernel_takes(query, value):
         q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         size = query.shape[-1]
-        if packing.own_kernels and window is None and size in own.HEAD_SIZES:
+        if packing.tiles_n3 is not None and window is None and size in own.HEAD_SIZES:
             scale = size**-0.5 if scale is None else scale
-            return own.attend(q_THD, k_TJD, v_TJD, packing.ends_N1, packing.longest, scale).unsqueeze(0)
+            return own.attend(q_THD, k_TJD, v_TJD, packing.tiles_n3, scale).unsqueeze(0)
+        if not packing.lengths:
+            raise UnsupportedError(f"captured attention with heads of {size} and a window of {window}")
         return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
     return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap)
 

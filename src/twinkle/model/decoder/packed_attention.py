@@ -1,22 +1,41 @@
 """Our own attention kernels as differentiable functions, for eager and for compiled code.
 
-Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
+Shapes: T tokens, N sequences, n tiles, H query heads, J key/value heads, D head dimension.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 HEAD_SIZES = (64, 128)  # the sizes for which the kernels were measured
+TILE = 64  # queries, and keys, that a program of a kernel computes at a time
 
 
-def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float) -> Tensor:
+def tile_table(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Return the tiles of packed sequences, (n, 3): the sequence's first row, its length, and the tile's start in it.
+
+    The tiles furthest from the start of their sequence come first: they see the most keys, and take longest.
+    """
+    lengths_N = np.asarray(lengths, np.int64)
+    counts_N = -(-lengths_N // TILE)
+    sequence_n = np.repeat(np.arange(len(lengths_N)), counts_N)
+    start_n = (np.arange(counts_N.sum()) - (counts_N.cumsum() - counts_N)[sequence_n]) * TILE
+    first_N = lengths_N.cumsum() - lengths_N
+    tiles_n3 = np.stack([first_N[sequence_n], lengths_N[sequence_n], start_n], 1)
+    return tiles_n3[np.argsort(-start_n, kind="stable")].astype(np.int32)
+
+
+def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale: float) -> Tensor:
     """Compute causal attention within each sequence: a token sees itself and the tokens before it.
 
-    All tensors must be contiguous.
+    All tensors must be contiguous. ``tiles_n3``: a :func:`tile_table` on the device. Rows outside all tiles are not
+    written.
     """
-    inputs = q_THD, k_TJD, v_TJD, ends_N1, longest, scale
+    inputs = q_THD, k_TJD, v_TJD, tiles_n3, scale
     if torch.compiler.is_compiling():
         out_THD, _ = _compiled_forward(*inputs)
     elif torch.is_grad_enabled():
@@ -26,12 +45,10 @@ def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest
     return out_THD
 
 
-def _forward(
-    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from twinkle.model.decoder.packed_attention_kernels import attend  # needs Triton, which CUDA builds of torch have
 
-    return attend(q_THD, k_TJD, v_TJD, ends_N1, longest, scale)
+    return attend(q_THD, k_TJD, v_TJD, tiles_n3, scale)
 
 
 def _backward(
@@ -41,29 +58,26 @@ def _backward(
     v_TJD: Tensor,
     out_THD: Tensor,
     norm_HT: Tensor,
-    ends_N1: Tensor,
-    longest: int,
+    tiles_n3: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from twinkle.model.decoder.packed_attention_kernels import attend_backward
 
-    saved = q_THD, k_TJD, v_TJD, out_THD, norm_HT, ends_N1
-    return attend_backward(dout_THD.contiguous(), *saved, longest, scale)
+    return attend_backward(dout_THD.contiguous(), q_THD, k_TJD, v_TJD, out_THD, norm_HT, tiles_n3, scale)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q_THD, k_TJD, v_TJD, ends_N1, ctx.longest, ctx.scale = inputs
+        q_THD, k_TJD, v_TJD, tiles_n3, ctx.scale = inputs
         out_THD, norm_HT = _forward(*inputs)
-        ctx.save_for_backward(q_THD, k_TJD, v_TJD, out_THD, norm_HT, ends_N1)
+        ctx.save_for_backward(q_THD, k_TJD, v_TJD, out_THD, norm_HT, tiles_n3)
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TJD, v_TJD, out_THD, norm_HT, ends_N1 = ctx.saved_tensors
-        found = _backward(dout_THD, q_THD, k_TJD, v_TJD, out_THD, norm_HT, ends_N1, ctx.longest, ctx.scale)
-        return *found, None, None, None
+        q_THD, k_TJD, v_TJD, out_THD, norm_HT, tiles_n3 = ctx.saved_tensors
+        return *_backward(dout_THD, q_THD, k_TJD, v_TJD, out_THD, norm_HT, tiles_n3, ctx.scale), None, None
 
 
 # The same functions for compiled code. The compiler treats each as one opaque operation.
@@ -73,9 +87,7 @@ _compiled_backward = torch.library.custom_op("twinkle::packed_attention_backward
 
 
 @_compiled_forward.register_fake
-def _(
-    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rows, heads, _ = q_THD.shape
     return torch.empty_like(q_THD), q_THD.new_empty(heads, rows, dtype=torch.float32)
 
@@ -88,21 +100,20 @@ def _(
     v_TJD: Tensor,
     out_THD: Tensor,
     norm_HT: Tensor,
-    ends_N1: Tensor,
-    longest: int,
+    tiles_n3: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_TJD, v_TJD, ends_N1, ctx.longest, ctx.scale = inputs
-    ctx.save_for_backward(q_THD, k_TJD, v_TJD, *output, ends_N1)
+    q_THD, k_TJD, v_TJD, tiles_n3, ctx.scale = inputs
+    ctx.save_for_backward(q_THD, k_TJD, v_TJD, *output, tiles_n3)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout_THD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_compiled_backward(dout_THD, *ctx.saved_tensors, ctx.longest, ctx.scale), None, None, None
+    return *_compiled_backward(dout_THD, *ctx.saved_tensors, ctx.scale), None, None
 
 
 _compiled_forward.register_autograd(_differentiate, setup_context=_save)

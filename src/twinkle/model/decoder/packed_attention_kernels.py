@@ -12,7 +12,10 @@ afterwards; here they are added up in fp32. There are no atomic additions, so th
 
 The softmax is computed in base 2.
 
-Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension. All tensors are contiguous.
+Where the sequences lie is in a table of tiles (see ``packed_attention.tile_table``): a captured pass serves any
+sequences, because only the contents of the table change. Entries of zeros are skipped.
+
+Shapes: T tokens, n tiles, H query heads, J key/value heads, D head dimension. All tensors are contiguous.
 """
 
 import math
@@ -22,30 +25,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64  # queries, and keys, that a program computes at a time
+from twinkle.model.decoder.packed_attention import TILE
+
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def attend(
-    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output, (T, H, D), and the logarithms of the softmax's denominators, (H, T) fp32."""
     rows, heads, size = q_THD.shape
     out_THD = torch.empty_like(q_THD)
     norm_HT = torch.empty(heads, rows, dtype=torch.float32, device=q_THD.device)
-    _attend[(triton.cdiv(longest, _TILE), heads, len(ends_N1) - 1)](
+    _attend[(len(tiles_n3), heads)](
         q_THD,
         k_TJD,
         v_TJD,
         out_THD,
         norm_HT,
-        ends_N1,
+        tiles_n3,
         rows,
         scale,
         HEADS=heads,
         GROUP=heads // k_TJD.shape[1],
         SIZE=size,
-        TILE=_TILE,
+        TILE=TILE,
         num_warps=4,
         num_stages=3,
     )
@@ -59,44 +61,43 @@ def attend_backward(
     v_TJD: Tensor,
     out_THD: Tensor,
     norm_HT: Tensor,
-    ends_N1: Tensor,
-    longest: int,
+    tiles_n3: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     rows, heads, size = q_THD.shape
     kv_heads = k_TJD.shape[1]
-    tiles, sequences = triton.cdiv(longest, _TILE), len(ends_N1) - 1
+    tiles = len(tiles_n3)
     delta_HT = torch.empty_like(norm_HT)
     dq_THD, dk_TJD, dv_TJD = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
     _delta[(rows,)](
         dout_THD, out_THD, delta_HT, rows, HEADS=heads, ROOM=triton.next_power_of_2(heads), SIZE=size, num_warps=4
     )
     given = dout_THD, q_THD, k_TJD, v_TJD, norm_HT, delta_HT
-    _keys_gradient[(tiles, kv_heads, sequences)](
+    _keys_gradient[(tiles, kv_heads)](
         *given,
         dk_TJD,
         dv_TJD,
-        ends_N1,
+        tiles_n3,
         rows,
         scale,
         HEADS=heads,
         GROUP=heads // kv_heads,
         SIZE=size,
-        TILE=_TILE,
+        TILE=TILE,
         num_warps=4,
         num_stages=2,
     )
-    _queries_gradient[(tiles, heads, sequences)](
+    _queries_gradient[(tiles, heads)](
         *given,
         dq_THD,
-        ends_N1,
+        tiles_n3,
         rows,
         scale,
         HEADS=heads,
         GROUP=heads // kv_heads,
         SIZE=size,
-        TILE=_TILE,
+        TILE=TILE,
         num_warps=4,
         num_stages=2,
     )
@@ -110,7 +111,7 @@ def _attend(
     v,
     out,
     norm,
-    ends,
+    tiles,
     rows,
     scale,
     HEADS: tl.constexpr,
@@ -119,9 +120,9 @@ def _attend(
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1)
-    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
-    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE  # the last tiles first: they see the most keys
+    tile = tiles + 3 * tl.program_id(0)
+    first, length, start = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    start = start // TILE * TILE  # changes nothing: it shows the compiler that starts are multiples of TILE
     if start >= length:
         return
     d = tl.arange(0, SIZE)
@@ -182,7 +183,7 @@ def _keys_gradient(
     delta,
     dk,
     dv,
-    ends,
+    tiles,
     rows,
     scale,
     HEADS: tl.constexpr,
@@ -192,9 +193,10 @@ def _keys_gradient(
 ):
     """Compute the gradients of one block of keys and values, from all query heads that use it."""
     head = tl.program_id(1)
-    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
-    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
-    start = tl.program_id(0) * TILE
+    # The first tiles of sequences, which are last in the table, begin: most queries see their keys.
+    tile = tiles + 3 * (tl.num_programs(0) - 1 - tl.program_id(0))
+    first, length, start = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    start = start // TILE * TILE
     if start >= length:
         return
     d = tl.arange(0, SIZE)
@@ -238,7 +240,7 @@ def _queries_gradient(
     norm,
     delta,
     dq,
-    ends,
+    tiles,
     rows,
     scale,
     HEADS: tl.constexpr,
@@ -247,9 +249,9 @@ def _queries_gradient(
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1)
-    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
-    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    tile = tiles + 3 * tl.program_id(0)
+    first, length, start = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    start = start // TILE * TILE
     if start >= length:
         return
     d = tl.arange(0, SIZE)

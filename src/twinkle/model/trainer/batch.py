@@ -104,7 +104,39 @@ class DeviceBatch:
     real_rows_T: Tensor | None  # padded batches: the indices of the rows that hold tokens
     rows: int  # number of rows that hold tokens
     blocks: tuple[Block, ...]
-    adapters: tuple[SegmentLora, ...]
+    gradients: tuple["GradientRows", ...]
+
+
+@dataclass(frozen=True)
+class GradientRows:
+    """The gradients of neighbouring requests whose adapters share a stack. Layers add to them; they begin as zeros."""
+
+    layout: RowLayout
+    rows_GP: Tensor  # fp32
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """What remains to be done around a captured pass through the decoder: the head's blocks, and room for gradients."""
+
+    blocks: tuple[Block, ...]
+    gradients: tuple[GradientRows, ...]  # empty if nothing is trained
+
+
+def build_head_batch(parts: Sequence[Part], architecture: Architecture, device: torch.device, train: bool) -> HeadBatch:
+    """Build the head's part of a packed micro-batch without dropout."""
+    head_lora, gradients = [], []
+    for _, wearers, _, segment in _segments(parts, None):
+        if wearers:
+            layout = wearers[0].layout
+            rows_GP = torch.zeros(len(wearers), layout.size, device=device) if train else None
+            if rows_GP is not None:
+                gradients.append(GradientRows(layout, rows_GP))
+            if layout.has(architecture.head.name):
+                weights_GP = wearers[0].stack.gather(_slots(wearers))
+                lora = SegmentLora(segment, layout, weights_GP, rows_GP)
+                head_lora.append(lora.bound(architecture.head.name))
+    return HeadBatch(tuple(_blocks(parts, head_lora, _query(parts, device), device)), tuple(gradients))
 
 
 def build_batch(
@@ -125,14 +157,7 @@ def build_batch(
     lengths = tuple(len(datum.tokens) for datum in data)
     rows_per_sequence = max(lengths) if architecture.padded else None
     adapters, head_lora = [], []
-    row = head_row = 0
-    for _, run in groupby(parts, key=_segment_key):
-        members = list(run)
-        segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
-        if rows_per_sequence is not None:
-            segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
-        row, head_row = segment.stop, head_segment.stop
-        wearers = [part.adapter for part in members if part.adapter is not None]
+    for members, wearers, segment, head_segment in _segments(parts, rows_per_sequence):
         if not wearers:  # requests of the base model: rows outside all segments get no LoRA
             continue
         lora = _segment_lora(wearers, segment, train, copy=give_way is not None)
@@ -153,8 +178,25 @@ def build_batch(
         None if real_rows is None else to_device(real_rows, device),
         sum(lengths),
         tuple(_blocks(parts, head_lora, _query(parts, device), device)),
-        tuple(adapters),
+        tuple(GradientRows(lora.layout, lora.gradient_GP) for lora in adapters if lora.gradient_GP is not None),
     )
+
+
+def _segments(
+    parts: Sequence[Part], rows_per_sequence: int | None
+) -> Iterator[tuple[list[Part], list[Adapter], Segment, Segment]]:
+    """Yield neighbouring parts of one stack, their adapters, and their rows: in the decoder, and in the head.
+
+    ``rows_per_sequence``: that of a padded batch, in which sequences have more rows in the decoder than in the head.
+    """
+    row = head_row = 0
+    for _, run in groupby(parts, key=_segment_key):
+        members = list(run)
+        segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
+        if rows_per_sequence is not None:
+            segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
+        row, head_row = segment.stop, head_segment.stop
+        yield members, [part.adapter for part in members if part.adapter is not None], segment, head_segment
 
 
 @dataclass(frozen=True)
@@ -178,16 +220,15 @@ class Gradients:
         return list(map(GradientRow, self.indices, self.rows_P, self.finite.array().tolist()))
 
 
-def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
+def harvest(gradients: Sequence[GradientRows], parts: Sequence[Part]) -> Gradients:
     """Collect the gradients with respect to the master weights. Called after the backward pass."""
     rows: list[Tensor] = []
     sums: list[Tensor] = []
     adapters = (part.adapter for part in parts if part.adapter is not None)
-    for segment in batch.adapters:
-        assert segment.gradient_GP is not None
-        _scale_gradients(segment.layout, segment.gradient_GP, list(islice(adapters, len(segment.gradient_GP))))
-        rows += segment.gradient_GP
-        sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum non-finite
+    for each in gradients:
+        _scale_gradients(each.layout, each.rows_GP, list(islice(adapters, len(each.rows_GP))))
+        rows += each.rows_GP
+        sums.append(each.rows_GP.sum(1))  # one NaN or infinity anywhere makes the sum non-finite
     indices = tuple(part.index for part in parts if part.adapter is not None)
     finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
     return Gradients(indices, tuple(rows), HostCopy.start(finite))
@@ -266,12 +307,16 @@ def _query(parts: Sequence[Part], device: torch.device) -> HeadQuery:
 
 def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool, *, copy: bool) -> SegmentLora:
     stack = adapters[0].stack
-    slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
-    assert len(slots) == len(adapters), "adapters of a batch must be resident"
-    weights_GP = stack.gather(slots, copy=copy)
+    weights_GP = stack.gather(_slots(adapters), copy=copy)
     # It starts as zeros: layers add to it, and the part of a layer that the model never runs must stay zero.
     gradient_GP = torch.zeros(weights_GP.shape, device=weights_GP.device) if train else None
     return SegmentLora(segment, stack.layout, weights_GP, gradient_GP)
+
+
+def _slots(adapters: Sequence[Adapter]) -> list[int]:
+    slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
+    assert len(slots) == len(adapters), "adapters of a batch must be resident"
+    return slots
 
 
 def _packed(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, None, None]:

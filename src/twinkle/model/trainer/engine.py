@@ -6,7 +6,7 @@ resident.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,17 @@ from twinkle.model.decoder.layers import GiveWay, LayerBatch, TenantLayer, insta
 from twinkle.model.decoder.norms import fuse_norms
 from twinkle.model.decoder.transfer import HostCopy
 from twinkle.model.objectives.objective import BatchObjective
-from twinkle.model.trainer.batch import Block, DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
+from twinkle.model.trainer.batch import (
+    Block,
+    DeviceBatch,
+    GradientRow,
+    GradientRows,
+    Gradients,
+    Part,
+    build_batch,
+    build_head_batch,
+    harvest,
+)
 from twinkle.model.types import FloatArray
 
 T = TypeVar("T")
@@ -37,8 +47,8 @@ class Computed:
     _gradients: Gradients | None
 
     @classmethod
-    def from_batch(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
-        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in batch.blocks), gradients)
+    def from_values(cls, blocks: Sequence[Block], values: Sequence[Tensor]) -> "Computed":
+        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in blocks), None)
 
     @property
     def values(self) -> list[FloatArray]:
@@ -56,6 +66,29 @@ class Computed:
         return [] if self._gradients is None else self._gradients.rows()
 
 
+class CapturedPass(Protocol):
+    """A pass through the decoder that was captured, for batches within its bucket (:mod:`.pass_graphs`)."""
+
+    @property
+    def rows(self) -> int:
+        """Return the number of its rows, with padding."""
+        ...
+
+    def forward(self, parts: Sequence[Part], gradients: Sequence[GradientRows]) -> Tensor:
+        """Return the hidden states of the parts' rows. The next call of any captured pass overwrites them."""
+        ...
+
+    def backward(self, dhidden_TH: Tensor) -> None:
+        """Add to the gradients that were given to the last :meth:`forward`."""
+        ...
+
+
+class CapturedPasses(Protocol):
+    def find(self, parts: Sequence[Part]) -> CapturedPass | None:
+        """Return the smallest captured pass that can compute these parts; None if there is none."""
+        ...
+
+
 class Engine:
     """Runs micro-batches through a frozen decoder, whose linear layers it replaces by LoRA layers."""
 
@@ -69,6 +102,7 @@ class Engine:
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
         self.model = model
+        self.graphs: CapturedPasses | None = None  # captured passes, for batches of few rows
         self._decoder = model.base_model
         self._stance = "default"
         self.token_rows = self.padding_rows = 0  # counted over all passes so far
@@ -79,29 +113,50 @@ class Engine:
 
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
         """Compute the head's values, no gradients. ``give_way`` is called between layers, and may run other passes."""
+        captured = None if self.graphs is None or give_way is not None else self.graphs.find(parts)
+        if captured is not None:
+            return self._replay(parts, captured, train=False)
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
-            values = self._with_head(lambda head: [_values(head, block, hidden_TH, give_way) for block in batch.blocks])
-        return Computed.from_batch(batch, values, None)
+            values = self._all_values(batch.blocks, hidden_TH, give_way)
+        return Computed.from_values(batch.blocks, values)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
         """Compute log-probabilities and gradients. Adapters do not change; the caller adds the gradients to them.
 
         ``give_way`` is as for :meth:`forward`.
         """
+        alone = not recompute and give_way is None
+        captured = self.graphs.find(parts) if self.graphs is not None and alone else None
+        if captured is not None:
+            return self._replay(parts, captured, train=True)
         batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute, give_way=give_way)
         with torch.compiler.set_stance(self._stance):  # includes the backward pass, which may recompute layers
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
                 detached_TH = hidden_TH.detach()
-                values, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH))
-                computed = Computed.from_batch(batch, values, None)
+                values, dhidden_TH = self._head_pass(batch.blocks, detached_TH, give_way)
+                computed = Computed.from_values(batch.blocks, values)
             if hidden_TH.requires_grad:  # False if all adapters of the batch are on the head alone
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
-            gradients = harvest(batch, parts)
+            gradients = harvest(batch.gradients, parts)
         return replace(computed, _gradients=gradients)
+
+    @torch.no_grad()
+    def _replay(self, parts: Sequence[Part], captured: CapturedPass, *, train: bool) -> Computed:
+        """Compute a batch by a captured pass."""
+        batch = build_head_batch(parts, self.architecture, self.device, train)
+        hidden_TH = captured.forward(parts, batch.gradients)
+        self.token_rows += len(hidden_TH)
+        self.padding_rows += captured.rows - len(hidden_TH)
+        if not train:
+            return Computed.from_values(batch.blocks, self._all_values(batch.blocks, hidden_TH, None))
+        values, dhidden_TH = self._head_pass(batch.blocks, hidden_TH, None)
+        computed = Computed.from_values(batch.blocks, values)
+        captured.backward(dhidden_TH)
+        return replace(computed, _gradients=harvest(batch.gradients, parts))
 
     def finish(self) -> None:
         """Do nothing: no other process waits for this engine (compare ``Lockstep.finish``)."""
@@ -132,17 +187,26 @@ class Engine:
         result: T = self.sharded_head(self.head, walk)
         return result
 
-    def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _all_values(self, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None) -> list[Tensor]:
+        return self._with_head(lambda head: [_values(head, block, hidden_TH, give_way) for block in blocks])
+
+    def _head_pass(
+        self, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None
+    ) -> tuple[list[Tensor], Tensor]:
         """Return the values of each block, and dL/dhidden of all rows."""
-        give_way = batch.layer_batch.give_way
-        objectives = [BatchObjective.from_parts(block.parts, block.width) for block in batch.blocks]
+        return self._with_head(lambda head: self._walk(head, blocks, hidden_TH, give_way))
+
+    def _walk(
+        self, head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None
+    ) -> tuple[list[Tensor], Tensor]:
+        objectives = [BatchObjective.from_parts(block.parts, block.width) for block in blocks]
         coefficients: list[Coefficients]
         if all(objective.pointwise for objective in objectives):
             # dL/dlp of a token depends on that token alone: one run of the head gives log-probabilities and gradients.
             coefficients = [objective.to(self.device).coefficients for objective in objectives]
         else:
             # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
-            first = [_values(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
+            first = [_values(head, block, hidden_TH, give_way).cpu() for block in blocks]
             for objective, values_nM in zip(objectives, first, strict=True):
                 objective.record_values(values_nM)
             coefficients = [
@@ -155,7 +219,7 @@ class Engine:
             else head.logprobs_and_gradient(
                 hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
             )
-            for block, asked in zip(batch.blocks, coefficients, strict=True)
+            for block, asked in zip(blocks, coefficients, strict=True)
         ]
         gradients = [gradient_nH for _, gradient_nH in walked]
         return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)

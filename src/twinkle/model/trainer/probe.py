@@ -19,6 +19,7 @@ from twinkle.model.trainer.memory import measure_per_token
 from twinkle.model.types import LoraSpec
 
 _RANK = 32
+_ROUNDING = 0.1  # by how much gradients in bf16 may differ: both round at every layer, in different places
 _PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
 
 
@@ -66,7 +67,28 @@ def run_probe(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: lis
     engine.forward(parts)
 
 
-def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: bool = False) -> list[Adapter]:
+def captured_passes_agree(engine: Engine, dtype: torch.dtype) -> bool:
+    """Return whether captured passes give the numbers of other passes, up to the rounding of bf16."""
+    adapters = _adapters(engine, dtype, [_RANK, _RANK // 2, _RANK], head=True, init=False)
+    graphs = engine.graphs
+    for lengths in ([5, 40, 3], [130, 70, 64]):
+        parts = _parts(engine, adapters, lengths)
+        engine.graphs = None
+        plain = engine.forward_backward(parts, recompute=False)
+        engine.graphs = graphs
+        captured = engine.forward_backward(parts, recompute=False)
+        values = zip(plain.values, captured.values, strict=True)
+        gradients = zip(plain.gradients, captured.gradients, strict=True)
+        pairs = [(torch.from_numpy(left), torch.from_numpy(right)) for left, right in values]
+        pairs += [(left.row_P, right.row_P) for left, right in gradients]
+        if not all((left - right).norm() <= _ROUNDING * left.norm() for left, right in pairs):
+            return False
+    return True
+
+
+def _adapters(
+    engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: bool = False, init: bool = True
+) -> list[Adapter]:
     adapters: list[Adapter] = []
     stacks: dict[int, Stack] = {}
     architecture = engine.architecture
@@ -74,7 +96,7 @@ def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: boo
     for number, rank in enumerate(ranks):
         layout = RowLayout(rank, targets)
         stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
-        row_P = initial_row(layout, [rank] * len(targets), seed=number).to(engine.device)
+        row_P = initial_row(layout, [rank] * len(targets), number, init).to(engine.device)
         adapter = Adapter.fresh(f"probe-{number}", LoraSpec(rank, seed=number), stack, row_P)
         if not stack.has_free_slot:
             stack.add_block()

@@ -13,6 +13,7 @@ the whole gradient is first needed.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -58,7 +59,8 @@ from twinkle.model.trainer.memory import (
     parameter_bytes,
 )
 from twinkle.model.trainer.packing import Budget
-from twinkle.model.trainer.probe import compile_layers, measure_token_cost
+from twinkle.model.trainer.pass_graphs import capture_passes
+from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
 from twinkle.model.types import (
@@ -75,6 +77,10 @@ from twinkle.model.types import (
     check_adam_params,
 )
 from twinkle.utils.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_CAPTURED_SHARE = 1 / 8  # of the free memory: for the activations of captured passes, at most
 
 
 class Trainer:
@@ -139,6 +145,9 @@ class Trainer:
                 compile_layers(self._engine, self.dtype)
             progress.doing("measuring the memory of a training step")
             cost = measure_token_cost(self._engine, self.dtype)
+            if self._parallel.ranks.size == 1:
+                progress.doing("capturing passes of few rows")
+                free_bytes -= self._capture(int(free_bytes * _CAPTURED_SHARE) // cost.kept)
         self.memory: MemoryPlan = divide(
             weights=weight_bytes,
             free=self._parallel.ranks.smallest(free_bytes),
@@ -191,6 +200,15 @@ class Trainer:
             device_mesh=device_mesh,
             reshard_after_forward=reshard_after_forward,
         )
+
+    def _capture(self, most_rows: int) -> int:
+        """Capture passes of up to ``most_rows`` rows, where that is possible; return the bytes of memory they take."""
+        before = available_bytes(self.device)
+        self._engine.graphs = capture_passes(self._engine, self.dtype, most_rows)
+        if self._engine.graphs is not None and not captured_passes_agree(self._engine, self.dtype):
+            logger.error("%s trains without CUDA graphs: they give other numbers than its layers", self.model_id)
+            self._engine.graphs = None
+        return before - available_bytes(self.device) if self.device.type == "cuda" else 0
 
     @property
     def ranks(self) -> Ranks:

@@ -4,14 +4,15 @@ A kernel finds the matrices of a group by their addresses, so groups of differen
 One dimension of every product is a rank, so the products are bound by memory bandwidth.
 
 A group's A is (rank, wide) and its B is (wide, rank), both row-major. ``wide`` is the number of features of the layer's
-input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer.
+input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer. A tile or span of
+zeros has no rows.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS = 64  # rows of one group that a kernel takes at a time
+from twinkle.model.decoder.lora.table import TILE_ROWS
 
 
 def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool) -> None:
@@ -45,8 +46,8 @@ def lora_up(
 ) -> None:
     """Compute ``out[t] = beta · out[t] + h[t] @ (A or B.T of t's group)``: from a rank to wide rows.
 
-    beta: 0 (``out`` is not read) or 1. a: whether the matrices are A, else B (transposed). Other arguments are as in
-    :func:`lora_down`.
+    beta: 0 (``out`` is not read, and rows of a tile without adapter become 0) or 1. a: whether the matrices are A, else
+    B (transposed). Other arguments are as in :func:`lora_down`.
     """
     outer = 128
     _lora_mm[(triton.cdiv(wide, outer), len(tiles))](
@@ -115,8 +116,12 @@ def _lora_mm(
     inner = rank if UP else wide
     outer = wide if UP else rank
     address = tl.load(addresses + group)
-    if (address == 0) | (tl.program_id(0) * OUTER >= outer):
+    nothing = address == 0
+    if UP:
+        nothing = nothing & (beta != 0)
+    if nothing | (first >= end) | (tl.program_id(0) * OUTER >= outer):
         return
+    present = tl.where(address == 0, 0, inner)
     weights = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), 16)
     t = first + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
@@ -125,7 +130,7 @@ def _lora_mm(
     inner_stride = (wide if UP else 1) if IS_A else (1 if UP else rank)
     outer_stride = (1 if UP else wide) if IS_A else (rank if UP else 1)
     total = tl.zeros([ROWS, OUTER], dtype=tl.float32)
-    for start in range(0, inner, INNER):
+    for start in range(0, present, INNER):
         k = start + tl.arange(0, INNER)
         x = tl.load(rows + row * rows_stride + k[None, :], mask=inside_t & (k < inner)[None, :], other=0.0)
         place = k[:, None] * inner_stride + n[None, :] * outer_stride

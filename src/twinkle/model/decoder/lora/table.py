@@ -3,16 +3,19 @@
 Shapes: T rows, I input and O output features, G groups of all segments, M linear layers, R the largest rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twinkle.model.decoder.lora.segments import SegmentLora
+from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
 
+TILE_ROWS = 64  # rows of one group that a kernel takes at a time
 _A, _B, _DA, _DB = range(4)
 
 
@@ -24,35 +27,39 @@ def table_for(segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTab
     if not segments or (len(segments) == 1 and segments[0].segment.groups.equal):
         return None
     weights_GP = segments[0].weights_GP
-    return LoraTable(segments, names) if weights_GP.is_cuda and weights_GP.dtype == torch.bfloat16 else None
+    can_run = weights_GP.is_cuda and weights_GP.dtype == torch.bfloat16
+    return LoraTable.for_segments(segments, names) if can_run else None
 
 
 class LoraTable:
-    """For each linear layer the addresses of every group's A, B and gradients, and the rows of each group.
+    """For each linear layer the addresses of every group's A, B and gradients, and the rows of each group."""
 
-    The segments must outlive the table, since it holds addresses, not references.
-    """
+    def __init__(self, names: Sequence[str], addresses_M4G: Tensor, rows: Mapping[str, "TableRows"], rank: int) -> None:
+        """``rows``: by the name of the layer. ``rank``: the largest of all groups."""
+        self._addresses_M4G = addresses_M4G
+        self._places = {name: place for place, name in enumerate(names)}
+        self._rows = rows
+        self._rank = rank
 
-    def __init__(self, segments: Sequence[SegmentLora], names: Sequence[str]) -> None:
-        from twinkle.model.decoder.lora.lora_kernels import TILE_ROWS  # needs Triton, which CUDA builds of torch have
-
+    @classmethod
+    def for_segments(cls, segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTable":
+        """Return the table of these segments, which must outlive it: it holds addresses, not references."""
         device = segments[0].weights_GP.device
         addresses = np.concatenate([_addresses(segment, names) for segment in segments], 2)
-        self._addresses_M4G = to_device(torch.from_numpy(addresses), device)
-        self._places = {name: place for place, name in enumerate(names)}
-        self._rank = max(segment.layout.rank for segment in segments)
         # Layers with the same ranks share their spans and tiles; without rank patterns that is all layers.
-        by_ranks: dict[tuple[int, ...], _Rows] = {}
-        self._rows: dict[str, _Rows] = {}
+        by_ranks: dict[tuple[int, ...], TableRows] = {}
+        rows: dict[str, TableRows] = {}
         for name in names:
             ranks = tuple(segment.layout.bucket(name) for segment in segments)
             if ranks not in by_ranks:
-                by_ranks[ranks] = _Rows.build(segments, ranks, TILE_ROWS, device)
-            self._rows[name] = by_ranks[ranks]
+                by_ranks[ranks] = TableRows.build(segments, ranks, device)
+            rows[name] = by_ranks[ranks]
+        largest = max(segment.layout.rank for segment in segments)
+        return cls(names, to_device(torch.from_numpy(addresses), device), rows, largest)
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
         """Compute h = x A.T and y = beta · y + h B.T, in place."""
-        from twinkle.model.decoder.lora.lora_kernels import lora_down, lora_up
+        from twinkle.model.decoder.lora.lora_kernels import lora_down, lora_up  # Triton comes with CUDA builds of torch
 
         addresses_4G, tiles = self._addresses_M4G[self._places[name]], self._rows[name].tiles
         lora_down(h_TR, x_TI, addresses_4G[_A], tiles, x_TI.shape[1], self._rank, a=True)
@@ -74,35 +81,47 @@ class LoraTable:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class TableRows:
     """The rows of each group, whole and in tiles, with the rank that the group has on some of the layers."""
 
     spans: Tensor  # (G, 4) int32: group, first row, end, rank
     tiles: Tensor  # (n, 4) int32
 
     @classmethod
-    def build(
-        cls, segments: Sequence[SegmentLora], ranks: Sequence[int], tile_rows: int, device: torch.device
-    ) -> "_Rows":
+    def build(cls, segments: Sequence[SegmentLora], ranks: Sequence[int], device: torch.device) -> "TableRows":
         spans: list[tuple[int, int, int, int]] = []
         for segment, rank in zip(segments, ranks, strict=True):
             row = segment.segment.start
             for size in segment.segment.groups.sizes:
                 spans.append((len(spans), row, row + size, rank))
                 row += size
-        tiles = [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, tile_rows)]
-        return cls(*(to_device(torch.tensor(each, dtype=torch.int32), device) for each in (spans, tiles)))
+        return cls(*(to_device(torch.tensor(each, dtype=torch.int32), device) for each in (spans, tiles_of(spans))))
+
+
+def tiles_of(spans: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Return spans (group, first row, end, rank) in tiles: the same, with one entry for each TILE_ROWS rows."""
+    return [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, TILE_ROWS)]
 
 
 def _addresses(segment: SegmentLora, names: Sequence[str]) -> np.ndarray:
     """Return addresses (M, 4, G) int64, of A, B, dA and dB; 0 where a layer has no adapter, or no gradient."""
-    offsets_M2 = np.array([segment.layout.offsets(name) if segment.layout.has(name) else (-1, -1) for name in names])
+    offsets_M2 = module_offsets(segment.layout, names)
     tables = []
     for rows_GP in (segment.weights_GP, segment.gradient_GP):
         if rows_GP is None:
             tables.append(np.zeros((len(names), 2, len(segment.weights_GP)), np.int64))
         else:
             starts_G = rows_GP.data_ptr() + np.arange(len(rows_GP)) * rows_GP.stride(0) * rows_GP.itemsize
-            found = offsets_M2[:, :, None] >= 0
-            tables.append(np.where(found, starts_G + offsets_M2[:, :, None] * rows_GP.itemsize, 0))
+            tables.append(addresses_in(starts_G, offsets_M2, rows_GP.itemsize))
     return np.concatenate(tables, 1)
+
+
+def module_offsets(layout: RowLayout, names: Sequence[str]) -> NDArray[np.int64]:
+    """Return where A and B of each layer begin in an adapter's row, (M, 2), in numbers, not bytes; -1: none there."""
+    return np.array([layout.offsets(name) if layout.has(name) else (-1, -1) for name in names], np.int64)
+
+
+def addresses_in(starts_G: NDArray[np.int64], offsets_M2: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
+    """Return the addresses (M, 2, G) of A and B of each layer in rows that begin at these addresses; 0: none there."""
+    offsets_M21 = offsets_M2[:, :, None]
+    return np.where(offsets_M21 >= 0, starts_G + offsets_M21 * itemsize, 0)

@@ -1,0 +1,181 @@
+"""The inputs of captured passes: what differs between passes is in tables at fixed places on the device.
+
+A captured pass serves any requests whose numbers of rows and sequences are within its :class:`Bucket`. Before each pass
+the host fills one buffer, and one copy brings it to the device: tokens and positions of the rows, the tiles of
+attention and of LoRA, and the addresses of the adapters' weights and gradients.
+
+Rows beyond those of the requests are padding: token 0, outside all sequences, without adapter. No other row reads them.
+
+Shapes: T rows of a bucket, M linear layers, G requests, n tiles.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.lora.lora import LayerLora
+from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.decoder.lora.table import LoraTable, TableRows, addresses_in, module_offsets, tiles_of
+from twinkle.model.decoder.packed_attention import TILE, tile_table
+from twinkle.model.trainer.batch import GradientRows, Part
+
+LARGEST_RANK = 128  # of adapters in captured passes
+_MOST_REQUESTS, _MOST_SEQUENCES = 64, 256
+_ALIGNMENT = 64  # bytes; Triton compiles another kernel for addresses that are not multiples of 16
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The limits of a captured pass."""
+
+    rows: int
+
+    @property
+    def requests(self) -> int:
+        return min(max(8, self.rows // 16), _MOST_REQUESTS)
+
+    @property
+    def sequences(self) -> int:
+        return min(max(8, self.rows // 8), _MOST_SEQUENCES)
+
+    @property
+    def lora_tiles(self) -> int:
+        """Return the most tiles of LoRA: every request, and the padding, may end with a tile that is not full."""
+        return self.rows // TILE + self.requests + 1
+
+    @property
+    def attention_tiles(self) -> int:
+        return self.rows // TILE + self.sequences
+
+    def takes(self, parts: Sequence[Part]) -> bool:
+        """Return whether the pass can compute these parts, as far as their numbers are concerned."""
+        sequences = sum(len(part.data) for part in parts)
+        rows = sum(sum(part.lengths) for part in parts)
+        return rows <= self.rows and len(parts) <= self.requests and sequences <= self.sequences
+
+
+def can_be_captured(part: Part) -> bool:
+    """Return whether a captured pass can compute this part: no dropout, and one rank that is not too large."""
+    if part.dropout is not None:
+        return False
+    layout = None if part.adapter is None else part.adapter.layout
+    return layout is None or (layout.ranks is None and layout.rank <= LARGEST_RANK)
+
+
+class PassTables:
+    """The tables of all captured passes, in one buffer on the device. Passes of smaller buckets use parts of them."""
+
+    def __init__(self, largest: Bucket, names: Sequence[str], device: torch.device) -> None:
+        """``names``: of the model's linear layers."""
+        self._names = list(names)
+        self._nobody = largest.requests  # the number of the request that rows without adapter belong to
+        self._device = device
+        self._shapes: dict[str, tuple[type[np.integer[Any]], tuple[int, ...]]] = {
+            "ids": (np.int64, (largest.rows,)),
+            "positions": (np.int64, (largest.rows,)),
+            "addresses": (np.int64, (len(names), 4, largest.requests + 8)),
+            "spans": (np.int32, (largest.requests, 4)),
+            "lora_tiles": (np.int32, (largest.lora_tiles, 4)),
+            "attention_tiles": (np.int32, (largest.attention_tiles, 3)),
+        }
+        sizes = {name: np.dtype(kind).itemsize * math.prod(shape) for name, (kind, shape) in self._shapes.items()}
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
+        self._bytes = {
+            name: slice(start, start + size) for (name, size), start in zip(sizes.items(), [0, *ends[:-1]], strict=True)
+        }
+        self._buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._offsets: dict[str, NDArray[np.int64]] = {}  # by the digest of a layout
+
+    def ids_and_positions(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        return self._view("ids")[None, : bucket.rows], self._view("positions")[None, : bucket.rows]
+
+    def packing(self, bucket: Bucket) -> Packing:
+        tiles_n3 = self._view("attention_tiles")[: bucket.attention_tiles]
+        return Packing((), torch.empty(0, dtype=torch.int32, device=self._device), bucket.rows, tiles_n3)
+
+    def lora(self, bucket: Bucket, prefixes: Sequence[str]) -> tuple["TableLora", ...]:
+        """Return the adapters of each decoder layer. ``prefixes``: of the names of each layer's linear layers."""
+        rows = TableRows(self._view("spans")[: bucket.requests], self._view("lora_tiles")[: bucket.lora_tiles])
+        table = LoraTable(self._names, self._view("addresses"), dict.fromkeys(self._names, rows), LARGEST_RANK)
+        return tuple(TableLora(prefix, table) for prefix in prefixes)
+
+    def fill(self, parts: Sequence[Part], bucket: Bucket, gradients: Sequence[GradientRows]) -> None:
+        """Write the tables of these parts, in row order. ``gradients``: of all adapters in order; empty: none."""
+        host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        fields = {name: self._part(host, name).numpy() for name in self._shapes}
+        tokens = [datum.tokens for part in parts for datum in part.data]
+        count = sum(map(len, tokens))
+        fields["ids"][:count] = np.concatenate(tokens)
+        fields["positions"][:count] = np.concatenate([np.arange(len(row)) for row in tokens])
+        tiles_n3 = tile_table([len(row) for row in tokens])
+        fields["attention_tiles"][: len(tiles_n3)] = tiles_n3
+        spans = self._spans(parts, bucket)
+        trained = [span for span in spans if span[0] != self._nobody]
+        fields["spans"][: len(trained)] = np.array(trained, np.int32).reshape(-1, 4)
+        lora_tiles = tiles_of(spans)
+        fields["lora_tiles"][: len(lora_tiles)] = lora_tiles
+        self._write_addresses(fields["addresses"], parts, gradients)
+        self._buffer.copy_(host, non_blocking=True)
+
+    def _spans(self, parts: Sequence[Part], bucket: Bucket) -> list[tuple[int, int, int, int]]:
+        """Return (request, first row, end, rank) for all rows of the bucket. Adapters are numbered from 0."""
+        spans: list[tuple[int, int, int, int]] = []
+        row = number = 0
+        for part in parts:
+            end = row + sum(part.lengths)
+            if part.adapter is None:
+                spans.append((self._nobody, row, end, 0))
+            else:
+                spans.append((number, row, end, part.adapter.layout.rank))
+                number += 1
+            row = end
+        return [*spans, (self._nobody, row, bucket.rows, 0)]
+
+    def _write_addresses(
+        self, addresses_M4G: NDArray[np.int64], parts: Sequence[Part], gradients: Sequence[GradientRows]
+    ) -> None:
+        rows = iter([row_P for each in gradients for row_P in each.rows_GP])
+        adapters = [part.adapter for part in parts if part.adapter is not None]
+        for number, adapter in enumerate(adapters):
+            offsets_M2 = self._module_offsets(adapter.layout)
+            weights_P, gradient_P = adapter.compute_copy, next(rows, None)
+            start = np.array([weights_P.data_ptr()])
+            addresses_M4G[:, :2, number] = addresses_in(start, offsets_M2, weights_P.itemsize)[:, :, 0]
+            if gradient_P is not None:
+                start = np.array([gradient_P.data_ptr()])
+                addresses_M4G[:, 2:, number] = addresses_in(start, offsets_M2, gradient_P.itemsize)[:, :, 0]
+
+    def _module_offsets(self, layout: RowLayout) -> NDArray[np.int64]:
+        if layout.digest not in self._offsets:
+            self._offsets[layout.digest] = module_offsets(layout, self._names)
+        return self._offsets[layout.digest]
+
+    def _view(self, name: str) -> Tensor:
+        """Return one table on the device."""
+        return self._part(self._buffer, name)
+
+    def _part(self, buffer: Tensor, name: str) -> Tensor:
+        kind, shape = self._shapes[name]
+        return buffer[self._bytes[name]].view(torch.int64 if kind is np.int64 else torch.int32).view(shape)
+
+
+class TableLora(LayerLora):
+    """The adapters of one decoder layer in captured passes: every linear layer may have some, in any rows."""
+
+    def __init__(self, prefix: str, table: LoraTable) -> None:
+        super().__init__(prefix, (), table)
+        self.width = LARGEST_RANK
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def covers(self, name: str, rows: int) -> bool:
+        return True  # the tiles cover all rows; those without adapter become 0

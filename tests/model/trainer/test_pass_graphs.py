@@ -1,0 +1,124 @@
+"""Captured passes: their tables on any device, and on Hopper GPUs the numbers of the passes themselves."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models.reference import random_datum, toy_llama, wide_llama, with_random_weights
+from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.model.decoder.attention import runs_own_kernels
+from twinkle.model.decoder.packed_attention import TILE, tile_table
+from twinkle.model.trainer import probe
+from twinkle.model.trainer.batch import GradientRows, Part
+from twinkle.model.trainer.pass_graphs import BUCKETS
+from twinkle.model.trainer.pass_tables import Bucket, PassTables, can_be_captured
+
+MakeTrainer = Callable[..., Trainer]
+CPU = torch.device("cpu")
+
+
+def parts_of(trainer: Trainer, ranks: list[int], lengths: list[int]) -> list[Part]:
+    engine = trainer.engine
+    return probe._parts(engine, probe._adapters(engine, torch.float32, ranks, init=False), lengths)
+
+
+@pytest.mark.parametrize("lengths", [[1], [TILE], [TILE + 1, 3], [5, 200, 64, 1, 129]])
+def test_every_row_is_in_one_tile_of_its_sequence(lengths: list[int]) -> None:
+    found = np.zeros(sum(lengths), int)
+    ends = np.cumsum(lengths)
+    for first, length, start in tile_table(lengths):
+        assert first in [0, *ends[:-1]]
+        assert lengths[list(ends - lengths).index(first)] == length
+        assert start % TILE == 0
+        found[first + start : first + min(start + TILE, length)] += 1
+    assert (found == 1).all()
+
+
+def test_tables_say_where_rows_and_adapters_are(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    parts = parts_of(trainer, [16, 8, 16], [70, 3, 20])
+    names = [target.name for target in trainer.architecture.linear]
+    tables, bucket = PassTables(BUCKETS[2], names, CPU), BUCKETS[1]
+    rows = [GradientRows(part.adapter.layout, torch.zeros(1, part.adapter.layout.size)) for part in parts]
+    tables.fill(parts, bucket, rows)
+    ids, positions = tables.ids_and_positions(bucket)
+    assert ids[0].tolist() == [*np.concatenate([part.data[0].tokens for part in parts]), *[0] * (bucket.rows - 93)]
+    assert positions[0].tolist() == [*range(70), *range(3), *range(20), *[0] * (bucket.rows - 93)]
+    tiles = [tile for tile in tables._view("lora_tiles").tolist() if tile[1] < tile[2]]
+    nobody = BUCKETS[2].requests
+    assert tiles == [[0, 0, 70, 16], [0, 64, 70, 16], [1, 70, 73, 8], [2, 73, 93, 16], [nobody, 93, bucket.rows, 0]]
+    addresses = tables._view("addresses")
+    for number, part in enumerate(parts):
+        for place, name in enumerate(names):
+            a_RI, b_OR = part.adapter.layout.views(part.adapter.compute_copy, name)
+            da_RI, db_OR = part.adapter.layout.views(rows[number].rows_GP[0], name)
+            expected = [each.data_ptr() for each in (a_RI, b_OR, da_RI, db_OR)]
+            assert addresses[place, :, number].tolist() == expected
+    assert not addresses[:, :, nobody].any()
+    tables.fill(parts[1:2], bucket, [])  # nothing of the earlier pass may remain
+    assert not addresses[:, 2:].any()
+    assert addresses[:, :2].count_nonzero() == 2 * len(names)
+
+
+def test_a_bucket_has_room_for_the_most_tiles() -> None:
+    for bucket in BUCKETS:
+        assert bucket.rows % TILE == 0
+        sizes = [bucket.rows // bucket.requests] * bucket.requests
+        assert sum(-(-size // TILE) for size in sizes) <= bucket.lora_tiles
+        lengths = [bucket.rows // bucket.sequences] * bucket.sequences
+        assert len(tile_table(lengths)) <= bucket.attention_tiles
+
+
+def test_what_is_not_captured(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    assert trainer.engine.graphs is None, "there are none on a CPU"
+    small, many = parts_of(trainer, [8], [64]), parts_of(trainer, [8] * 9, [1] * 9)
+    assert all(map(can_be_captured, small))
+    assert Bucket(64).takes(small)
+    assert not Bucket(64).takes(many)
+    assert not Bucket(64).takes(parts_of(trainer, [8], [65]))
+    assert not can_be_captured(parts_of(trainer, [256], [4])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not runs_own_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")), reason="Hopper")
+def test_captured_passes_equal_others(make_trainer: MakeTrainer) -> None:
+    """Any mix of ranks, targets, lengths and losses, in any order: log-probabilities and gradients are those of bf16."""
+    specs = {
+        "a": LoraSpec(8, seed=1),
+        "b": LoraSpec(32, seed=2),
+        "attention": LoraSpec(16, seed=3, train_mlp=False),
+        "head": LoraSpec(16, seed=4, train_unembed=True),
+        "dropout": LoraSpec(8, seed=5, dropout=0.1),
+    }
+    batches = (
+        {"a": (9,)},
+        {"b": (40, 3), "attention": (70,)},
+        {name: (5 + number, 30) for number, name in enumerate(specs)},
+        {"head": (64,), "a": (300, 1)},
+        {"a": (9,)},
+    )
+    found: dict[bool, list[np.ndarray]] = {}
+    for captured in (True, False):
+        trainer = make_trainer(wide_llama().to("cuda", torch.bfloat16))
+        assert trainer.engine.graphs is not None
+        if not captured:
+            trainer.engine.graphs = None
+        for name, spec in specs.items():
+            trainer.create_adapter(name, spec)
+            with_random_weights(trainer, name)
+        values = found[captured] = []
+        for batch in batches:
+            items = [
+                TrainItem(name, [random_datum(toy_llama(), "cross_entropy", length, seed=length) for length in lengths])
+                for name, lengths in batch.items()
+            ]
+            for results in (trainer.forward_backward(items), trainer.forward(items)):
+                for result in results:
+                    assert isinstance(result, TrainResult), result
+                    values += list(result.logprobs)
+        values += [array for name in specs for _, array in sorted(trainer.gradients(name).items())]
+    for ours, theirs in zip(found[True], found[False], strict=True):
+        assert np.linalg.norm(ours - theirs) <= 0.05 * np.linalg.norm(theirs) + 1e-6
