@@ -85,7 +85,7 @@ def test_what_is_not_captured(make_trainer: MakeTrainer) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not runs_own_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")), reason="Hopper")
 def test_captured_passes_equal_others(make_trainer: MakeTrainer) -> None:
-    """Any mix of ranks, targets, lengths and losses, in any order: log-probabilities and gradients are those of bf16."""
+    """Any mix of ranks, targets and lengths gives the numbers of other passes, up to the rounding of bf16."""
     specs = {
         "a": LoraSpec(8, seed=1),
         "b": LoraSpec(32, seed=2),
@@ -97,7 +97,7 @@ def test_captured_passes_equal_others(make_trainer: MakeTrainer) -> None:
         {"a": (9,)},
         {"b": (40, 3), "attention": (70,)},
         {name: (5 + number, 30) for number, name in enumerate(specs)},
-        {"head": (64,), "a": (300, 1)},
+        {"head": (64,), "a": (100, 1)},
         {"a": (9,)},
     )
     found: dict[bool, list[np.ndarray]] = {}
