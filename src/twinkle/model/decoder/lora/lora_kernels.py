@@ -21,8 +21,8 @@ def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide:
     tiles: (n, 4) int32: group, first row, end of the group, rank. A tile has at most TILE_ROWS rows of one group.
     rank: the largest rank of all groups. a: whether the matrices are A (transposed), else B.
     """
-    outer = 64
-    _lora_mm[(triton.cdiv(rank, outer), len(tiles))](
+    outer, part = 64, TILE_ROWS
+    _lora_mm[(triton.cdiv(rank, outer), len(tiles), TILE_ROWS // part)](
         h,
         rows,
         addresses_G,
@@ -33,7 +33,7 @@ def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide:
         0,
         IS_A=a,
         UP=False,
-        ROWS=TILE_ROWS,
+        ROWS=part,
         INNER=128,
         OUTER=outer,
         num_warps=4,
@@ -49,8 +49,8 @@ def lora_up(
     beta: 0 (``out`` is not read, and rows of a tile without adapter become 0) or 1. a: whether the matrices are A, else
     B (transposed). Other arguments are as in :func:`lora_down`.
     """
-    outer = 128
-    _lora_mm[(triton.cdiv(wide, outer), len(tiles))](
+    outer, part = 128, TILE_ROWS
+    _lora_mm[(triton.cdiv(wide, outer), len(tiles), TILE_ROWS // part)](
         out,
         h,
         addresses_G,
@@ -61,7 +61,7 @@ def lora_up(
         beta,
         IS_A=a,
         UP=True,
-        ROWS=TILE_ROWS,
+        ROWS=part,
         INNER=32,
         OUTER=outer,
         num_warps=4,
@@ -111,7 +111,8 @@ def _lora_mm(
     OUTER: tl.constexpr,
 ):
     tile = tiles + 4 * tl.program_id(1)
-    group, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    group, end = tl.load(tile), tl.load(tile + 2)
+    first = tl.load(tile + 1) + tl.program_id(2) * ROWS
     rank = tl.load(tile + 3) // 8 * 8  # changes nothing: it shows the compiler that ranks are multiples of 8
     inner = rank if UP else wide
     outer = wide if UP else rank
