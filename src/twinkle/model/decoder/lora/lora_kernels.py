@@ -8,11 +8,15 @@ input (for A) or output (for B). An address of 0 means that the group has no ada
 zeros has no rows.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from twinkle.model.decoder.lora.table import TILE_ROWS
+
+_FEW_ROWS = 1024
+_LONG_SUM, _SUMS = 4096, 4
 
 
 def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool) -> None:
@@ -20,10 +24,15 @@ def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide:
 
     tiles: (n, 4) int32: group, first row, end of the group, rank. A tile has at most TILE_ROWS rows of one group.
     rank: the largest rank of all groups. a: whether the matrices are A (transposed), else B.
+
+    Few rows would occupy few of the GPU's processors, so their tiles are divided, and so is a long sum over ``wide``.
     """
-    outer, part = 64, TILE_ROWS
-    _lora_mm[(triton.cdiv(rank, outer), len(tiles), TILE_ROWS // part)](
-        h,
+    few = len(h) <= _FEW_ROWS
+    part, inner, outer, warps = (16, 256, 32, 2 if a else 4) if few else (TILE_ROWS, 128, 64, 4)
+    sums = _SUMS if few and wide >= _LONG_SUM else 1
+    out = h if sums == 1 else h.new_empty(sums, *h.shape, dtype=torch.float32)
+    _lora_mm[(triton.cdiv(rank, outer), len(tiles), TILE_ROWS // part * sums)](
+        out,
         rows,
         addresses_G,
         tiles,
@@ -31,14 +40,20 @@ def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide:
         h.stride(0),
         rows.stride(0),
         0,
+        len(h) * h.stride(0),
         IS_A=a,
         UP=False,
         ROWS=part,
-        INNER=128,
+        INNER=inner,
         OUTER=outer,
-        num_warps=4,
+        PARTS=TILE_ROWS // part,
+        SUMS=sums,
+        num_warps=warps,
         num_stages=3,
     )
+    if sums > 1:
+        count = h.numel()
+        _add_up[(triton.cdiv(count, 1024),)](h, out, count, SUMS=sums, BLOCK=1024, num_warps=4)
 
 
 def lora_up(
@@ -49,8 +64,8 @@ def lora_up(
     beta: 0 (``out`` is not read, and rows of a tile without adapter become 0) or 1. a: whether the matrices are A, else
     B (transposed). Other arguments are as in :func:`lora_down`.
     """
-    outer, part = 128, TILE_ROWS
-    _lora_mm[(triton.cdiv(wide, outer), len(tiles), TILE_ROWS // part)](
+    outer = 128
+    _lora_mm[(triton.cdiv(wide, outer), len(tiles), 1)](
         out,
         h,
         addresses_G,
@@ -59,11 +74,14 @@ def lora_up(
         out.stride(0),
         h.stride(0),
         beta,
+        0,
         IS_A=a,
         UP=True,
-        ROWS=part,
+        ROWS=TILE_ROWS,
         INNER=32,
         OUTER=outer,
+        PARTS=1,
+        SUMS=1,
         num_warps=4,
         num_stages=2,
     )
@@ -104,15 +122,18 @@ def _lora_mm(
     out_stride,
     rows_stride,
     beta,
+    sum_stride,
     IS_A: tl.constexpr,
     UP: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
+    PARTS: tl.constexpr,  # programs that share the rows of a tile …
+    SUMS: tl.constexpr,  # … and those that share the sum of a product
 ):
     tile = tiles + 4 * tl.program_id(1)
     group, end = tl.load(tile), tl.load(tile + 2)
-    first = tl.load(tile + 1) + tl.program_id(2) * ROWS
+    first = tl.load(tile + 1) + tl.program_id(2) % PARTS * ROWS
     rank = tl.load(tile + 3) // 8 * 8  # changes nothing: it shows the compiler that ranks are multiples of 8
     inner = rank if UP else wide
     outer = wide if UP else rank
@@ -122,7 +143,10 @@ def _lora_mm(
         nothing = nothing & (beta != 0)
     if nothing | (first >= end) | (tl.program_id(0) * OUTER >= outer):
         return
-    present = tl.where(address == 0, 0, inner)
+    share = tl.cdiv(inner, SUMS * INNER) * INNER
+    begin = tl.program_id(2) // PARTS * share
+    stop = tl.where(address == 0, 0, tl.minimum(begin + share, inner))
+    out += (tl.program_id(2) // PARTS).to(tl.int64) * sum_stride
     weights = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), 16)
     t = first + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
@@ -131,7 +155,7 @@ def _lora_mm(
     inner_stride = (wide if UP else 1) if IS_A else (1 if UP else rank)
     outer_stride = (1 if UP else wide) if IS_A else (rank if UP else 1)
     total = tl.zeros([ROWS, OUTER], dtype=tl.float32)
-    for start in range(0, present, INNER):
+    for start in range(begin, stop, INNER):
         k = start + tl.arange(0, INNER)
         x = tl.load(rows + row * rows_stride + k[None, :], mask=inside_t & (k < inner)[None, :], other=0.0)
         place = k[:, None] * inner_stride + n[None, :] * outer_stride
@@ -141,6 +165,16 @@ def _lora_mm(
     if beta != 0:
         total += tl.load(place, mask=inside_t & inside_n, other=0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside_t & inside_n)
+
+
+@triton.jit
+def _add_up(out, parts, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the sums of a product, always in the same order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for number in range(SUMS):
+        total += tl.load(parts + number * count + place, mask=place < count, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
 
 
 @triton.jit
