@@ -4,15 +4,16 @@ The parts, in the order in which they run (``--only`` selects some):
 
     overhead       wall time, GPU time and kernels of small passes (overhead.py)
     training       16 tenants in one batch against one tenant with all sequences, and one tenant alone (multi_tenant.py)
-    rollouts       tenants that train, publish and sample through a server (service_rollouts.py), on the first model
+    rollouts       tenants that train, publish and sample through a server (service_rollouts.py)
     torch-sampler  tokens per second of the torch sampler (sampler_rates.py)
     vllm-sampler   the same of our vLLM sampler
     vllm           the same of vLLM itself
     lora-cost      the torch sampler with adapters against the base model, and the time of a decode step
 
-Each part runs in a process of its own, so that its GPU memory is freed and its failure does not end the others. The
-JSON file and the tables are written again after every part, and the exit status is 1 if a part failed. ``--add`` keeps
-what the file already has, so that several commands can fill one file. The output of each part is in a folder beside it.
+Training and rollouts use only the first of ``--models``. Each part runs in a process of its own, so that its GPU memory
+is freed and its failure does not end the others. The JSON file and the tables are written again after every part, and
+the exit status is 1 if a part failed. ``--add`` keeps what the file already has, so that several commands can fill one
+file. The output of each part is in a folder beside the file.
 
 vLLM may be installed elsewhere: ``--vllm-path`` is put in front of PYTHONPATH for the parts that use vLLM, and
 ``--vllm-python`` runs them with another interpreter, which must be able to import twinkle too.
@@ -40,8 +41,16 @@ from compare_tables import markdown
 HERE = Path(__file__).parent
 # sampler_rates.py and overhead.py know the same names.
 MODELS = {"tiny": "random://llama-tiny-wide", "1b": "random://llama-1b", "8b": "random://llama-8b"}
+# "spawn", because a part has used torch's threads before vLLM starts its processes.
+DEFAULT_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 LOG_LINES = 15  # of a failed part, shown on the terminal
 TERMINATE_SECONDS = 10.0
+VANISH_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Size:
     requests: tuple[int, ...] = (1, 32, 256, 512)
     tokens: int = 256
     cost_requests: int = 256
-    decode_steps: int = 96
+    decode_steps: int = 48
     repeats: int = 3
 
 
@@ -162,6 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=420.0, metavar="SECONDS", help="for each process of a part")
     parser.add_argument("--vllm-path", type=Path, default=None, metavar="DIR", help="where vLLM is installed")
     parser.add_argument("--vllm-python", type=Path, default=None, metavar="FILE", help="interpreter with vLLM")
+    parser.add_argument("--vllm-seeds", action="store_true", help="also measure vLLM with a seed for each request")
     parser.add_argument("--memory-dir", type=Path, default=None, metavar="DIR", help="for our vLLM sampler's files")
     args = parser.parse_args()
     if args.repeats is not None and args.repeats < 1:
@@ -199,19 +209,20 @@ def overhead(args: argparse.Namespace) -> Iterator[Run]:
 def training(args: argparse.Namespace) -> Iterator[Run]:
     model = args.models[0]
     size = size_of(args, model)
-    for tenants in (size.tenants[-1], 1):
-        options = ["--tenants", tenants, "--seqs", size.seqs, "--len", size.length, "--rank", 32, "--no-peft"]
-        options += ["--model", model, "--dtype", dtype(model), "--repeat", repeats(args, model)]
-        yield Run("training", model, f"{tenants} × {size.seqs} × {size.length}", "multi_tenant.py", options)
+    tenants = size.tenants[-1]
+    options = ["--tenants", tenants, "--seqs", size.seqs, "--len", size.length, "--rank", 32, "--no-peft", "--alone"]
+    options += ["--model", model, "--dtype", dtype(model), "--repeat", repeats(args, model)]
+    yield Run("training", model, f"{tenants} × {size.seqs} × {size.length}", "multi_tenant.py", options)
 
 
 def rollouts(args: argparse.Namespace) -> Iterator[Run]:
     model = args.models[0]
     size = size_of(args, model)
-    for tenants in size.rollout_tenants:
+    for number, tenants in enumerate(size.rollout_tenants):
         options = ["--model", MODELS[model], "--dtype", dtype(model), "--tenants", tenants, "--steps", size.rounds]
         options += ["--sequences", size.seqs, "--len", size.length, "--samples", size.samples, "--prompt", size.prompt]
-        options += ["--tokens", size.decoded, "--repeats", repeats(args, model), "--lone-steps", size.lone_steps]
+        options += ["--tokens", size.decoded, "--repeats", repeats(args, model), "--idle-seconds", 2]
+        options += ["--lone-steps", 0 if number else size.lone_steps]
         yield Run("rollouts", model, f"{tenants} tenants", "service_rollouts.py", options)
 
 
@@ -222,6 +233,8 @@ def rates(part: str, engine: str) -> Callable[[argparse.Namespace], Iterator[Run
             options = ["--engine", engine, "--requests", *size.requests, "--tokens", size.tokens]
             if engine == "vllm-sampler" and args.memory_dir is not None:
                 options += ["--memory-dir", args.memory_dir]
+            if engine == "vllm" and args.vllm_seeds:
+                options += ["--vllm-seeds"]
             options += model_options(args, model)
             yield Run(part, model, "", "sampler_rates.py", options, uses_vllm=engine != "torch")
 
@@ -319,11 +332,15 @@ def _end_group(process: subprocess.Popen) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(TERMINATE_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for _ in range(int(VANISH_SECONDS / 0.1)):  # the next part measures the free memory of the GPU when it starts
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
     process.wait()
 
 
 def environment(args: argparse.Namespace, run: Run) -> dict[str, str]:
-    variables = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"} | os.environ
+    variables = DEFAULT_VARIABLES | os.environ
     if run.uses_vllm and args.vllm_path is not None:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(args.vllm_path), os.environ.get("PYTHONPATH"))))
     return variables

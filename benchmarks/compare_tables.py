@@ -73,7 +73,7 @@ def _training(entries: Sequence[Entry]) -> str:
         return ""
     rows = []
     for entry in entries:
-        fused, ideal = (entry["result"]["columns"][name] for name in ("fused", "ideal"))
+        fused, ideal, alone = (entry["result"]["columns"][name] for name in ("fused", "ideal", "alone"))
         rows.append(
             (
                 f"{entry['model']}, {entry['case']}",
@@ -81,6 +81,7 @@ def _training(entries: Sequence[Entry]) -> str:
                 _ms(1000 * fused["seconds"]),
                 _ms(1000 * ideal["seconds"]),
                 f"{entry['result']['fused_over_ideal']:.3f}",
+                _ms(1000 * alone["seconds"]),
                 "" if fused["peak_gib"] is None else f"{fused['peak_gib']:.1f} GiB",
             )
         )
@@ -90,6 +91,7 @@ def _training(entries: Sequence[Entry]) -> str:
         "fused step",
         "ideal step",
         "fused over ideal",
+        "step of a tenant alone",
         "peak",
     )
     return f"Training:\n\n{_table(head, rows)}"

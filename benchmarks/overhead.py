@@ -71,7 +71,7 @@ def main() -> None:
     args = parse_arguments()
     started = time.perf_counter()
     trainer = Trainer.from_pretrained(MODELS[args.model], device=args.device, dtype=args.dtype)
-    sampler = TorchSampler(trainer, None)
+    sampler = TorchSampler(trainer, None, max_sequences=max(64, *args.sequences))
     adapters = make_adapters(trainer, max(args.tenants), args.rank)
     for name in adapters:
         sampler.publish(f"v-{name}", name)

@@ -4,8 +4,8 @@ The engines, each alone on its device, with the same prompts and adapters of the
 
     torch         the torch sampler
     vllm-sampler  our vLLM sampler (sampler_type vllm), beside a trainer that holds the same model
-    vllm          vLLM itself: with the log-probability of each drawn token, as our samplers return it; without it;
-                  and with a seed for each request as well
+    vllm          vLLM itself: with the log-probability of each drawn token, as our samplers return it; without it
+                  (one repeat); and, with --vllm-seeds, with it and a seed for each request (one repeat)
 
 Every request draws exactly --tokens tokens at temperature 1 after a prompt of 16 to 47 tokens. No prompt is used twice,
 so prefix caches have no effect. Rates are medians of --repeats after a warm-up. The time to publish is that from
@@ -106,10 +106,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256, 512], help="concurrent requests")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to draw per request")
     parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--vllm-seeds", action="store_true", help="also measure vLLM with a seed for each request")
     parser.add_argument("--lora-cost", action="store_true", help="measure the cost of LoRA instead")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 256, 512], help="of a decode step")
     parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt of a decode step")
-    parser.add_argument("--decode-steps", type=int, default=96, help="decode steps that are timed together")
+    parser.add_argument("--decode-steps", type=int, default=48, help="decode steps that are timed together")
     parser.add_argument(
         "--memory-dir", type=Path, default=None, help="for files of our vLLM sampler: the base model and the versions"
     )
@@ -238,7 +239,7 @@ class Vllm:
             random_weights=local.random_seed is not None,
             max_requests=max(args.requests),
         )
-        self._others = [name for name in VARIANTS if name != "logprobs"]
+        self._others = [name for name in VARIANTS if name == "plain" or (name == "seeded" and args.vllm_seeds)]
         import vllm
 
         self.memory = f"vLLM {vllm.__version__}"
@@ -291,11 +292,11 @@ def write_adapters(model: Path, directory: Path, number: int, rank: int) -> list
 
 
 class FreshPrompts:
-    """Makes prompts that differ from all earlier ones; every engine gets the same in the same order."""
+    """Makes prompts that differ from all earlier ones. From one seed every engine gets the same, in the same order."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, seed: int = 0) -> None:
         self._vocabulary = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path).vocab_size
-        self._random = np.random.default_rng(0)
+        self._random = np.random.default_rng(seed)
 
     def make(self, number: int) -> Prompts:
         return random_prompts(self._random, self._vocabulary, self._random.integers(*PROMPT_LENGTHS, number))
@@ -305,14 +306,13 @@ class FreshPrompts:
 
 
 def rates(args: argparse.Namespace, measured: Measured, report: dict[str, Any]) -> None:
-    fresh = FreshPrompts(args)
+    fresh, of_variants = FreshPrompts(args), FreshPrompts(args, seed=1)
     report["rows"] = []
     for number in args.requests:
         row: dict[str, Any] = {"requests": number}
         row["tokens_per_s"], row["seconds"] = rate(args, fresh, measured.generate, number, args.repeats)
         for name, generate in measured.variants().items():
-            once = 1 if name == "seeded" else args.repeats  # slow, and only for comparison with older numbers
-            row[name], _ = rate(args, fresh, generate, number, once)
+            row[name], _ = rate(args, of_variants, generate, number, 1)
         report["rows"].append(row)
         print(json.dumps(row), flush=True)
         write_json(args.json, report)
