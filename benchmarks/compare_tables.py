@@ -103,7 +103,8 @@ def _rollouts(entries: Sequence[Entry]) -> str:
     rows = []
     for entry in entries:
         result = entry["result"]
-        server, busy, lone = result["server"], result["gateway_busy_ms"], result.get("lone_step_ms")
+        given, server = result["arguments"], result["server"]
+        busy, lone = result["gateway_busy_ms"], result.get("lone_step_ms")
         rows.append(
             (
                 f"{entry['model']}, {entry['case']}",
@@ -112,7 +113,7 @@ def _rollouts(entries: Sequence[Entry]) -> str:
                 f"{result['seconds']:.1f} s",
                 f"{server['training_seconds']:.1f} and {server['sampling_seconds']:.1f} s",
                 _number(server["batches"]),
-                "" if result["merge_ratio"] is None else f"{result['merge_ratio']:.1f}",
+                _ratio(given["tenants"] * given["steps"], server["batches"]),
                 f"{result['publish_to_samples_s']['median']:.2f} s",
                 f"{busy['p50']:.1f} and {busy['p99']:.1f} ms",
                 "" if lone is None else _ms(lone["median"]),

@@ -30,11 +30,9 @@ import tinker
 from service_merging import serving, status
 from tinker import types
 
+LONE_WARM_UPS = 3  # steps
 TENANTS_PER_PROCESS = 4
 PROBE_SECONDS = 0.02
-LONE_WARM_UPS = 3
-# Numbers of the server's status that only grow.
-COUNTERS = ("training_seconds", "sampling_seconds", "batches", "sampled_tokens")
 
 
 def main() -> None:
@@ -65,13 +63,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="rounds (train, publish, sample) per tenant")
+    parser.add_argument("--repeats", type=int, default=1, help="how often the whole load is repeated")
+    parser.add_argument("--lone-steps", type=int, default=0, help="training steps of one tenant alone, at the end")
     parser.add_argument("--sequences", type=int, default=2, help="sequences per training step")
     parser.add_argument("--len", type=int, default=64, dest="length", help="tokens per training sequence")
     parser.add_argument("--samples", type=int, default=4, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to draw per sample")
-    parser.add_argument("--repeats", type=int, default=1, help="how often the whole load is repeated")
-    parser.add_argument("--lone-steps", type=int, default=0, help="training steps of one tenant alone, at the end")
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
@@ -103,13 +101,11 @@ def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: 
     if len(seconds_waited) != rounds:
         ready.abort()  # otherwise the client processes would wait for the next repeat for ever
         raise SystemExit(f"{rounds - len(seconds_waited)} of {rounds} rounds failed, see the errors above")
-    server = {key: _difference(before, after, key) for key in COUNTERS}
     return {
         "seconds": seconds,
         "training_tokens_per_s": rounds * args.sequences * args.length / seconds,
         "sampled_tokens_per_s": rounds * args.samples * args.tokens / seconds,
-        "server": server,
-        "merge_ratio": rounds / server["batches"] if server["batches"] else None,
+        "server": {key: _difference(before, after, key) for key in ("training_seconds", "sampling_seconds", "batches")},
         "publish_to_samples_s": {"median": statistics.median(seconds_waited), "worst": max(seconds_waited)},
         "gateway_busy_ms": gateway,
     }
