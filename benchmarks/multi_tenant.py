@@ -7,6 +7,7 @@ its timing starts:
     fused        our Trainer, all tenants in one call
     ideal        our Trainer, one tenant with all sequences
     dropping     our Trainer, all tenants in one call, with lora_dropout; only with --dropout
+    alone        our Trainer, the first tenant with its own sequences and its own AdamW step; only with --alone
     serial peft  Transformers + PEFT, one adapter after another
     ideal peft   Transformers + PEFT, one adapter with all sequences
 
@@ -104,7 +105,7 @@ def main() -> None:
             columns.clear()
             release_memory()
         columns |= peft_columns(args, tenants, ours)
-    report = make_report(args, tokens, seconds | measure(args, columns))
+    report = make_report(args, tenants, seconds | measure(args, columns))
     print_table(report)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--unembed", action="store_true", help="also train LoRA on the head, Tinker's default")
     parser.add_argument("--compile", action="store_true", help="compile decoder layers in our columns")
     parser.add_argument("--dropout", type=float, default=0.0, help="lora_dropout of the column 'dropping'")
+    parser.add_argument("--alone", action="store_true", help="also measure one tenant alone, the column 'alone'")
     parser.add_argument("--no-peft", action="store_true", help="measure only our columns")
     parser.add_argument("--max-tokens", type=int, default=None, help="tokens per batch of our Trainer")
     parser.add_argument("--repeat", type=int, default=5)
@@ -210,6 +212,12 @@ def our_columns(args: argparse.Namespace, tenants: list[Batch]) -> tuple[dict[st
             prepare=lambda: check(trainer.forward_backward(others)),
         ),
     }
+    if args.alone:
+        columns["alone"] = Column(
+            lambda: check(trainer.forward_backward(items[:1])),
+            lambda: trainer.optim_step(names[0], ADAM),
+            lambda: trainer.zero_grad(names[0]),
+        )
     if args.dropout:
         columns["dropping"] = dropping_column(args, trainer, tenants)
     return columns, ours
@@ -494,15 +502,19 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def make_report(args: argparse.Namespace, tokens: int, columns: dict[str, dict[str, Any]]) -> dict[str, object]:
+def make_report(
+    args: argparse.Namespace, tenants: list[Batch], columns: dict[str, dict[str, Any]]
+) -> dict[str, object]:
+    tokens = sum(len(datum.tokens) for data in tenants for datum in data)
+    of_first = sum(len(datum.tokens) for datum in tenants[0])
     config = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embeddings = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     matmul_parameters = sum(p.numel() for p in model.parameters()) - embeddings
-    for column in columns.values():
-        column["tokens_per_s"] = tokens / column["seconds"]
-        column["tflops"] = 4 * matmul_parameters * tokens / column["seconds"] / 1e12
+    for name, column in columns.items():
+        column["tokens_per_s"] = (of_first if name == "alone" else tokens) / column["seconds"]
+        column["tflops"] = 4 * matmul_parameters * column["tokens_per_s"] / 1e12
     seconds = {name: column["seconds"] for name, column in columns.items()}
     report = {
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},

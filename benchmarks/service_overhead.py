@@ -35,6 +35,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 128
+SERVER_SECONDS = 180  # for the start of a server: a model on a GPU captures graphs
 _BLOCKS = 10
 MOCK = """
 runtime: {runtime}
@@ -314,13 +315,15 @@ def running(command: list[str], url: str) -> Iterator[None]:
     alone = {**os.environ, "RAY_ADDRESS": "local"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=alone)
     try:
-        for _ in range(600):
+        for _ in range(SERVER_SECONDS * 10):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
                 if process.poll() is None and answers(url):
                     break
             if process.poll() is not None:
                 raise SystemExit(f"{command} ended with exit code {process.returncode}")
             time.sleep(0.1)
+        else:
+            raise SystemExit(f"{command} did not answer within {SERVER_SECONDS} s")
         yield
     finally:
         process.terminate()

@@ -5,6 +5,10 @@ draws samples from them, and starts again. The report has the trained and sample
 clients; the compute seconds and batches of the server; the time from a tenant's publish to its samples; and the latency
 of a small request to the gateway meanwhile, compared with the idle server in the same run.
 
+With --repeats, the load runs several times on the same server. The report is then about the repeat with the median
+time, and has the seconds of all of them. With --lone-steps, one tenant trains alone afterwards, without sampling: the
+time of its step shows whether it waits for others.
+
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
 """
@@ -26,6 +30,7 @@ import tinker
 from service_merging import serving, status
 from tinker import types
 
+LONE_WARM_UPS = 3  # steps
 TENANTS_PER_PROCESS = 4
 PROBE_SECONDS = 0.02
 
@@ -44,6 +49,8 @@ def main() -> None:
             "gateway_idle_ms": idle.stop(),
             **rollouts(args, url),
         }
+        if args.lone_steps:
+            report["lone_step_ms"] = lone_step_ms(args, url)
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="rounds (train, publish, sample) per tenant")
+    parser.add_argument("--repeats", type=int, default=1, help="how often the whole load is repeated")
+    parser.add_argument("--lone-steps", type=int, default=0, help="training steps of one tenant alone, at the end")
     parser.add_argument("--sequences", type=int, default=2, help="sequences per training step")
     parser.add_argument("--len", type=int, default=64, dest="length", help="tokens per training sequence")
     parser.add_argument("--samples", type=int, default=4, help="samples per prompt")
@@ -74,14 +83,24 @@ def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     workers = [context.Process(target=work, args=(args, url, list(share), ready, waits)) for share in shares]
     for worker in workers:
         worker.start()
-    ready.wait()  # every tenant has trained and sampled once
-    before, probe, started = status(url), Probe(url), time.perf_counter()
-    seconds_waited = [wait for _ in workers for wait in waits.get()]
-    seconds = time.perf_counter() - started
-    after, gateway = status(url), probe.stop()
+    repeats = [repeat(args, url, len(workers), ready, waits) for _ in range(args.repeats)]
     for worker in workers:
         worker.join()
+    middle = sorted(repeats, key=lambda each: each["seconds"])[len(repeats) // 2]
+    return {**middle, "all_seconds": [each["seconds"] for each in repeats]}
+
+
+def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: Any) -> dict[str, Any]:
+    """Start the load in all client processes, and report on it when they are done."""
+    ready.wait()  # every tenant has trained and sampled once, or has finished the repeat before
+    before, probe, started = status(url), Probe(url), time.perf_counter()
+    seconds_waited = [wait for _ in range(workers) for wait in waits.get()]
+    seconds = time.perf_counter() - started
+    after, gateway = status(url), probe.stop()
     rounds = args.tenants * args.steps
+    if len(seconds_waited) != rounds:
+        ready.abort()  # otherwise the client processes would wait for the next repeat for ever
+        raise SystemExit(f"{rounds - len(seconds_waited)} of {rounds} rounds failed, see the errors above")
     return {
         "seconds": seconds,
         "training_tokens_per_s": rounds * args.sequences * args.length / seconds,
@@ -90,6 +109,18 @@ def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
         "publish_to_samples_s": {"median": statistics.median(seconds_waited), "worst": max(seconds_waited)},
         "gateway_busy_ms": gateway,
     }
+
+
+def lone_step_ms(args: argparse.Namespace, url: str) -> dict[str, float]:
+    """Return the milliseconds of a training step (forward_backward and optim_step) of one tenant alone."""
+    tenant = Tenant(args, url, args.tenants)
+    times = []
+    for number in range(args.lone_steps + LONE_WARM_UPS):
+        started = time.perf_counter()
+        tenant.train()
+        if number >= LONE_WARM_UPS:
+            times.append(1000 * (time.perf_counter() - started))
+    return {"median": statistics.median(times), "worst": max(times)}
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> float | None:
@@ -105,13 +136,14 @@ def work(args: argparse.Namespace, url: str, tenants: list[int], ready: Any, wai
     except BaseException:
         ready.abort()  # otherwise the other processes would wait for ever
         raise
-    ready.wait()
-    threads = [threading.Thread(target=loop.run) for loop in loops]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    waits.put([wait for loop in loops for wait in loop.waits])
+    for _ in range(args.repeats):
+        ready.wait()
+        threads = [threading.Thread(target=loop.run) for loop in loops]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        waits.put([wait for loop in loops for wait in loop.waits])
 
 
 class Tenant:
@@ -129,9 +161,7 @@ class Tenant:
 
     def round(self) -> None:
         args = self.args
-        data = [self._datum() for _ in range(args.sequences)]
-        self._client.forward_backward(data, "cross_entropy")
-        self._client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        self.train()
         started = time.perf_counter()
         sampler = self._client.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.from_ints(self._tokens(args.prompt))
@@ -139,6 +169,12 @@ class Tenant:
         params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[])
         sampler.sample(prompt, num_samples=args.samples, sampling_params=params).result()
         self.waits.append(time.perf_counter() - started)
+
+    def train(self) -> None:
+        """Train one step and wait for its end."""
+        data = [self._datum() for _ in range(self.args.sequences)]
+        self._client.forward_backward(data, "cross_entropy")
+        self._client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
 
     def _datum(self) -> types.Datum:
         tokens = self._tokens(self.args.length + 1)
