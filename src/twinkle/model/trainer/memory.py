@@ -13,7 +13,7 @@ from twinkle.model.types import DeviceMemory
 
 # Shares of the memory that is left beside the model's weights.
 _ACTIVATION_SHARE = 0.6  # of activations, at most
-_SHARE_WITHOUT_NEED = 1 / 3  # of activations beyond _ENOUGH_TOKENS: smaller batches are about as fast per token
+_SHARE_WITHOUT_NEED = 0.3  # of activations beyond _ENOUGH_TOKENS: smaller batches are about as fast per token
 _ENOUGH_TOKENS = 4096
 _RESERVE_SHARE = 0.08  # fragmentation, library workspaces
 _CPU_SHARE = 0.5  # of the host memory that is free: other processes need some too
@@ -116,8 +116,8 @@ def divide(
     """Divide ``free``, the bytes beside the weights, less a reserve of 8 %, between adapters and activations.
 
     Activations get what ``max_tokens`` tokens need, at most 60 %. Without ``max_tokens`` the aim is 16384 tokens on
-    CUDA and 4096 on CPU; what they need beyond 4096 tokens is given up to a third of the memory, because adapters and
-    a sampler's cache, which are taken from the rest, need it more. others: whether anything is taken from the rest.
+    CUDA and 4096 on CPU; what they need beyond 4096 tokens is given up to 30 % of the memory, because adapters and a
+    sampler's cache, which are taken from the rest, need it more. others: whether anything is taken from the rest.
     """
     usable = int(free * (1 - _RESERVE_SHARE))
     wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]

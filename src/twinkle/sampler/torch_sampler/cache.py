@@ -22,7 +22,7 @@ from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
 _USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample
-_LEFT_FOR_ADAPTERS = 8 << 30  # some 10 adapters of rank 32 on all linear layers of an 8B model, with optimizer states
+_LEFT_FOR_ADAPTERS = 12 << 30  # 8 adapters of rank 32 on all linear layers of an 8B model, with optimizer states
 
 
 @dataclass(frozen=True)

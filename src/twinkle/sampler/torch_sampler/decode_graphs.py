@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,6 +98,11 @@ class DecodeGraphs:
     def max_rows(self) -> int:
         return self.sizes[-1]
 
+    @property
+    def fused(self) -> bool:
+        """Return whether the graphs compute fused layers instead of the model's own code."""
+        return self._fused is not None
+
     def takes(self, version: Adapter | None) -> bool:
         """Return whether the captured graphs can run this version."""
         return version is None or self._lora.takes(version)
@@ -141,10 +147,8 @@ class DecodeGraphs:
         device = self._table_NB.device
         width = blocks_for(max(row.position for row in rows) + steps)  # stale entries further on are never read
         inputs = np.zeros((2, size), np.int64)
-        table = np.full((size, width), self._nobodys, np.int32)
-        for place, row in enumerate(rows):
-            inputs[:, place] = row.token, row.position
-            table[place, : len(row.blocks)] = row.blocks
+        inputs[:, : len(rows)] = [row.token for row in rows], [row.position for row in rows]
+        table = block_table([row.blocks for row in rows], size, width, self._nobodys)
         self._ids_and_positions_2N[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
         self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
 
@@ -188,6 +192,16 @@ class DecodeGraphs:
         layers = self._lora.layers(len(ids_n)) if lora else bind_layers((), self._engine.architecture)
         batch = LayerBatch(None, layers, False, cached=attention)
         return self._engine.hidden_states(ids_n[None], positions_n[None], None, batch)
+
+
+def block_table(blocks: Sequence[Sequence[int]], size: int, width: int, filler: int) -> np.ndarray:
+    """Return a (size, width) table whose first rows begin with these blocks; everything else is ``filler``."""
+    table = np.full((size, width), filler, np.int32)
+    lengths = np.array([len(each) for each in blocks])
+    row = np.repeat(np.arange(len(blocks)), lengths)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table[row, column] = np.fromiter(chain.from_iterable(blocks), np.int32, len(row))
+    return table
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Shapes: M rows, V vocabulary, D draws a row, k likeliest tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,13 +79,12 @@ class Draw:
         return not self.truncated and not self.top and self.penalties is None
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A token and its log-probability under the tempered distribution over the whole vocabulary, without penalties.
 
     A greedy draw (temperature 0) reports the log-probability under the untempered distribution. ``finite=False`` means
     that the logits hold NaN or infinity, and that the other fields are meaningless. ``top``: one row with the likeliest
-    tokens under the same distribution.
+    tokens under the same distribution. A tuple, because thousands are made between two passes, while the device waits.
     """
 
     token: int
@@ -186,7 +186,7 @@ def collect(parts: Sequence[DrawnRows]) -> list[Drawn]:
     """Copy the drawn tokens to the host: one transfer, and one more for each part that reports likeliest tokens."""
     tokens, logprobs, finite = torch.cat([part.values_3M for part in parts], dim=1).tolist()
     tops = [top for part in parts for top in _tops(part)]
-    return list(map(Drawn, map(int, tokens), logprobs, map(bool, finite), tops))
+    return list(map(Drawn._make, zip(map(int, tokens), logprobs, map(bool, finite), tops, strict=True)))
 
 
 def pick(weights_MV: Tensor, uniform_MD: Tensor) -> Tensor:

@@ -133,6 +133,7 @@ def rotate_and_store(
         RANKS=RANKS_AT_ONCE,
         PARTS=1 if projected is None else len(sums),
         num_warps=4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return q_THD
 
@@ -286,7 +287,8 @@ def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tenso
         OUTER=_GATED_AT_ONCE,
         RANKS=RANKS_AT_ONCE,
         PARTS=1 if projected is None else len(sums),
-        num_warps=4,
+        num_warps=height // 4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return out_TI
 

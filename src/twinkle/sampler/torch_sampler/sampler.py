@@ -48,7 +48,7 @@ class TorchSampler:
 
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
         kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it, or
-        more where that is too little for ``max_sequences`` sequences of 1024 tokens and adapters keep 8 GiB.
+        more where that is too little for ``max_sequences`` sequences of 1024 tokens and adapters keep 12 GiB.
         max_sequences: samples that run at the same time; None: 512 on CUDA, 64 on CPU.
         versions: what there is to sample from beside the base model; None: adapters of the trainer.
         """

@@ -108,7 +108,8 @@ def add_lora(x_TI: Tensor, y_TO: Tensor, addresses_12G: Tensor, tiles: Tiles) ->
         OUTER=_OUTER,
         RANKS=RANKS_AT_ONCE,
         PARTS=len(sums_PTSR),
-        num_warps=4,
+        num_warps=tiles.rows // 4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
 
 

@@ -194,7 +194,7 @@ def test_draws_from_whole_distributions(size: int, choices: int) -> None:
     draws = [Draw([1.0, 0.0, 0.5, 1.7][row % 4], 0, 1.0, 0.0) for row in range(rows)]
     plan = DrawPlan.for_draws(draws, DEVICE)
     uniform = torch.rand(rows, dtype=torch.float64)
-    uniform[0], uniform[2] = 2.0**-49, 1 - 2.0**-49
+    uniform[0], uniform[2] = 2.0**-49, 0.999
     settings = plan.settings_M5
     values = draw_from_whole(logits.to(DEVICE), settings[:, 0], settings[:, 4], uniform.to(DEVICE), choices).cpu()
     expected = torch_draw(logits, draws, uniform, choices)
