@@ -115,10 +115,10 @@ def test_lora_of_mixed_versions(dtype: torch.dtype, rows: int) -> None:
         [(torch.randn(*shape, device=DEVICE) * 0.2).to(dtype) for shape in ((rank, inputs), (outputs, rank))]
         for rank in ranks
     ]
-    table = torch.zeros(16, 7, 3, dtype=torch.int64, device=DEVICE)  # the third of seven layers
+    table = torch.zeros(16, 7, 4, dtype=torch.int64, device=DEVICE)  # the third of seven layers
     for number, ((a_RI, b_OR), rank) in enumerate(zip(pairs, ranks, strict=True)):
         if rank:  # the second version has no LoRA on this layer
-            table[number, 2] = torch.tensor([a_RI.data_ptr(), b_OR.data_ptr(), rank])
+            table[number, 2] = torch.tensor([a_RI.data_ptr(), b_OR.data_ptr(), rank, 0])
     x_TI = torch.randn(rows, inputs, device=DEVICE).to(dtype)
     wide = torch.randn(rows, outputs + 50, device=DEVICE)  # y is a part of the rows of a wider matrix
     y_TO, before = wide[:, 20 : 20 + outputs], wide.clone()

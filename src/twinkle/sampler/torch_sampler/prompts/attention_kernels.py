@@ -147,7 +147,7 @@ def _attend(
         value = tl.load(
             values + value_at[:, None] + v[None, :], mask=here[:, None] & (v < value_width)[None, :], other=0.0
         )
-        sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
         highest = higher
     place = out + (row * heads + head) * value_width + v[None, :]
     result = sums / total[:, None]

@@ -24,7 +24,7 @@ class PromptLora:
         self._architecture = architecture
         self._names = [target.name for target in (*architecture.linear, architecture.head)]
         self._places = {name: place for place, name in enumerate(self._names)}
-        self._weights_GM3 = torch.zeros(MOST_VERSIONS, len(self._names), 3, dtype=torch.int64, device=device)
+        self._weights_GM4 = torch.zeros(MOST_VERSIONS, len(self._names), 4, dtype=torch.int64, device=device)
         self._offsets: dict[str, tuple[IntArray, IntArray]] = {}  # by the digest of a layout
         self._bound: list[tuple[int, str]] = []
 
@@ -45,9 +45,9 @@ class PromptLora:
             [self._entries(row_P, version.layout) for row_P, version in zip(rows, versions, strict=True)]
         )
         fresh = torch.from_numpy(entries)
-        if self._weights_GM3.is_cuda:
+        if self._weights_GM4.is_cuda:
             fresh = fresh.pin_memory()
-        self._weights_GM3[: len(versions)].copy_(fresh, non_blocking=True)
+        self._weights_GM4[: len(versions)].copy_(fresh, non_blocking=True)
         self._bound = key
 
     def layers(self, tiles_n4: Tensor, tile_rows: int) -> tuple["PromptLayer", ...]:
@@ -60,20 +60,20 @@ class PromptLora:
 
     def add(self, name: str, x_TI: Tensor, y_TO: Tensor, tiles_n4: Tensor, tile_rows: int) -> None:
         """Add x A.T B.T to y, in place. y may have a wider dtype than x."""
-        add_lora(x_TI, y_TO, self._weights_GM3[:, self._places[name]], tiles_n4, tile_rows)
+        add_lora(x_TI, y_TO, self._weights_GM4[:, self._places[name]], tiles_n4, tile_rows)
 
     def add_to_logits(self, hidden_nH: Tensor, logits_nV: Tensor, tiles_n4: Tensor) -> None:
         self.add(self._architecture.head.name, hidden_nH, logits_nV, tiles_n4, HEAD_ROWS)
 
     def _entries(self, row_P: Tensor, layout: RowLayout) -> IntArray:
-        """Return the addresses of A and B, 0 where the version has no LoRA, and the rank, for each layer: (M, 3)."""
+        """Return the addresses of A and B, 0 where the version has no LoRA, the rank, and 0, for each layer: (M, 4)."""
         if layout.digest not in self._offsets:
             offsets = [layout.offsets(name) if layout.has(name) else (-1, -1) for name in self._names]
-            ranks = [layout.bucket(name) for name in self._names]
-            self._offsets[layout.digest] = np.array(offsets, np.int64), np.array(ranks, np.int64)[:, None]
-        offsets_M2, ranks_M1 = self._offsets[layout.digest]
+            ranks = [(layout.bucket(name), 0) for name in self._names]
+            self._offsets[layout.digest] = np.array(offsets, np.int64), np.array(ranks, np.int64)
+        offsets_M2, ranks_M2 = self._offsets[layout.digest]
         addresses_M2 = np.where(offsets_M2 >= 0, row_P.data_ptr() + offsets_M2 * row_P.itemsize, 0)
-        return np.concatenate([addresses_M2, ranks_M1], 1)
+        return np.concatenate([addresses_M2, ranks_M2], 1)
 
 
 class PromptLayer:

@@ -21,10 +21,11 @@ _RANKS_AT_ONCE = 32
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def add_lora(x_TI: Tensor, y_TO: Tensor, weights_G3: Tensor, tiles_n4: Tensor, tile_rows: int) -> None:
+def add_lora(x_TI: Tensor, y_TO: Tensor, weights_G4: Tensor, tiles_n4: Tensor, tile_rows: int) -> None:
     """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of row t's version. y may have a wider dtype than x.
 
-    weights_G3: the addresses of A and B, and the rank. tiles_n4: see :class:`~.tables.Bucket`.
+    weights_G4: the addresses of A and B, the rank, and a number that makes rows of 32 bytes. tiles_n4: see
+    :class:`~.tables.Bucket`.
     """
     inputs, outputs = x_TI.shape[1], y_TO.shape[1]
     parts = max(1, min(_PROGRAMS * tile_rows // len(x_TI), triton.cdiv(inputs, _SHORTEST_PART)))
@@ -35,11 +36,11 @@ def add_lora(x_TI: Tensor, y_TO: Tensor, weights_G3: Tensor, tiles_n4: Tensor, t
     _times_a[(parts, len(tiles_n4))](
         h_PTR,
         x_TI,
-        weights_G3,
+        weights_G4,
         tiles_n4,
         inputs,
         length,
-        weights_G3.stride(0),
+        weights_G4.stride(0),
         x_TI.stride(0),
         h_PTR.stride(0),
         h_PTR.stride(1),
@@ -53,11 +54,11 @@ def add_lora(x_TI: Tensor, y_TO: Tensor, weights_G3: Tensor, tiles_n4: Tensor, t
     _add_times_b[(triton.cdiv(outputs, 128), len(tiles_n4))](
         y_TO,
         h_PTR,
-        weights_G3,
+        weights_G4,
         tiles_n4,
         outputs,
         parts,
-        weights_G3.stride(0),
+        weights_G4.stride(0),
         y_TO.stride(0),
         h_PTR.stride(0),
         h_PTR.stride(1),
@@ -113,7 +114,7 @@ def _times_a(
         tl.store(h + tl.program_id(0) * h_part + row * h_row + r[None, :], sums, mask=inside_t & inside_r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # one compiled kernel for any number of parts
 def _add_times_b(
     y,
     h,
