@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from twinkle.model import Trainer
-from twinkle.model.trainer.memory import _available_host_bytes
+from twinkle.model.trainer.memory import MemoryPlan, _available_host_bytes, divide
 from twinkle.utils.progress import Progress
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:          200000 kB\nMemAvailable:    9000000 kB\n"
@@ -58,3 +59,42 @@ def test_the_parts_of_the_preparation_are_reported(monkeypatch: pytest.MonkeyPat
         "the same pass with our layers",
         "measuring the memory of a training step",
     ]
+
+
+GIB = 2**30
+MIB = 2**20
+
+
+def divided(free: int, per_token: int, device: str = "cuda", **options: int | bool) -> MemoryPlan:
+    sizes = {"weights": GIB, "free": free, "per_token": per_token, "per_token_recomputed": per_token // 8}
+    return divide(**{"max_tokens": None} | sizes | options, device=torch.device(device))
+
+
+def test_a_small_model_gets_all_the_activations_that_it_can_use() -> None:
+    plan = divided(136 * GIB, 1900 * 1024)
+    assert plan.tokens == 16384
+
+
+def test_a_large_model_leaves_room_for_adapters_and_cache() -> None:
+    """8B parameters on a GPU with 139 GiB: a cache of 64 GiB must fit beside adapters."""
+    plan = divided(124 * GIB, 5632 * 1024)
+    assert plan.adapters >= 79 * GIB
+    assert plan.tokens >= 4096
+
+
+def test_tokens_that_were_asked_for_are_given() -> None:
+    assert divided(124 * GIB, 5632 * 1024, max_tokens=12000).tokens == 12000
+
+
+def test_a_trainer_without_adapters_gives_activations_more() -> None:
+    assert divided(124 * GIB, 5632 * 1024, others=False).activations == int(int(124 * GIB * 0.92) * 0.6)
+
+
+def test_a_small_gpu_still_computes_batches_of_useful_size() -> None:
+    plan = divided(20 * GIB, 3 * MIB)
+    assert plan.activations == int(int(20 * GIB * 0.92) * 0.6)  # less than 4096 tokens need
+
+
+def test_a_cpu_divides_as_before() -> None:
+    plan = divided(8 * GIB, MIB, device="cpu")
+    assert plan.activations == min(int(int(8 * GIB * 0.92) * 0.6), 4096 * MIB)

@@ -82,6 +82,7 @@ def divide_memory(
         per_token_recomputed=cost.recomputed,
         max_tokens=max_tokens,
         device=device,
+        others=False,
     )
     return FullMemoryPlan(**asdict(plan), state=state)
 

@@ -12,7 +12,9 @@ from twinkle.model.trainer.host_memory import read_host_memory
 from twinkle.model.types import DeviceMemory
 
 # Shares of the memory that is left beside the model's weights.
-_ACTIVATION_SHARE = 0.6
+_ACTIVATION_SHARE = 0.6  # of activations, at most
+_SHARE_WITHOUT_NEED = 0.3  # of activations beyond _ENOUGH_TOKENS: smaller batches are about as fast per token
+_ENOUGH_TOKENS = 4096
 _RESERVE_SHARE = 0.08  # fragmentation, library workspaces
 _CPU_SHARE = 0.5  # of the host memory that is free: other processes need some too
 _DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
@@ -102,12 +104,27 @@ def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
 
 
 def divide(
-    *, weights: int, free: int, per_token: int, per_token_recomputed: int, max_tokens: int | None, device: torch.device
+    *,
+    weights: int,
+    free: int,
+    per_token: int,
+    per_token_recomputed: int,
+    max_tokens: int | None,
+    device: torch.device,
+    others: bool = True,
 ) -> MemoryPlan:
-    """Divide ``free``, the bytes beside the weights, less a reserve of 8 %, between adapters and activations."""
+    """Divide ``free``, the bytes beside the weights, less a reserve of 8 %, between adapters and activations.
+
+    Activations get what ``max_tokens`` tokens need, at most 60 %. Without ``max_tokens`` the aim is 16384 tokens on
+    CUDA and 4096 on CPU; what they need beyond 4096 tokens is given up to 30 % of the memory, because adapters and a
+    sampler's cache, which are taken from the rest, need it more. others: whether anything is taken from the rest.
+    """
     usable = int(free * (1 - _RESERVE_SHARE))
     wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]
-    activations = min(int(usable * _ACTIVATION_SHARE), max(wanted * per_token, usable // 4))
+    needed = wanted * per_token
+    if max_tokens is None and others:
+        needed = max(min(wanted, _ENOUGH_TOKENS) * per_token, min(needed, int(usable * _SHARE_WITHOUT_NEED)))
+    activations = min(int(usable * _ACTIVATION_SHARE), max(needed, usable // 4))
     plan = MemoryPlan(weights, usable - activations, activations, per_token, per_token_recomputed, wanted)
     if plan.tokens < 1:
         raise CapacityError(

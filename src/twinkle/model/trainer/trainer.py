@@ -40,6 +40,7 @@ from twinkle.model.adapters.optimizer import OPTIMIZERS, adam_step, gradient_nor
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import read_architecture
+from twinkle.model.decoder.joined import join_weights
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.lora.stacks import RowLayout, initial_row
 from twinkle.model.decoder.precision import read_dtype
@@ -181,6 +182,8 @@ class Trainer:
         sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
         place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
         model = load_model(hub.resolve(model_id), read_dtype(dtype, chosen), place)
+        if place.type == "cuda":
+            join_weights(model)  # before any pass is captured: it moves weights
         return cls(
             model,
             model_id=model_id,

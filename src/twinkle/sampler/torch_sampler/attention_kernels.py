@@ -36,7 +36,9 @@ def attend_one_token(
     count, heads, width = q_nHD.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     parts = max(1, min(_MOST_PARTS, _PROGRAMS // (count * kv_heads)))
-    partial = q_nHD.new_empty(count, heads, parts, value_width, dtype=torch.float32)
+    out_nHD = q_nHD.new_empty(count, heads, value_width)
+    # A single part is the result.
+    partial = out_nHD if parts == 1 else out_nHD.new_empty(count, heads, parts, value_width, dtype=torch.float32)
     weights = q_nHD.new_empty(count, heads, parts, 2, dtype=torch.float32)
     _attend[(parts, kv_heads, count)](
         q_nHD,
@@ -68,11 +70,13 @@ def attend_one_token(
         KEYS=_KEYS_AT_ONCE,
         BLOCK=BLOCK,
         CAPPED=softcap is not None,
+        WHOLE=parts == 1,
         PRECISION="ieee" if q_nHD.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,
     )
-    out_nHD = q_nHD.new_empty(count, heads, value_width)
+    if parts == 1:
+        return out_nHD
     _join[(heads, count)](
         partial,
         weights,
@@ -118,6 +122,7 @@ def _attend(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -161,10 +166,13 @@ def _attend(
         highest = new_highest
 
     place = (row * heads + head) * parts + part
-    tl.store(weights + place * 2, highest, mask=is_member)
-    tl.store(weights + place * 2 + 1, total, mask=is_member)
+    if WHOLE:
+        sums = sums / total[:, None]
+    else:
+        tl.store(weights + place * 2, highest, mask=is_member)
+        tl.store(weights + place * 2 + 1, total, mask=is_member)
     inside_v = is_member[:, None] & (v < value_width)[None, :]
-    tl.store(partial + place[:, None] * value_width + v[None, :], sums, mask=inside_v)
+    tl.store(partial + place[:, None] * value_width + v[None, :], sums.to(partial.dtype.element_ty), mask=inside_v)
 
 
 @triton.jit

@@ -22,6 +22,8 @@ from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
+_USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample
+_LEFT_FOR_ADAPTERS = 12 << 30  # 8 adapters of rank 32 on all linear layers of an 8B model, with optimizer states
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,19 @@ def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
+
+
+def default_budget(available: int, per_block: int, max_sequences: int, max_length: int) -> int:
+    """Return the bytes of a cache for which no size was asked. ``available``: what adapters and cache share.
+
+    The cache takes a third. Where that does not hold ``max_sequences`` sequences of ``_USUAL_LENGTH`` tokens, it takes
+    more, as long as ``_LEFT_FOR_ADAPTERS`` remain. It never takes more than all sequences can fill.
+    """
+    usual, most = (  # one more block of each sequence is for tokens that are drawn ahead
+        (max_sequences * (blocks_for(length) + 1) + 1) * per_block
+        for length in (min(_USUAL_LENGTH, max_length), max_length)
+    )
+    return min(max(available // 3, min(usual, available - _LEFT_FOR_ADAPTERS)), most)
 
 
 class KeyValueCache:

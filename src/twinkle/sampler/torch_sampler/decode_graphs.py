@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,11 +24,12 @@ from twinkle.model.decoder.transfer import to_device
 from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.torch_sampler.binding import RowsOf
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for
-from twinkle.sampler.torch_sampler.drawing import MEMORY_OF_A_DRAW, DrawnRows, DrawPlan
+from twinkle.sampler.torch_sampler.drawing import MEMORY_OF_A_DRAW, Draw, DrawnRows, DrawPlan
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+# Rows of graphs. A pass takes the next larger graph, so the steps between them bound what padding costs.
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,30 @@ class DecodeGraphs:
     For bf16 models on CUDA whose forward pass never synchronises with the host.
     """
 
-    def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int, sets: WeightSets) -> None:
+    def __init__(
+        self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int, sets: WeightSets, *, fuse: bool
+    ) -> None:
         """Capture graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens.
 
+        fuse: use fused layers where the model has their shape (see ``fused_layers``).
         A graph keeps the addresses of the weights with which it was captured, so each set of weights has its own.
         """
-        from twinkle.sampler.torch_sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
+        # Triton comes with CUDA builds of torch.
+        from twinkle.sampler.torch_sampler.fused_layers import FusedDecoder, fuse_decoder
+        from twinkle.sampler.torch_sampler.slot_lora import SlotLora
 
         device = engine.device
         self._engine = engine
         self._cache = cache
         self._nobodys = cache.set_aside()  # the reserved block that padding rows write to
-        self.sizes = sorted({size for size in _SMALLEST_ROWS if size < max_rows} | {max_rows})
+        self.sizes = sorted({size for size in _ROWS if size < max_rows} | {max_rows})
         self._ids_and_positions_2N = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
         self._table_NB.fill_(self._nobodys)
         self._lora = SlotLora(engine.architecture, max_rows, device)
+        self._fused: FusedDecoder | None = None
+        if fuse:
+            self._fused = fuse_decoder(engine, cache, self._nobodys, self._lora)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}  # by set of weights, rows, and whether with LoRA
         self._pool: Any = None  # the memory that all graphs share
         self.weights = 0  # the set of weights with which to decode
@@ -88,14 +98,21 @@ class DecodeGraphs:
     def max_rows(self) -> int:
         return self.sizes[-1]
 
+    @property
+    def fused(self) -> bool:
+        """Return whether the graphs compute fused layers instead of the model's own code."""
+        return self._fused is not None
+
     def takes(self, version: Adapter | None) -> bool:
         """Return whether the captured graphs can run this version."""
         return version is None or self._lora.takes(version)
 
     def decode(
-        self, rows: Sequence[DecodeRow], runs: Sequence[RowsOf], plan: DrawPlan, uniform_nS: Tensor, choices: int
+        self, rows: Sequence[DecodeRow], runs: Sequence[RowsOf], draws: Sequence[Draw], uniform_nS: Tensor, choices: int
     ) -> list[DrawnRows]:
         """Draw S tokens for every row, each from the one before it, without synchronising with the host in between.
+
+        Return the rows of the first token, then those of the second, and so on; each may be in several parts.
 
         runs: the versions of the rows, in order. A row that runs out of cache blocks draws meaningless tokens from then
         on, without any effect on other rows.
@@ -103,26 +120,35 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         lora = any(version is not None for version, _ in runs)
         if lora:
-            self._lora.bind(runs)
+            self._lora.bind(runs, size)
         self._fill(rows, size, uniform_nS.shape[1])
         captured = self._graphs[self.weights, size, lora]
         ids_n, positions_n = self._ids_and_positions_2N[:, : len(rows)]
+        plans = [(part, DrawPlan.for_draws(draws[part], ids_n.device)) for part in self._together(draws)]
         parts = []
         for step in range(uniform_nS.shape[1]):
             captured.graph.replay()
-            parts.append(plan.draw(captured.logits_nV[: len(rows)], uniform_nS[:, step : step + 1], choices))
-            ids_n.copy_(parts[-1].tokens)
+            for part, plan in plans:
+                parts.append(
+                    plan.draw(captured.logits_nV[: len(rows)][part], uniform_nS[part, step : step + 1], choices)
+                )
+                ids_n[part].copy_(parts[-1].values_3M[0])
             positions_n += 1
         return parts
+
+    def _together(self, draws: Sequence[Draw]) -> list[slice]:
+        """Return the rows that draw together: all, or as many as there is memory for where a draw needs much."""
+        most = max(1, self._engine.head.chunk_rows // MEMORY_OF_A_DRAW)
+        if len(draws) <= most or all(draw.plain for draw in draws):
+            return [slice(0, len(draws))]
+        return [slice(start, min(start + most, len(draws))) for start in range(0, len(draws), most)]
 
     def _fill(self, rows: Sequence[DecodeRow], size: int, steps: int) -> None:
         device = self._table_NB.device
         width = blocks_for(max(row.position for row in rows) + steps)  # stale entries further on are never read
         inputs = np.zeros((2, size), np.int64)
-        table = np.full((size, width), self._nobodys, np.int32)
-        for place, row in enumerate(rows):
-            inputs[:, place] = row.token, row.position
-            table[place, : len(row.blocks)] = row.blocks
+        inputs[:, : len(rows)] = [row.token for row in rows], [row.position for row in rows]
+        table = block_table([row.blocks for row in rows], size, width, self._nobodys)
         self._ids_and_positions_2N[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
         self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
 
@@ -135,6 +161,7 @@ class DecodeGraphs:
                 self._pool = self._pool or graph.graph.pool()
 
     def _capture(self, size: int, lora: bool, pool: Any) -> _Graph:
+        self._lora.bind([(None, size)], size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():  # compile kernels and allocate workspaces before the capture
@@ -149,17 +176,32 @@ class DecodeGraphs:
     def _pass(self, size: int, lora: bool) -> Tensor:
         """Compute logits from the token buffers, all on the device. This is the work that a graph captures."""
         ids, positions = self._ids_and_positions_2N[:, :size]
-        table_nB = self._table_NB[:size]
-        block_n = table_nB.gather(1, (positions // BLOCK)[:, None]).squeeze(1).long()
-        rows = _Rows(block_n, positions % BLOCK, table_nB, (positions + 1).int())
+        hidden_nH = self._hidden(ids, positions, self._table_NB[:size], lora)
+        return self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None)
+
+    def _hidden(self, ids_n: Tensor, positions_n: Tensor, table_nB: Tensor, lora: bool) -> Tensor:
+        if self._fused is not None:
+            from twinkle.sampler.torch_sampler.fused_layers import Inputs
+
+            return self._fused.hidden_states(Inputs(ids_n, positions_n, table_nB), self._lora if lora else None)
+        block_n = table_nB.gather(1, (positions_n // BLOCK)[:, None]).squeeze(1).long()
+        rows = _Rows(block_n, positions_n % BLOCK, table_nB, (positions_n + 1).int())
         attention = tuple(
             _DecodeLayer(rows, keys, values) for keys, values in zip(self._cache.keys, self._cache.values, strict=True)
         )
-        architecture = self._engine.architecture
-        layers = self._lora.layers(size) if lora else bind_layers((), architecture)
+        layers = self._lora.layers(len(ids_n)) if lora else bind_layers((), self._engine.architecture)
         batch = LayerBatch(None, layers, False, cached=attention)
-        hidden_nH = self._engine.hidden_states(ids[None], positions[None], None, batch)
-        return self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None)
+        return self._engine.hidden_states(ids_n[None], positions_n[None], None, batch)
+
+
+def block_table(blocks: Sequence[Sequence[int]], size: int, width: int, filler: int) -> np.ndarray:
+    """Return a (size, width) table whose first rows begin with these blocks; everything else is ``filler``."""
+    table = np.full((size, width), filler, np.int32)
+    lengths = np.array([len(each) for each in blocks])
+    row = np.repeat(np.arange(len(blocks)), lengths)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table[row, column] = np.fromiter(chain.from_iterable(blocks), np.int32, len(row))
+    return table
 
 
 @dataclass(frozen=True)
@@ -205,13 +247,15 @@ def capture_decoding(
         return None
     from triton.errors import TritonError  # comes with CUDA builds of torch
 
-    rows = max(1, min(max_rows, engine.head.chunk_rows // MEMORY_OF_A_DRAW))
-    try:
-        return DecodeGraphs(engine, cache, rows, max_length, sets)
-    # CUDA and torch raise RuntimeError when a pass has to synchronise with the host; Triton raises its own error when
-    # the heads are too wide for the device.
-    except (RuntimeError, TritonError) as error:
-        logger.warning("%s decodes without CUDA graphs: %s", engine.architecture.family, str(error).split("\n")[0])
-        torch.cuda.synchronize()
-        sets.use_weights(0)
-        return None
+    rows = min(max_rows, engine.head.chunk_rows)
+    for fuse in (True, False):
+        try:
+            return DecodeGraphs(engine, cache, rows, max_length, sets, fuse=fuse)
+        # CUDA and torch raise RuntimeError when a pass has to synchronise with the host; Triton raises its own error
+        # when the heads are too wide for the device.
+        except (RuntimeError, TritonError) as error:
+            how = "without fused layers" if fuse else "without CUDA graphs"
+            logger.warning("%s decodes %s: %s", engine.architecture.family, how, str(error).split("\n")[0])
+            torch.cuda.synchronize()
+            sets.use_weights(0)
+    return None

@@ -5,6 +5,7 @@ Shapes: M rows, V vocabulary, D draws a row, k likeliest tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -72,14 +73,18 @@ class Draw:
     def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_k >= 1 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def plain(self) -> bool:
+        """Return whether the token is drawn from the whole distribution and nothing else is asked for."""
+        return not self.truncated and not self.top and self.penalties is None
 
-@dataclass(frozen=True)
-class Drawn:
+
+class Drawn(NamedTuple):
     """A token and its log-probability under the tempered distribution over the whole vocabulary, without penalties.
 
     A greedy draw (temperature 0) reports the log-probability under the untempered distribution. ``finite=False`` means
     that the logits hold NaN or infinity, and that the other fields are meaningless. ``top``: one row with the likeliest
-    tokens under the same distribution.
+    tokens under the same distribution. A tuple, because thousands are made between two passes, while the device waits.
     """
 
     token: int
@@ -106,7 +111,7 @@ class DrawnRows:
 class DrawPlan:
     """How the tokens of some rows are drawn, ready on the device for one pass or several."""
 
-    settings_M4: Tensor  # divisor of the logits, top_k, top_p, min_p; float64
+    settings_M5: Tensor  # divisor of the logits, top_k, top_p, min_p, whether greedy; float64
     plain: Tensor | slice | None  # rows that draw from the whole distribution
     truncated: Tensor | slice | None  # rows that draw from part of it (top_k, top_p, min_p); all others are greedy
     tops: Sequence[int]
@@ -116,7 +121,10 @@ class DrawPlan:
     def for_draws(cls, draws: Sequence[Draw], device: torch.device) -> "DrawPlan":
         """Prepare one draw for each row, and copy its settings to the device."""
         # The log-probabilities of greedy rows are those of the untempered distribution.
-        settings = [(divisor(draw.temperature or 1.0), draw.top_k, draw.top_p, draw.min_p) for draw in draws]
+        settings = [
+            (divisor(draw.temperature or 1.0), draw.top_k, draw.top_p, draw.min_p, draw.temperature == 0)
+            for draw in draws
+        ]
         plain = [row for row, draw in enumerate(draws) if draw.temperature > 0 and not draw.truncated]
         truncated = [row for row, draw in enumerate(draws) if draw.truncated]
         return cls(
@@ -132,21 +140,27 @@ class DrawPlan:
 
         choices: token ids from this one on are never drawn, although they have a probability.
         """
-        logprobs_MV = _tempered(logits_MV, self.settings_M4[:, :1])
+        if logits_MV.is_cuda and self.truncated is None and not self.penalties and not any(self.tops):
+            from twinkle.sampler.torch_sampler.drawing_kernels import draw_from_whole  # Triton comes with CUDA builds
+
+            divisor_M, greedy_M = self.settings_M5[:, 0], self.settings_M5[:, 4]
+            values_3M = draw_from_whole(logits_MV, divisor_M, greedy_M, uniform_M1[:, 0], choices)
+            return DrawnRows(self.tops, values_3M, None)
+        logprobs_MV = _tempered(logits_MV, self.settings_M5[:, :1])
         drawn_from_MV = logprobs_MV
         if self.penalties:
             drawn_from_MV = logprobs_MV.clone()
             for row, penalties in self.penalties:
                 penalised_1V = logits_MV[row : row + 1].clone()
                 penalties.apply(penalised_1V[0])
-                drawn_from_MV[row] = _tempered(penalised_1V, self.settings_M4[row : row + 1, :1])[0]
+                drawn_from_MV[row] = _tempered(penalised_1V, self.settings_M5[row : row + 1, :1])[0]
         tokens_M = drawn_from_MV[:, :choices].argmax(1)
         if self.plain is not None:
             weights = drawn_from_MV[self.plain, :choices].exp()
             tokens_M[self.plain] = pick(weights, uniform_M1[self.plain]).squeeze(1)
         if self.truncated is not None:
             weights = drawn_from_MV[self.truncated, :choices].exp()
-            chosen = _from_nucleus(weights, uniform_M1[self.truncated], self.settings_M4[self.truncated])
+            chosen = _from_nucleus(weights, uniform_M1[self.truncated], self.settings_M5[self.truncated])
             tokens_M[self.truncated] = chosen.squeeze(1)
         logprobs_M = logprobs_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1)
         # A NaN anywhere in a row makes the whole row NaN after the softmax; so does a row without a finite logit.
@@ -186,7 +200,7 @@ class PendingDraws:
         """Wait for the copies, and return the drawn tokens of all rows."""
         tokens, logprobs, finite = self._values_3M.array().tolist()
         tops = [top for wanted, copy in self._tops for top in _tops(wanted, copy)]
-        return list(map(Drawn, map(int, tokens), logprobs, map(bool, finite), tops))
+        return list(map(Drawn._make, zip(map(int, tokens), logprobs, map(bool, finite), tops, strict=True)))
 
 
 def collect(parts: Sequence[DrawnRows]) -> list[Drawn]:
@@ -230,14 +244,14 @@ def _tempered(logits_MV: Tensor, divisor_M1: Tensor) -> Tensor:
     return shifted_MV.div_(divisor_M1.float()).log_softmax(1)
 
 
-def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M4: Tensor) -> Tensor:
+def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M5: Tensor) -> Tensor:
     """Draw one token for each row, (M, 1), from the nucleus.
 
     Tokens with less than ``min_p`` of the likeliest one's probability are left out first. The nucleus is the fewest of
     the ``top_k`` likeliest tokens that together hold ``top_p`` of their probability.
     """
     size, device = weights_MV.shape[1], weights_MV.device
-    top_k_M1, top_p_M1, min_p_M1 = settings_M4[:, 1:2], settings_M4[:, 2:3], settings_M4[:, 3:4]
+    top_k_M1, top_p_M1, min_p_M1 = settings_M5[:, 1:2], settings_M5[:, 2:3], settings_M5[:, 3:4]
     sorted_MV, ids_MV = weights_MV.double().sort(dim=1, descending=True, stable=True)
     sorted_MV.masked_fill_(sorted_MV < min_p_M1 * sorted_MV[:, :1], 0)
     sorted_MV.masked_fill_((torch.arange(size, device=device) >= top_k_M1) & (top_k_M1 >= 1), 0)

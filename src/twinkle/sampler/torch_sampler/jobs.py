@@ -209,6 +209,11 @@ class Job:
 
     def absorb_ahead(self, sequence: Sequence, drawn: list[Drawn]) -> int:
         """Store drawn tokens up to the end of the sample. Return how many were stored."""
+        if self._all_go_on(sequence, drawn):  # most calls, while the device waits
+            tokens, logprobs, _, _ = zip(*drawn, strict=True)
+            sequence.tokens += tokens
+            sequence.logprobs += logprobs
+            return len(drawn)
         for number, each in enumerate(drawn, start=1):
             if not each.finite:
                 raise _not_finite()
@@ -216,6 +221,14 @@ class Job:
             if sequence.stop_reason is not None:
                 return number
         return len(drawn)
+
+    def _all_go_on(self, sequence: Sequence, drawn: list[Drawn]) -> bool:
+        """Return whether none of these tokens can end the sample, be meaningless or have more to report."""
+        if self.request.params.stop_strings or self.draw.top:
+            return False
+        if len(sequence.logprobs) + len(drawn) >= self.request.max_tokens:
+            return False
+        return all(each.finite and each.token not in self.end_tokens for each in drawn)
 
     def ends(self, sequence: Sequence) -> bool:
         """Return whether the newest token ends the sample."""

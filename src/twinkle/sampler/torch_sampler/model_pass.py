@@ -32,7 +32,6 @@ from twinkle.sampler.torch_sampler.drawing import (
     Draw,
     Drawn,
     DrawnRows,
-    DrawPlan,
     PendingDraws,
     collect,
     draw_tokens,
@@ -199,7 +198,7 @@ class ModelPass:
         parts = self._graphs.decode(
             [DecodeRow(row.token, row.position, row.blocks) for row in ordered],
             _runs([row.version for row in ordered], [1] * len(ordered)),
-            DrawPlan.for_draws([row.draw for row in ordered], self._engine.device),
+            [row.draw for row in ordered],
             to_device(torch.from_numpy(uniform_nS), self._engine.device),
             self._engine.architecture.vocab_size,
         )

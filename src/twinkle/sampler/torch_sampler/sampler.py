@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, default_budget, token_bytes
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
@@ -29,9 +29,8 @@ from twinkle.sampler.validation import Limits, check_request
 
 _TURN_SECONDS = 0.05  # a turn starts no new pass after this time
 _CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # prompt tokens computed in one pass
-_MAX_SEQUENCES = {"cuda": 256, "cpu": 64}
+_MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host checks them
-_CACHE_SHARE = 1 / 3  # share of the adapters' memory, used when no kv_budget_bytes is given
 
 
 class TorchSampler:
@@ -49,8 +48,9 @@ class TorchSampler:
         """Take part of the trainer's memory for a cache of keys and values, unless the architecture cannot use one.
 
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
-        kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it.
-        max_sequences: samples that run at the same time; None: 256 on CUDA, 64 on CPU.
+        kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it, or
+        more where that is too little for ``max_sequences`` sequences of 1024 tokens and adapters keep 12 GiB.
+        max_sequences: samples that run at the same time; None: 512 on CUDA, 64 on CPU.
         versions: what there is to sample from beside the base model; None: adapters of the trainer.
         """
         if max_sequences is not None and max_sequences < 1:
@@ -377,7 +377,7 @@ def _make_cache(trainer: Trainer, budget_bytes: int | None, max_sequences: int) 
     shapes = probe_shapes(trainer.engine)
     per_block = BLOCK * token_bytes(shapes, trainer.dtype)
     if budget_bytes is None:
-        most = (max_sequences * blocks_for(trainer.architecture.max_length) + 1) * per_block
-        budget_bytes = min(int(trainer.memory.adapters * _CACHE_SHARE), most)
+        longest = trainer.architecture.max_length
+        budget_bytes = default_budget(trainer.memory.adapters, per_block, max_sequences, longest)
     trainer.set_aside(budget_bytes)
     return KeyValueCache(shapes, trainer.dtype, trainer.device, budget_bytes)

@@ -1,9 +1,10 @@
 """LoRA for captured graphs: the mapping from rows to versions is in buffers whose addresses never change.
 
-For each linear layer, two kernel launches serve any mix of versions of up to ``MAX_RANK`` (see ``slot_lora_kernels``).
-Their grid is sized for the worst case, in which every row has its own version; programs without work return at once.
+For each linear layer, or for each set of layers with the same input, few kernel launches serve any mix of versions of
+up to ``MAX_RANK`` (see ``slot_lora_kernels``).
 
-Shapes: N rows at most, M linear layers (the head is the last), G = N + 1 groups, of which the last has no adapter.
+Shapes: N rows at most, M linear layers (the head is the last), S layers of a set, G = N + 1 groups, of which the last
+has no adapter.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
-from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, add_lora
+from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, Tiles, add_lora, room, tile_rows
 
 
 class SlotLora:
@@ -32,37 +33,47 @@ class SlotLora:
         self._places = {name: place for place, name in enumerate(self._names)}
         self._addresses_M2G = torch.zeros(len(self._names), 2, rows + 1, dtype=torch.int64, device=device)
         self._tiles_N4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        self._tiles_N4[:, 0] = rows
+        self._count_1 = torch.zeros(1, dtype=torch.int32, device=device)
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
-        self._bound: tuple[tuple[int, str, int], ...] = ()
+        self._bound: tuple[int, tuple[tuple[int, str, int], ...]] | None = None
 
-    def bind(self, runs: Sequence[tuple[Adapter | None, int]]) -> None:
-        """Assign consecutive rows, from row 0, to these versions (None: the base model)."""
+    def bind(self, runs: Sequence[tuple[Adapter | None, int]], size: int) -> None:
+        """Assign consecutive rows, from row 0, to these versions (None: the base model), for a graph of ``size`` rows.
+
+        Rows beyond the runs, up to ``size``, have no adapter.
+        """
         # Compare addresses and layouts, not slots: a version that was paged out may return to the same slot number in
         # another block of memory.
-        key = tuple(
-            (0, "", count) if version is None else (version.compute_copy.data_ptr(), version.layout.digest, count)
-            for version, count in runs
+        key = (
+            size,
+            tuple(
+                (0, "", count) if version is None else (version.compute_copy.data_ptr(), version.layout.digest, count)
+                for version, count in runs
+            ),
         )
         if key == self._bound:
             return
         tiles = np.zeros((self.rows, 4), np.int32)
-        tiles[:, 0] = self.rows  # no adapter
-        addresses = np.zeros((len(self._names), 2, self.rows + 1), np.int64)
+        addresses = np.zeros((len(self._names), 2, len(runs)), np.int64)
         row = used = 0
-        for group, (version, count) in enumerate(runs):
+        padding = size - sum(count for _, count in runs)
+        for group, (version, count) in enumerate((*runs, (None, padding))):
             if version is not None:
                 addresses[:, :, group] = self._addresses(version)
-                for first in range(row, row + count, TILE_ROWS):
-                    tiles[used] = group, first, row + count, version.layout.rank
-                    used += 1
+            number, rank = (self.rows, 0) if version is None else (group, version.layout.rank)
+            for first in range(row, row + count, tile_rows(size)):
+                tiles[used] = number, first, row + count, rank
+                used += 1
             row += count
-        self._tiles_N4.copy_(to_device(torch.from_numpy(tiles), self._tiles_N4.device))
-        self._addresses_M2G.copy_(to_device(torch.from_numpy(addresses), self._tiles_N4.device))
+        device = self._tiles_N4.device
+        self._tiles_N4.copy_(to_device(torch.from_numpy(tiles), device))
+        self._count_1.copy_(to_device(torch.tensor([used], dtype=torch.int32), device))
+        # Addresses of earlier groups remain behind these; no tile refers to them.
+        self._addresses_M2G[:, :, : len(runs)].copy_(to_device(torch.from_numpy(addresses), device))
         self._bound = key
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:
-        """Return one entry for each decoder layer, for the first ``rows`` rows."""
+        """Return one entry for each decoder layer, for a graph of ``rows`` rows."""
         path, count = self._architecture.layers_path, self._architecture.layer_count
         return tuple(SlotLayer(self, f"{path}.{index}.", rows) for index in range(count))
 
@@ -74,10 +85,25 @@ class SlotLora:
     def has(self, name: str) -> bool:
         return name in self._places
 
+    def tiles(self, rows: int) -> Tiles:
+        """Return the tiles of a graph of ``rows`` rows."""
+        return Tiles(self._tiles_N4, self._count_1, tile_rows(rows), room(rows))
+
+    def addresses(self, names: Sequence[str]) -> Tensor:
+        """Return where the addresses of some linear layers will be, (S, 2, G). The layers must follow each other."""
+        first = self._places[names[0]]
+        places = [self._places[name] for name in names]
+        assert places == list(range(first, first + len(names))), "layers of a set follow each other"
+        return self._addresses_M2G[first : first + len(names)]
+
+    def follow(self, names: Sequence[str]) -> bool:
+        """Return whether adapters may be on all of these linear layers, and the layers follow each other."""
+        places = [self._places.get(name, -1) for name in names]
+        return places[0] >= 0 and places == list(range(places[0], places[0] + len(names)))
+
     def add(self, name: str, x_TI: Tensor, y_TO: Tensor) -> None:
         """Add x A.T B.T to y, in place. y may have a wider dtype than x."""
-        a_G, b_G = self._addresses_M2G[self._places[name]]
-        add_lora(x_TI, y_TO, a_G, b_G, self._tiles_N4[: len(x_TI)])
+        add_lora(x_TI, y_TO, self.addresses([name]), self.tiles(len(x_TI)))
 
     def add_to_logits(self, hidden_TH: Tensor, logits_TV: Tensor) -> None:
         self.add(self._architecture.head.name, hidden_TH, logits_TV)

@@ -1,134 +1,225 @@
-"""LoRA on a few rows of many versions as two CUDA kernels (Triton): first h = x A.T, then y += h B.T.
+"""LoRA on a few rows of many versions as CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
-Few rows mean few tiles, and each tile has to read a wide matrix. To use the whole device, the first product is split
-along its inner dimension into parts that run in parallel. The second kernel adds their fp32 sums in a fixed order.
+Rows are cut into tiles, each of one version. A grid has room for the usual number of tiles; where there are more, its
+programs compute several. Few rows mean few tiles, and each has to read a wide matrix, so the first product is also
+split along its inner dimension into parts that run in parallel. The kernels that read h add the fp32 sums of the parts
+in a fixed order.
 
-Shapes: T rows, P parts, R the largest rank. A is (rank, inputs) and B is (outputs, rank), both row-major and found by
-their address; address 0 means no adapter.
+Linear layers that have the same input form a set, whose products with A are one launch.
+
+Shapes: T rows, P parts, S linear layers of a set, R the largest rank, G groups (versions), N tiles. A is (rank, inputs)
+and B is (outputs, rank), both row-major and found by their address; address 0 means no adapter.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS = 16  # the smallest tile that tensor cores accept
 MAX_RANK = 128
-_PART = 256  # length of one part of the inner dimension of x A.T
-_RANKS_AT_ONCE = 32
+_INNER = 256  # inputs that a program multiplies at a time
+_OUTER = 128  # outputs of a program
+RANKS_AT_ONCE = 32
+_FEW_ROWS = 64
+_MOST_PARTS = 16
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def add_lora(x_TI: Tensor, y_TO: Tensor, a_G: Tensor, b_G: Tensor, tiles: Tensor) -> None:
-    """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of the group of row t.
+@dataclass(frozen=True)
+class Tiles:
+    """The rows of a pass in tiles of one version each. Together they cover all rows, with or without adapter."""
 
-    tiles: (n, 4) int32; a tile covers at most TILE_ROWS rows and has the columns group, first row, end of the group,
-    rank.
-    """
-    inputs, outputs = x_TI.shape[1], y_TO.shape[1]
-    parts = triton.cdiv(inputs, _PART)
-    h_PTR = x_TI.new_empty(parts, len(x_TI), MAX_RANK, dtype=torch.float32)
-    _times_a[(parts, len(tiles))](
-        h_PTR,
+    table_N4: Tensor  # int32: group, first row, end of the group's rows, rank
+    count_1: Tensor  # how many tiles are in use; int32, on the device
+    rows: int  # of one tile
+    room: int  # tiles that a grid has programs for
+
+
+@dataclass(frozen=True)
+class Projected:
+    """x A.T for a set of linear layers, as sums over parts of the inputs."""
+
+    sums_PTSR: Tensor  # fp32; undefined where a row has no adapter
+    addresses_S2G: Tensor
+
+
+def tile_rows(rows: int) -> int:
+    """Return how many rows a tile has: at least 16, which is the smallest tile that tensor cores accept."""
+    return 16 if rows < 128 else 32
+
+
+def room(rows: int) -> int:
+    """Return how many tiles to have programs for: those of full tiles, and a few that are not full."""
+    return min(rows, triton.cdiv(rows, tile_rows(rows)) + 8)
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
+    return _OPERANDS[dtype]
+
+
+def project(x_TI: Tensor, addresses_S2G: Tensor, tiles: Tiles) -> Projected:
+    """Compute x A.T for the linear layers of a set."""
+    rows, inputs = x_TI.shape
+    at_least = _INNER if rows <= _FEW_ROWS else 4 * _INNER
+    part = max(at_least, triton.cdiv(triton.cdiv(inputs, _MOST_PARTS), _INNER) * _INNER)
+    parts, layers = triton.cdiv(inputs, part), len(addresses_S2G)
+    sums_PTSR = x_TI.new_empty(parts, rows, layers, MAX_RANK, dtype=torch.float32)
+    _times_a[(parts, tiles.room, layers)](
+        sums_PTSR,
         x_TI,
-        a_G,
-        tiles,
+        addresses_S2G,
+        tiles.table_N4,
+        tiles.count_1,
         inputs,
         x_TI.stride(0),
-        h_PTR.stride(0),
-        h_PTR.stride(1),
-        ROWS=TILE_ROWS,
-        PART=_PART,
-        RANKS=_RANKS_AT_ONCE,
+        addresses_S2G.stride(0),
+        sums_PTSR.stride(0),
+        sums_PTSR.stride(1),
+        ROWS=tiles.rows,
+        PART=part,
+        INNER=_INNER,
+        MAX_RANK=MAX_RANK,
+        RANKS=RANKS_AT_ONCE,
         num_warps=4,
+        num_stages=3,
     )
-    _add_times_b[(triton.cdiv(outputs, 128), len(tiles))](
+    return Projected(sums_PTSR, addresses_S2G)
+
+
+def add_lora(x_TI: Tensor, y_TO: Tensor, addresses_12G: Tensor, tiles: Tiles) -> None:
+    """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of the group of row t, for one linear layer."""
+    projected = project(x_TI, addresses_12G, tiles)
+    sums_PTSR = projected.sums_PTSR
+    outputs = y_TO.shape[1]
+    _add_times_b[(triton.cdiv(outputs, _OUTER), tiles.room)](
         y_TO,
-        h_PTR,
-        b_G,
-        tiles,
+        sums_PTSR,
+        addresses_12G[0, 1],
+        tiles.table_N4,
+        tiles.count_1,
         outputs,
-        parts,
         y_TO.stride(0),
-        h_PTR.stride(0),
-        h_PTR.stride(1),
-        OPERAND=tl.bfloat16 if x_TI.dtype == torch.bfloat16 else tl.float32,
-        ROWS=TILE_ROWS,
-        OUTER=128,
-        RANKS=_RANKS_AT_ONCE,
-        num_warps=4,
+        sums_PTSR.stride(0),
+        sums_PTSR.stride(1),
+        OPERAND=operand(x_TI.dtype),
+        ROWS=tiles.rows,
+        OUTER=_OUTER,
+        RANKS=RANKS_AT_ONCE,
+        PARTS=len(sums_PTSR),
+        num_warps=tiles.rows // 4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
 
 
 @triton.jit
 def _times_a(
-    h,
+    sums,
     x,
     addresses,
     tiles,
+    count,
     inputs,
     x_row,
-    h_part,
-    h_row,
+    address_layer,
+    sums_part,
+    sums_row,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
+    INNER: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    tile = tiles + 4 * tl.program_id(1)
-    address = tl.load(addresses + tl.load(tile))
-    if address == 0:
-        return
-    first, end = tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8; this tells the compiler so
-    a = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
-    t = first + tl.arange(0, ROWS)
-    k = tl.program_id(0) * PART + tl.arange(0, PART)
-    row, inside_t, inside_k = t.to(tl.int64)[:, None], (t < end)[:, None], k < inputs
-    values = tl.load(x + row * x_row + k[None, :], mask=inside_t & inside_k[None, :], other=0.0)
+    part, layer = tl.program_id(0), tl.program_id(2)
+    for index in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
+        tile = tiles + 4 * index
+        address = tl.load(addresses + layer * address_layer + tl.load(tile))
+        if address != 0:
+            first, end = tl.load(tile + 1), tl.load(tile + 2)
+            rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8; this tells the compiler so
+            a = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+            t = first + tl.arange(0, ROWS)
+            row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
+            for start in range(0, rank, RANKS):
+                r = start + tl.arange(0, RANKS)
+                inside_r = (r < rank)[None, :]
+                total = tl.zeros([ROWS, RANKS], tl.float32)
+                for step in range(0, PART, INNER):
+                    k = part * PART + step + tl.arange(0, INNER)
+                    inside_k = k < inputs
+                    values = tl.load(x + row * x_row + k[None, :], mask=inside_t & inside_k[None, :], other=0.0)
+                    weights = tl.load(
+                        a + r[None, :] * inputs + k[:, None], mask=inside_k[:, None] & inside_r, other=0.0
+                    )
+                    total = tl.dot(values, weights, total)
+                place = sums + part * sums_part + row * sums_row + layer * MAX_RANK + r[None, :]
+                tl.store(place, total, mask=inside_t & inside_r)
+
+
+@triton.jit
+def times_b(
+    sums,
+    b,
+    row,
+    inside_t,
+    n,
+    inside_n,
+    rank,
+    sums_part,
+    sums_row,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return h B.T, (ROWS, OUTER), where ``sums`` points to the layer's part of h. row and inside_t are (ROWS, 1)."""
+    total = tl.zeros([ROWS, OUTER], tl.float32)
     for start in range(0, rank, RANKS):
         r = start + tl.arange(0, RANKS)
-        inside_r = (r < rank)[None, :]
-        weights = tl.load(a + r[None, :] * inputs + k[:, None], mask=inside_k[:, None] & inside_r, other=0.0)
-        sums = tl.dot(values, weights)
-        tl.store(h + tl.program_id(0) * h_part + row * h_row + r[None, :], sums, mask=inside_t & inside_r)
+        inside_r = r < rank
+        weights = tl.load(b + n[None, :] * rank + r[:, None], mask=inside_r[:, None] & inside_n[None, :], other=0.0)
+        h = tl.zeros([ROWS, RANKS], tl.float32)
+        for part in tl.static_range(PARTS):  # unrolled, so that all loads are under way at the same time
+            place = sums + part * sums_part + row * sums_row + r[None, :]
+            h += tl.load(place, mask=inside_t & inside_r[None, :], other=0.0)
+        total = tl.dot(h.to(OPERAND), weights, total)
+    return total
 
 
 @triton.jit
 def _add_times_b(
     y,
-    h,
+    sums,
     addresses,
     tiles,
+    count,
     outputs,
-    parts,
     y_row,
-    h_part,
-    h_row,
+    sums_part,
+    sums_row,
     OPERAND: tl.constexpr,
     ROWS: tl.constexpr,
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    tile = tiles + 4 * tl.program_id(1)
-    address = tl.load(addresses + tl.load(tile))
-    if address == 0:
-        return
-    first, end = tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.load(tile + 3) // 8 * 8
-    b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
-    t = first + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
-    row, inside_t, inside_n = t.to(tl.int64)[:, None], (t < end)[:, None], (n < outputs)[None, :]
-    total = tl.zeros([ROWS, OUTER], tl.float32)
-    for start in range(0, rank, RANKS):
-        r = start + tl.arange(0, RANKS)
-        inside_r = r < rank
-        sums = tl.zeros([ROWS, RANKS], tl.float32)
-        for part in range(parts):
-            place = h + part * h_part + row * h_row + r[None, :]
-            sums += tl.load(place, mask=inside_t & inside_r[None, :], other=0.0)
-        weights = tl.load(b + n[None, :] * rank + r[:, None], mask=inside_r[:, None] & inside_n, other=0.0)
-        total = tl.dot(sums.to(OPERAND), weights, total)
-    place = y + row * y_row + n[None, :]
-    inside = inside_t & inside_n
-    total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, total.to(y.dtype.element_ty), mask=inside)
+    inside_n = n < outputs
+    for index in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
+        tile = tiles + 4 * index
+        address = tl.load(addresses + tl.load(tile))
+        if address != 0:
+            first, end = tl.load(tile + 1), tl.load(tile + 2)
+            rank = tl.load(tile + 3) // 8 * 8
+            b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
+            t = first + tl.arange(0, ROWS)
+            row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
+            place = y + row * y_row + n[None, :]
+            inside = inside_t & inside_n[None, :]
+            old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            new = old + times_b(
+                sums, b, row, inside_t, n, inside_n, rank, sums_part, sums_row, OPERAND, ROWS, OUTER, RANKS, PARTS
+            )
+            tl.store(place, new.to(y.dtype.element_ty), mask=inside)

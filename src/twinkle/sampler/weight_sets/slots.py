@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twinkle.errors import InvalidInputError
 from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.decoder.joined import empty_like
 from twinkle.model.trainer.engine import Engine
 
 
@@ -21,7 +22,7 @@ class WeightSlots:
     def __init__(self, engine: Engine, count: int) -> None:
         parameters = named_weights(engine.model)
         base = {name: parameter.data for name, parameter in parameters.items()}
-        self._sets = [base, *({name: torch.empty_like(weight) for name, weight in base.items()} for _ in range(count))]
+        self._sets = [base, *(empty_like(base) for _ in range(count))]
         # The head computes with tensors of its own, which share memory with parameters (in tied models, with the
         # embedding's).
         spec = engine.head.spec

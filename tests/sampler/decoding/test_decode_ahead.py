@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
-    kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS=16, add_lora=None)
+    kernels = SimpleNamespace(MAX_RANK=128, Tiles=None, add_lora=None, room=None, tile_rows=lambda rows: 16)
     monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.slot_lora_kernels", kernels)
     spec = find_spec("twinkle.sampler.torch_sampler.slot_lora")
     module = module_from_spec(spec)
@@ -147,7 +147,7 @@ def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.Monke
 
     def bound() -> list[int]:
         pool.make_resident([version])
-        lora.bind([(version, 2), (None, 1)])
+        lora.bind([(version, 2), (None, 1)], 4)
         return lora._addresses_M2G[0, :, 0].tolist()
 
     def lies() -> list[int]:
@@ -162,3 +162,28 @@ def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.Monke
     assert version.slot == slot
     assert old_row_P.data_ptr() != version.compute_copy.data_ptr()
     assert second == lies()
+
+
+def test_tiles_cover_all_rows_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without adapter, and rows of padding, are in tiles too: kernels compute more than LoRA for them."""
+    trainer = toy_trainer({"a": SPECS["a"]})
+    sampler = toy_sampler(trainer)
+    version, architecture = sampler._versions["a"], trainer.architecture
+    trainer.pool.make_resident([version])
+    lora = slot_lora(monkeypatch).SlotLora(architecture, 64, torch.device("cpu"))
+    none, rank = 64, version.layout.rank
+    lora.bind([(None, 3), (version, 20), (None, 1)], 48)
+    expected = [
+        [none, 0, 3, 0],
+        [1, 3, 23, rank],
+        [1, 19, 23, rank],
+        [none, 23, 24, 0],
+        [none, 24, 48, 0],
+        [none, 40, 48, 0],
+    ]
+    assert lora._count_1.tolist() == [6]
+    assert lora._tiles_N4[:6].tolist() == expected
+    assert lora._addresses_M2G[:-1, :, 1].all()  # the adapter is on all linear layers but the head
+    assert not lora._addresses_M2G[:, :, [0, 2, none]].any()
+    lora.bind([(version, 1)] * 64, 64)  # each row may have its own version
+    assert lora._count_1.tolist() == [64]

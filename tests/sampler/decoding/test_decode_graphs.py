@@ -9,8 +9,11 @@ import torch
 from tests.support.models.reference import wide_llama
 from tests.support.models.sampling import prompt, request, run, toy_tokenizer
 from tests.support.models.tiny_models import tiny_model, tiny_trainer
-from twinkle.model import LoraSpec, Trainer
+from twinkle.model import LoraSpec, Trainer, adopt_model
+from twinkle.model.decoder.joined import join_weights
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
+from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs
+from twinkle.sampler.torch_sampler.model_pass import ModelPass
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -37,6 +40,19 @@ def trained(family: str | None = None) -> Trainer:
     return trainer
 
 
+def own_layers(trainer: Trainer) -> TorchSampler:
+    """Return a sampler whose graphs compute the model's own layers, not fused ones."""
+    sampler = TorchSampler(trainer, toy_tokenizer(), max_sequences=40)
+    assert sampler._graphs is not None
+    assert sampler._cache is not None
+    longest = trainer.architecture.max_length + 8
+    sampler._graphs = DecodeGraphs(trainer.engine, sampler._cache, 40, longest, sampler._versions, fuse=False)
+    sampler._pass = ModelPass(trainer.engine, sampler._cache, sampler._graphs)
+    for name in trainer.adapter_ids():
+        sampler.publish(name, name)
+    return sampler
+
+
 def samplers(trainer: Trainer) -> tuple[TorchSampler, TorchSampler]:
     """Return two samplers: one decodes with graphs, the other without."""
     graphs, plain = (TorchSampler(trainer, toy_tokenizer(), max_sequences=40) for _ in range(2))
@@ -44,6 +60,7 @@ def samplers(trainer: Trainer) -> tuple[TorchSampler, TorchSampler]:
         for name in trainer.adapter_ids():
             sampler.publish(name, name)
     assert graphs._graphs is not None
+    assert graphs._graphs.fused
     plain._graphs = None
     return graphs, plain
 
@@ -82,6 +99,44 @@ def test_graphs_give_what_plain_passes_give(pair: tuple[TorchSampler, TorchSampl
     graphs, plain = pair
     requests = mixed(count, max_tokens=13, temperature=0.0)
     assert_alike(run(graphs, requests), run(plain, requests))
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_graphs_of_the_models_own_layers_give_what_plain_passes_give(count: int) -> None:
+    trainer = trained()
+    _, plain = samplers(trainer)
+    graphs = own_layers(trainer)
+    assert not graphs._graphs.fused
+    requests = mixed(count, max_tokens=13, temperature=0.0)
+    assert_alike(run(graphs, requests), run(plain, requests))
+
+
+def test_joined_weights_give_what_separate_ones_give() -> None:
+    model = wide_llama(max_position_embeddings=4096).to("cuda", torch.bfloat16)
+    separate = TorchSampler(tiny_trainer(model), toy_tokenizer())
+    join_weights(model)
+    joined = TorchSampler(Trainer(adopt_model(model), model_id="joined"), toy_tokenizer())
+    requests = [request(f"r{n}", None, prompt(3 + 5 * n, n), max_tokens=20, temperature=0.0) for n in range(6)]
+    assert_alike(run(joined, requests), run(separate, requests))
+
+
+def test_many_rows_in_one_pass() -> None:
+    """512 sequences are one graph; draws that need much memory are made in parts."""
+    trainer = trained()
+    sampler = TorchSampler(trainer, toy_tokenizer())
+    assert sampler._graphs is not None
+    assert sampler._graphs.max_rows == 512
+    for name in ("a", "b"):
+        sampler.publish(name, name)
+    how = [{}, {"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.8}]
+    requests = [
+        request(f"r{n}", ["a", "b", None][n % 3], prompt(4 + n % 40, n), max_tokens=9, seed=n, **how[n % 4])
+        for n in range(512)
+    ]
+    few = [each for n, each in enumerate(requests) if n % 64 < 4]
+    together, alone = run(sampler, requests), run(sampler, few)
+    assert all(len(result.sequences[0].tokens) == 9 for result in together.values())
+    assert_alike(alone, {name: together[name] for name in alone})
 
 
 def test_log_probabilities_are_the_trainers(pair: tuple[TorchSampler, TorchSampler]) -> None:

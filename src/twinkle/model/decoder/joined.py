@@ -1,0 +1,73 @@
+"""Weights of linear layers that have the same input, side by side in memory, so that one product serves them all.
+
+Every layer keeps its own parameter, which becomes a view of the joint tensor: there is no second copy, and checkpoints,
+copies in place and the layers themselves do not notice. Whoever wants one product asks :func:`joint` whether the
+weights still follow each other, because a parameter may be pointed to other memory at any time.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that have the same input
+
+
+def join_weights(model: nn.Module) -> int:
+    """Move the weights of layers with the same input together, and return how many joint weights there are now.
+
+    Only for a model whose parameters belong to nobody else: tensors that shared their memory do not do so afterwards.
+    """
+    count = 0
+    for module in model.modules():
+        for names in TOGETHER:
+            linears = [module._modules.get(name) for name in names]
+            if all(type(linear) is nn.Linear for linear in linears):
+                for kind in ("weight", "bias"):
+                    count += _join([linear._parameters[kind] for linear in linears if linear is not None])
+    return count
+
+
+def _join(parameters: Sequence[nn.Parameter | None]) -> int:
+    """Move parameters together; return 1 if that was possible, else 0."""
+    present = [parameter for parameter in parameters if parameter is not None]
+    alike = len({(parameter.shape[1:], parameter.dtype, parameter.device) for parameter in present}) == 1
+    if len(present) < len(parameters) or not alike:
+        return 0
+    whole = torch.cat([parameter.detach() for parameter in present])
+    for parameter, part in zip(present, whole.split([len(each) for each in present]), strict=True):
+        parameter.data = part
+    return 1
+
+
+def joint(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensors as one, joined along the first dimension, if they follow each other in one memory block."""
+    first = tensors[0]
+    end = first.data_ptr()
+    for each in tensors:
+        same = each.dtype == first.dtype and each.shape[1:] == first.shape[1:] and each.is_contiguous()
+        if not same or each.data_ptr() != end or _storage(each) != _storage(first):
+            return None
+        end += each.nbytes
+    return first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return new tensors of the same shapes. Weights that follow each other in memory do so in the copy, too."""
+    copies: dict[str, Tensor] = {}
+    by_storage: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        by_storage.setdefault(_storage(weight), []).append(name)
+    for names in by_storage.values():
+        ordered = sorted(names, key=lambda name: weights[name].data_ptr())
+        whole = joint([weights[name] for name in ordered]) if len(names) > 1 else None
+        if whole is None:
+            copies |= {name: torch.empty_like(weights[name]) for name in names}
+        else:
+            sizes = [len(weights[name]) for name in ordered]
+            copies |= zip(ordered, torch.empty_like(whole).split(sizes), strict=True)
+    return {name: copies[name] for name in weights}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,278 @@
+"""A decoder for one new token of each sequence, with a third of the kernel launches of the model's own code.
+
+It computes what Transformers' decoder layers of the Llama shape compute: RMS norm, rotary attention, RMS norm, gated
+feed-forward block. Queries, keys and values are one product, and so are gate and up, where their weights are side by
+side in memory (:mod:`twinkle.model.decoder.joined`). The weights are those of the model's modules at the time of a
+call. Before it is used, its hidden states are compared with those of the model's own code.
+
+Shapes: n rows, H features, D head dimension, O outputs of several linear layers side by side, B blocks of a sequence.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.model.decoder.joined import joint
+from twinkle.model.decoder.layers import LayerBatch, TenantLayer, bind_layers
+from twinkle.model.decoder.lora.lora import LoraLinear
+from twinkle.model.decoder.norms import FusedRmsNorm
+from twinkle.model.trainer.engine import Engine
+from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
+from twinkle.sampler.torch_sampler.cache import KeyValueCache
+from twinkle.sampler.torch_sampler.layer_kernels import HeadNorms, add_and_norm, gated, rotate_and_store
+from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+from twinkle.sampler.torch_sampler.slot_lora_kernels import Projected, Tiles, add_lora, project
+
+logger = logging.getLogger(__name__)
+
+_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+_SILU = frozenset({"SiLU", "SiLUActivation"})  # by torch and by Transformers
+_HEAD_SIZES = (32, 64, 128, 256)
+_COMPARED = 4  # tokens of the sequence that both decoders compute
+_CLOSE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # ‖ours − theirs‖ / ‖theirs‖ at most
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a pass reads beside the weights: the new token of each row, its position, and the row's cache blocks."""
+
+    ids_n: Tensor
+    positions_n: Tensor
+    table_nB: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The options that a layer of the model passes to its attention function."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """The adapters of a pass on one decoder layer."""
+
+    slots: SlotLora
+    prefix: str
+    tiles: Tiles
+
+    def project(self, x_nI: Tensor, names: Sequence[str]) -> tuple[Projected, Tiles]:
+        return project(x_nI, self.slots.addresses([self.prefix + name for name in names]), self.tiles), self.tiles
+
+    def add(self, name: str, x_nI: Tensor, y_nO: Tensor) -> None:
+        add_lora(x_nI, y_nO, self.slots.addresses([self.prefix + name]), self.tiles)
+
+
+class _Layer:
+    """One decoder layer of the Llama shape; reads the weights of the model's own modules."""
+
+    def __init__(self, inner: nn.Module, index: int, options: AttentionOptions) -> None:
+        modules: Any = inner  # the structure was checked before
+        attention, mlp = modules.self_attn, modules.mlp
+        self._first_norm: FusedRmsNorm = modules.input_layernorm
+        self._second_norm: FusedRmsNorm = modules.post_attention_layernorm
+        self._qkv: list[LoraLinear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self._o: LoraLinear = attention.o_proj
+        self._gate_and_up: list[LoraLinear] = [mlp.gate_proj, mlp.up_proj]
+        self._down: LoraLinear = mlp.down_proj
+        self._head_norms = [attention._modules.get(name) for name in ("q_norm", "k_norm")]
+        self._index = index
+        self._options = options
+
+    def run(
+        self,
+        residual_nH: Tensor,
+        delta_nH: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        inputs: Inputs,
+        lengths_n: Tensor,
+        cache: KeyValueCache,
+        lora: _Lora | None,
+    ) -> Tensor:
+        """Compute the layer. ``delta`` is what the layer before it adds to the residual; return what this one adds."""
+        keys, values, options = cache.keys[self._index], cache.values[self._index], self._options
+        x_nH = add_and_norm(residual_nH, delta_nH, self._first_norm.weight_H, self._first_norm.eps)
+        qkv_nO = _products(x_nH, self._qkv)
+        q_nHD = rotate_and_store(
+            qkv_nO,
+            *rotation,
+            keys,
+            values,
+            inputs.positions_n,
+            inputs.table_nB,
+            self._norms(),
+            None if lora is None else lora.project(x_nH, [linear.name for linear in self._qkv]),
+        )
+        scale = q_nHD.shape[2] ** -0.5 if options.scale is None else options.scale
+        attended_nHD = attend_one_token(
+            q_nHD, keys, values, inputs.table_nB, lengths_n, scale, options.window, options.softcap
+        )
+        delta_nH = self._with_lora(attended_nHD.flatten(1), self._o, lora)
+        x_nH = add_and_norm(residual_nH, delta_nH, self._second_norm.weight_H, self._second_norm.eps)
+        gate_and_up_nO = _products(x_nH, self._gate_and_up)
+        names = [linear.name for linear in self._gate_and_up]
+        gated_nI = gated(gate_and_up_nO, None if lora is None else lora.project(x_nH, names))
+        return self._with_lora(gated_nI, self._down, lora)
+
+    def _norms(self) -> HeadNorms | None:
+        query, key = self._head_norms
+        if query is None or key is None:
+            return None
+        assert isinstance(query, FusedRmsNorm) and isinstance(key, FusedRmsNorm), "checked before"
+        return HeadNorms(query.weight_H, key.weight_H, query.eps)
+
+    @staticmethod
+    def _with_lora(x_nI: Tensor, linear: LoraLinear, lora: _Lora | None) -> Tensor:
+        y_nO = _products(x_nI, [linear])
+        if lora is not None:
+            lora.add(linear.name, x_nI, y_nO)
+        return y_nO
+
+
+def _products(x_nI: Tensor, linears: Sequence[LoraLinear]) -> Tensor:
+    """Return the outputs of linear layers with the same input, without LoRA, side by side: one product if possible."""
+    weight_OI = joint([linear.weight_OI for linear in linears])
+    biases = [bias for linear in linears if (bias := linear.bias) is not None]
+    bias_O = joint(biases) if biases else None
+    if weight_OI is not None and (bias_O is not None or not biases):
+        return nn.functional.linear(x_nI, weight_OI, bias_O)
+    return torch.cat([nn.functional.linear(x_nI, each.weight_OI, each.bias_O) for each in linears], 1)
+
+
+class FusedDecoder:
+    """The decoder of an engine whose layers all have the Llama shape; see :func:`fuse_decoder`."""
+
+    def __init__(self, engine: Engine, cache: KeyValueCache, options: Sequence[AttentionOptions]) -> None:
+        decoder: Any = engine.model.get_decoder()
+        self._embed: nn.Module = decoder.embed_tokens
+        self._rotary: nn.Module = decoder.rotary_emb
+        self._norm: FusedRmsNorm = decoder.norm
+        self._cache = cache
+        self._layers = [_Layer(layer.inner, layer.index, options[layer.index]) for layer in engine.layers]
+        self._prefixes = [f"{engine.architecture.layers_path}.{layer.index}." for layer in engine.layers]
+
+    def hidden_states(self, inputs: Inputs, lora: SlotLora | None) -> Tensor:
+        """Return the hidden state of every row, (n, H). Keys and values of the new tokens are written to the cache."""
+        residual_nH = self._embed(inputs.ids_n)
+        cos, sin = self._rotary(residual_nH[None], position_ids=inputs.positions_n[None])
+        rotation = cos[0].contiguous(), sin[0].contiguous()
+        lengths_n = (inputs.positions_n + 1).int()
+        tiles = None if lora is None else lora.tiles(len(residual_nH))
+        delta_nH = None
+        for layer, prefix in zip(self._layers, self._prefixes, strict=True):
+            bound = None if lora is None or tiles is None else _Lora(lora, prefix, tiles)
+            delta_nH = layer.run(residual_nH, delta_nH, rotation, inputs, lengths_n, self._cache, bound)
+        return add_and_norm(residual_nH, delta_nH, self._norm.weight_H, self._norm.eps)
+
+
+def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLora) -> FusedDecoder | None:
+    """Return a decoder that gives the hidden states of the model's own code with fewer launches; None if there is none.
+
+    block: a cache block that no sequence owns. The options of attention are those that the model's own code passes.
+    """
+    if not _has_shape(engine, slots):
+        return None
+    attention = [_Recorder(keys, values, block) for keys, values in zip(cache.keys, cache.values, strict=True)]
+    passes = [
+        Inputs(
+            torch.tensor([7 * place + 3], device=engine.device),
+            torch.tensor([place], device=engine.device),
+            torch.tensor([[block]], dtype=torch.int32, device=engine.device),
+        )
+        for place in range(_COMPARED)
+    ]
+    with torch.no_grad():
+        theirs = [_own_code(engine, each, attention) for each in passes]
+        options = [each.options for each in attention if each.options is not None]
+        if len(options) != len(engine.layers):
+            return None
+        fused = FusedDecoder(engine, cache, options)
+        ours = [fused.hidden_states(each, None) for each in passes]
+    apart = _relative(torch.cat(ours), torch.cat(theirs))
+    if not apart <= _CLOSE[cache.keys[0].dtype]:  # NaN is not close either
+        logger.warning(
+            "%s decodes with Transformers' own layers: fused ones differ by %.1e", engine.architecture.family, apart
+        )
+        return None
+    return fused
+
+
+def _own_code(engine: Engine, inputs: Inputs, attention: Sequence["_Recorder"]) -> Tensor:
+    batch = LayerBatch(None, bind_layers((), engine.architecture), False, cached=tuple(attention))
+    return engine.hidden_states(inputs.ids_n[None], inputs.positions_n[None], None, batch)
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+class _Recorder:
+    """Plain attention of one sequence in one block of the cache; records the options of its calls.
+
+    It implements :class:`~twinkle.model.decoder.attention.CachedAttention`.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, block: int) -> None:
+        self._keys, self._values = keys[block], values[block]  # (BLOCK, J, D)
+        self._length = 0
+        self.options: AttentionOptions | None = None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.options = AttentionOptions(scale, window, softcap)
+        for kept, new in ((self._keys, key), (self._values, value)):
+            kept[self._length] = new[0, :, 0]
+        self._length += 1
+        first = 0 if window is None else max(0, self._length - window)
+        group = query.shape[1] // key.shape[1]
+        k_LHD, v_LHD = (
+            kept[first : self._length].float().repeat_interleave(group, 1) for kept in (self._keys, self._values)
+        )
+        scores_HL = torch.einsum("hd,lhd->hl", query[0, :, 0].float(), k_LHD)
+        scores_HL *= query.shape[3] ** -0.5 if scale is None else scale
+        if softcap is not None:
+            scores_HL = softcap * torch.tanh(scores_HL / softcap)
+        out_HD = torch.einsum("hl,lhd->hd", scores_HL.softmax(1), v_LHD)
+        return out_HD.to(query.dtype)[None, None]
+
+
+def _has_shape(engine: Engine, slots: SlotLora) -> bool:
+    """Return whether all decoder layers have the Llama shape, with modules that the kernels can stand in for."""
+    decoder: Any = engine.model.get_decoder()
+    names = ("embed_tokens", "rotary_emb", "norm")
+    whole = engine.sharded_head is None and all(isinstance(decoder._modules.get(name), nn.Module) for name in names)
+    if not whole or type(decoder.norm) is not FusedRmsNorm:
+        return False
+    path = engine.architecture.layers_path
+    return all(_layer_has_shape(layer, f"{path}.{layer.index}.", slots) for layer in engine.layers)
+
+
+def _layer_has_shape(layer: TenantLayer, prefix: str, slots: SlotLora) -> bool:
+    inner: Any = layer.inner
+    if type(inner).__name__ not in _LAYERS:
+        return False
+    attention, mlp = inner.self_attn, inner.mlp
+    sets = [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+    norms = [inner.input_layernorm, inner.post_attention_layernorm]
+    norms += [norm for name in ("q_norm", "k_norm") if (norm := attention._modules.get(name)) is not None]
+    return (
+        all(type(linear) is LoraLinear for linears in sets for linear in linears)
+        and all(slots.follow([prefix + linear.name for linear in linears]) for linears in sets)
+        and all(len({linear.bias_O is None for linear in linears}) == 1 for linears in sets)
+        and all(type(norm) is FusedRmsNorm for norm in norms)
+        and len(norms) in (2, 4)
+        and attention.head_dim in _HEAD_SIZES
+        and type(mlp.act_fn).__name__ in _SILU
+    )

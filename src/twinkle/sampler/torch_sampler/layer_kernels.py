@@ -1,0 +1,364 @@
+"""CUDA kernels (Triton) for the small steps of a decoder layer, for one new token of each sequence.
+
+Model code takes some twenty launches for them, each of which takes longer than its work. The second products of LoRA
+(h B.T, see ``slot_lora_kernels``) are part of these kernels where they follow directly.
+
+Shapes: T rows, H features, J key/value heads, D head dimension, I features inside the feed-forward block, S linear
+layers of a set, P parts, R the largest rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twinkle.sampler.torch_sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.slot_lora_kernels import (
+    RANKS_AT_ONCE,
+    Projected,
+    Tiles,
+    operand,
+    tile_rows,
+    times_b,
+)
+
+_GATED_AT_ONCE = 128  # features of the feed-forward block that a program computes
+
+
+def add_and_norm(residual_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
+    """Add ``delta`` to the residual in place, and return its RMS norm times the weight."""
+    rows, size = residual_TH.shape
+    out_TH = torch.empty_like(residual_TH)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(rows,)](
+        residual_TH,
+        residual_TH if delta_TH is None else delta_TH,
+        weight_H,
+        out_TH,
+        size,
+        eps,
+        ADD=delta_TH is not None,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+    )
+    return out_TH
+
+
+@triton.jit
+def _add_and_norm(residual, delta, weight, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * size
+    h = tl.arange(0, BLOCK)
+    inside = h < size
+    value = tl.load(residual + start + h, mask=inside, other=0.0)
+    if ADD:
+        more = tl.load(delta + start + h, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + start + h, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    factor = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + start + h, (wide * scale * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of the queries and keys of each head, which some families have."""
+
+    query_D: Tensor
+    key_D: Tensor
+    eps: float
+
+
+def rotate_and_store(
+    qkv_TO: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions_T: Tensor,
+    table_TB: Tensor,
+    norms: HeadNorms | None,
+    lora: tuple[Projected, Tiles] | None,
+) -> Tensor:
+    """Return the queries, (T, H, D), with LoRA and rotated by position; write such keys, and the values, to the cache.
+
+    qkv: queries, keys and values of all heads, side by side. keys and values: the cache, (blocks, BLOCK, J, D).
+    """
+    rows, kv_heads, width = len(qkv_TO), keys.shape[2], keys.shape[3]
+    heads = qkv_TO.shape[1] // width - 2 * kv_heads
+    q_THD = qkv_TO.new_empty(rows, heads, width)
+    projected, tiles = lora if lora is not None else (None, None)
+    sums = qkv_TO if projected is None else projected.sums_PTSR
+    addresses = qkv_TO if projected is None else projected.addresses_S2G
+    height = tile_rows(rows)
+    _rotate_and_store[(heads + 2 * kv_heads, triton.cdiv(rows, height) if tiles is None else tiles.room)](
+        q_THD,
+        qkv_TO,
+        cos_TD,
+        sin_TD,
+        keys,
+        values,
+        positions_T,
+        table_TB,
+        cos_TD if norms is None else norms.query_D,
+        cos_TD if norms is None else norms.key_D,
+        0.0 if norms is None else norms.eps,
+        sums,
+        addresses,
+        positions_T if tiles is None else tiles.table_N4,
+        positions_T if tiles is None else tiles.count_1,
+        rows,
+        qkv_TO.stride(0),
+        cos_TD.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        table_TB.stride(0),
+        0 if projected is None else addresses.stride(0),
+        0 if projected is None else addresses.stride(1),
+        0 if projected is None else sums.stride(0),
+        0 if projected is None else sums.stride(1),
+        0 if projected is None else sums.stride(2),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=width // 2,
+        BLOCK=BLOCK,
+        NORMS=norms is not None,
+        LORA=projected is not None,
+        OPERAND=operand(qkv_TO.dtype),
+        ROWS=height,
+        RANKS=RANKS_AT_ONCE,
+        PARTS=1 if projected is None else len(sums),
+        num_warps=4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
+    )
+    return q_THD
+
+
+@triton.jit
+def _rotate_and_store(
+    q,
+    qkv,
+    cos,
+    sin,
+    keys,
+    values,
+    positions,
+    table,
+    query_norm,
+    key_norm,
+    eps,
+    sums,
+    addresses,
+    tiles,
+    count,
+    rows,
+    qkv_row,
+    cos_row,
+    key_block,
+    key_token,
+    value_block,
+    value_token,
+    table_row,
+    address_layer,
+    address_kind,
+    sums_part,
+    sums_row,
+    sums_layer,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+    LORA: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    WIDTH: tl.constexpr = 2 * HALF
+    head = tl.program_id(0)
+    layer = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)  # 0: queries, 1: keys, 2: values
+    own = head - tl.where(layer == 2, HEADS + KV_HEADS, tl.where(layer == 1, HEADS, 0))  # the head within its layer
+    d = tl.arange(0, HALF)
+    all_d = d < HALF
+    stop = tl.cdiv(rows, ROWS)
+    if LORA:
+        stop = tl.load(count)
+    for index in range(tl.program_id(1), stop, tl.num_programs(1)):
+        first, end = index * ROWS, rows
+        if LORA:
+            first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)
+        t = first + tl.arange(0, ROWS)
+        row, inside = t.to(tl.int64)[:, None], (t < end)[:, None]
+        place = qkv + row * qkv_row + head * WIDTH + d[None, :]
+        low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        if LORA:
+            group = tl.load(tiles + 4 * index)
+            address = tl.load(addresses + layer * address_layer + address_kind + group)
+            if address != 0:
+                rank = tl.load(tiles + 4 * index + 3) // 8 * 8
+                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
+                own_sums = sums + layer * sums_layer
+                n = own * WIDTH + d
+                low += times_b(
+                    own_sums, b, row, inside, n, all_d, rank, sums_part, sums_row, OPERAND, ROWS, HALF, RANKS, PARTS
+                )
+                high += times_b(
+                    own_sums,
+                    b,
+                    row,
+                    inside,
+                    n + HALF,
+                    all_d,
+                    rank,
+                    sums_part,
+                    sums_row,
+                    OPERAND,
+                    ROWS,
+                    HALF,
+                    RANKS,
+                    PARTS,
+                )
+                low, high = low.to(OPERAND).to(tl.float32), high.to(OPERAND).to(tl.float32)
+        if layer < 2:
+            if NORMS:
+                scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + eps)[:, None]
+                norm = query_norm + d
+                if layer == 1:
+                    norm = key_norm + d
+                low = (low * scale * tl.load(norm).to(tl.float32)[None, :]).to(OPERAND).to(tl.float32)
+                high = (high * scale * tl.load(norm + HALF).to(tl.float32)[None, :]).to(OPERAND).to(tl.float32)
+            turn = row * cos_row + d[None, :]
+            low_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+            low_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+            high_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+            high_sin = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+            low, high = low * low_cos - high * low_sin, high * high_cos + low * high_sin
+        low_out, high_out = low.to(OPERAND), high.to(OPERAND)
+        if layer == 0:
+            query_at = q + (row * HEADS + own) * WIDTH + d[None, :]
+            tl.store(query_at, low_out, mask=inside)
+            tl.store(query_at + HALF, high_out, mask=inside)
+        else:
+            position = tl.load(positions + t, mask=t < end, other=0)
+            block = tl.load(table + t.to(tl.int64) * table_row + position // BLOCK, mask=t < end, other=0).to(tl.int64)
+            offset = position % BLOCK
+            if layer == 1:
+                key_at = keys + (block * key_block + offset * key_token + own * WIDTH)[:, None] + d[None, :]
+                tl.store(key_at, low_out, mask=inside)
+                tl.store(key_at + HALF, high_out, mask=inside)
+            else:
+                value_at = values + (block * value_block + offset * value_token + own * WIDTH)[:, None] + d[None, :]
+                tl.store(value_at, low_out, mask=inside)
+                tl.store(value_at + HALF, high_out, mask=inside)
+
+
+def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tensor:
+    """Add LoRA, and return silu(gate) · up, (T, I); gate and up are side by side."""
+    rows, size = len(gate_and_up_TO), gate_and_up_TO.shape[1] // 2
+    out_TI = gate_and_up_TO.new_empty(rows, size)
+    projected, tiles = lora if lora is not None else (None, None)
+    sums = gate_and_up_TO if projected is None else projected.sums_PTSR
+    addresses = gate_and_up_TO if projected is None else projected.addresses_S2G
+    height = tile_rows(rows)
+    _gated[(triton.cdiv(size, _GATED_AT_ONCE), triton.cdiv(rows, height) if tiles is None else tiles.room)](
+        out_TI,
+        gate_and_up_TO,
+        sums,
+        addresses,
+        out_TI if tiles is None else tiles.table_N4,
+        out_TI if tiles is None else tiles.count_1,
+        rows,
+        size,
+        gate_and_up_TO.stride(0),
+        0 if projected is None else addresses.stride(0),
+        0 if projected is None else addresses.stride(1),
+        0 if projected is None else sums.stride(0),
+        0 if projected is None else sums.stride(1),
+        0 if projected is None else sums.stride(2),
+        LORA=projected is not None,
+        OPERAND=operand(gate_and_up_TO.dtype),
+        ROWS=height,
+        OUTER=_GATED_AT_ONCE,
+        RANKS=RANKS_AT_ONCE,
+        PARTS=1 if projected is None else len(sums),
+        num_warps=height // 4,
+        num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
+    )
+    return out_TI
+
+
+@triton.jit
+def _gated(
+    out,
+    gate_and_up,
+    sums,
+    addresses,
+    tiles,
+    count,
+    rows,
+    size,
+    in_row,
+    address_layer,
+    address_kind,
+    sums_part,
+    sums_row,
+    sums_layer,
+    LORA: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
+    inside_n = n < size
+    stop = tl.cdiv(rows, ROWS)
+    if LORA:
+        stop = tl.load(count)
+    for index in range(tl.program_id(1), stop, tl.num_programs(1)):
+        first, end = index * ROWS, rows
+        if LORA:
+            first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)
+        t = first + tl.arange(0, ROWS)
+        row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
+        inside = inside_t & inside_n[None, :]
+        place = gate_and_up + row * in_row + n[None, :]
+        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + size, mask=inside, other=0.0).to(tl.float32)
+        if LORA:
+            group = tl.load(tiles + 4 * index)
+            rank = tl.load(tiles + 4 * index + 3) // 8 * 8
+            address = tl.load(addresses + address_kind + group)
+            if address != 0:
+                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
+                gate += times_b(
+                    sums, b, row, inside_t, n, inside_n, rank, sums_part, sums_row, OPERAND, ROWS, OUTER, RANKS, PARTS
+                )
+            address = tl.load(addresses + address_layer + address_kind + group)
+            if address != 0:
+                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
+                up += times_b(
+                    sums + sums_layer,
+                    b,
+                    row,
+                    inside_t,
+                    n,
+                    inside_n,
+                    rank,
+                    sums_part,
+                    sums_row,
+                    OPERAND,
+                    ROWS,
+                    OUTER,
+                    RANKS,
+                    PARTS,
+                )
+            gate, up = gate.to(OPERAND).to(tl.float32), up.to(OPERAND).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+        tl.store(out + row * size + n[None, :], value.to(OPERAND), mask=inside)

@@ -1,0 +1,214 @@
+"""The fused decoder layers and their kernels, compared with the model's own code and with plain formulas.
+
+The kernels need Triton. They run on CUDA in bf16, or without a GPU in Triton's interpreter (``TRITON_INTERPRET=1``) in
+fp32.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models.tiny_models import random_model, tiny_config, tiny_model, tiny_trainer
+from twinkle.model import LoraSpec, Trainer
+from twinkle.model.decoder.joined import join_weights
+from twinkle.model.decoder.layers import LayerBatch
+from twinkle.sampler.torch_sampler.binding import LoraBinder
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache
+from twinkle.sampler.torch_sampler.drawing import Draw, DrawPlan
+from twinkle.sampler.torch_sampler.model_pass import probe_shapes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs CUDA or Triton's interpreter"),
+]
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+CLOSE = 1e-4 if INTERPRETED else 0.03
+FAMILIES = {
+    "llama": lambda: tiny_config("LlamaConfig", hidden_size=64, head_dim=32),
+    "qwen2": lambda: tiny_config("Qwen2Config", hidden_size=128),
+    "qwen3": lambda: tiny_config("Qwen3Config", head_dim=32),
+    "mistral": lambda: tiny_config("MistralConfig", head_dim=32, sliding_window=5),
+}
+SPECS = {
+    "a": LoraSpec(rank=8, seed=1),
+    "b": LoraSpec(rank=40, seed=2, train_mlp=False, train_unembed=True),
+    "c": LoraSpec(rank=32, seed=3, train_attn=False),
+}
+
+
+def trained(family: str, *, joined: bool = True) -> Trainer:
+    model = random_model(FAMILIES[family]()).to(DEVICE, DTYPE)
+    if joined:
+        assert join_weights(model) > 0
+    trainer = tiny_trainer_on(model)
+    generator = np.random.default_rng(0)
+    for name, spec in SPECS.items():
+        trainer.create_adapter(name, spec)
+        snapshot = trainer.snapshot(name)
+        noise = generator.normal(0, 0.1, snapshot.weights.shape).astype(np.float32)
+        snapshot.weights[:] = np.where(snapshot.weights != 0, snapshot.weights, noise)
+        trainer.restore(name, snapshot)
+    return trainer
+
+
+def tiny_trainer_on(model: torch.nn.Module) -> Trainer:
+    """Return a trainer on this model itself: a copy would have separate weights."""
+    from twinkle.model import adopt_model
+
+    return Trainer(adopt_model(model), model_id="tiny")
+
+
+@dataclass
+class PlainAttention:
+    """Attention of one layer in torch, on a cache of its own."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    table: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        rows = []
+        for row, position in enumerate(self.positions.tolist()):
+            blocks = self.table[row].long()
+            self.keys[blocks[position // BLOCK], position % BLOCK] = key[0, :, row]
+            self.values[blocks[position // BLOCK], position % BLOCK] = value[0, :, row]
+            first = 0 if window is None else max(0, position + 1 - window)
+            k, v = (
+                kept[blocks]
+                .flatten(0, 1)[first : position + 1]
+                .float()
+                .repeat_interleave(query.shape[1] // key.shape[1], 1)
+                for kept in (self.keys, self.values)
+            )
+            scores = torch.einsum("hd,lhd->hl", query[0, :, row].float(), k) * (scale or query.shape[3] ** -0.5)
+            rows.append(torch.einsum("hl,lhd->hd", scores.softmax(1), v))
+        return torch.stack(rows).to(query.dtype)[None]
+
+
+@dataclass
+class Case:
+    """Sequences of unequal length in a cache with random contents, each with one new token."""
+
+    trainer: Trainer
+    cache: KeyValueCache
+    ids: Tensor
+    positions: Tensor
+    table: Tensor
+
+    @classmethod
+    def make(cls, trainer: Trainer, rows: int) -> "Case":
+        shapes = probe_shapes(trainer.engine)
+        cache = KeyValueCache(shapes, DTYPE, DEVICE, 1 << 23)
+        torch.manual_seed(1)
+        cache._buffer.normal_()
+        positions = torch.arange(rows, device=DEVICE) * 7 % 45
+        table = torch.stack([torch.tensor([1 + 3 * row, 2 + 3 * row, 3 + 3 * row]) for row in range(rows)])
+        ids = torch.randint(0, 90, (rows,), device=DEVICE)
+        return cls(trainer, cache, ids, positions, table.int().to(DEVICE))
+
+    def plain(self, runs: Sequence[tuple[object, int]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return the hidden states of the model's own code, and the keys and values after the pass."""
+        keys, values = ([kept.clone() for kept in each] for each in (self.cache.keys, self.cache.values))
+        attention = tuple(PlainAttention(k, v, self.positions, self.table) for k, v in zip(keys, values, strict=True))
+        layers = LoraBinder(self.trainer.architecture).layers(runs)
+        batch = LayerBatch(None, layers, False, cached=attention)
+        with torch.no_grad():
+            hidden = self.trainer.engine.hidden_states(self.ids[None], self.positions[None], None, batch)
+        return hidden, keys, values
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm()) <= CLOSE
+
+
+@pytest.mark.parametrize(("family", "joined"), [*((family, True) for family in FAMILIES), ("qwen2", False)])
+def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: bool) -> None:
+    from twinkle.sampler.torch_sampler.fused_layers import Inputs, fuse_decoder
+    from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+
+    trainer = trained(family, joined=joined)
+    case = Case.make(trainer, 19)
+    lora = SlotLora(trainer.architecture, 24, DEVICE)
+    fused = fuse_decoder(trainer.engine, case.cache, case.cache.set_aside(), lora)
+    assert fused is not None
+    adapters = {name: trainer.pool.freeze(name) for name in SPECS}
+    trainer.pool.make_resident(adapters.values())
+    for with_lora in (False, True):
+        runs = [(adapters["b"], 17), (adapters["c"], 1)] if with_lora else [(None, 19)]
+        expected, keys, values = case.plain([*runs, (None, 1)] if with_lora else runs)
+        if with_lora:
+            lora.bind(runs, 19)  # the row beyond the runs has no adapter
+        with torch.no_grad():
+            hidden = fused.hidden_states(Inputs(case.ids, case.positions, case.table), lora if with_lora else None)
+        assert close(hidden, expected)
+        for ours, theirs in zip([*case.cache.keys, *case.cache.values], [*keys, *values], strict=True):
+            assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "phi", "phi3", "qwen3_moe"])
+def test_other_shapes_are_left_to_the_models_own_code(family: str) -> None:
+    from twinkle.sampler.torch_sampler.fused_layers import fuse_decoder
+    from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+
+    trainer = tiny_trainer(tiny_model(family).to(DEVICE, DTYPE))
+    cache = KeyValueCache(probe_shapes(trainer.engine), DTYPE, DEVICE, 1 << 20)
+    lora = SlotLora(trainer.architecture, 4, DEVICE)
+    assert fuse_decoder(trainer.engine, cache, cache.set_aside(), lora) is None
+
+
+def torch_draw(logits: Tensor, draws: list[Draw], uniform: Tensor, choices: int) -> Tensor:
+    """Draw with torch's operations, in float64."""
+    rows = []
+    for row, draw in enumerate(draws):
+        logprobs = (logits[row].double() / (draw.temperature or 1.0)).log_softmax(0)
+        if draw.temperature == 0:
+            token = int(logprobs[:choices].argmax())
+        else:
+            sums = logprobs[:choices].exp().cumsum(0)
+            token = int(torch.searchsorted(sums, uniform[row] * sums[-1], right=True))
+        rows.append(torch.tensor([token, float(logprobs[token]), 1.0], dtype=torch.float64))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize(("size", "choices"), [(97, 97), (1000, 990), (256, 256), (5000, 4200), (9000, 9000)])
+def test_draws_from_whole_distributions(size: int, choices: int) -> None:
+    from twinkle.sampler.torch_sampler.drawing_kernels import draw_from_whole
+
+    torch.manual_seed(size)
+    rows = 12
+    logits = torch.randn(rows, size) * 4
+    logits[3, : size // 3] = float("-inf")  # tokens that were forbidden
+    draws = [Draw([1.0, 0.0, 0.5, 1.7][row % 4], 0, 1.0, 0.0) for row in range(rows)]
+    plan = DrawPlan.for_draws(draws, DEVICE)
+    uniform = torch.rand(rows, dtype=torch.float64)
+    uniform[0], uniform[2] = 2.0**-49, 0.999
+    settings = plan.settings_M5
+    values = draw_from_whole(logits.to(DEVICE), settings[:, 0], settings[:, 4], uniform.to(DEVICE), choices).cpu()
+    expected = torch_draw(logits, draws, uniform, choices)
+    np.testing.assert_array_equal(values[0], expected[0])
+    np.testing.assert_allclose(values[1], expected[1], atol=2e-5)
+    assert values[2].all()
+
+
+def test_rows_that_are_not_finite_are_reported() -> None:
+    from twinkle.sampler.torch_sampler.drawing_kernels import draw_from_whole
+
+    logits = torch.zeros(4, 600)
+    logits[0, 300], logits[1, 599], logits[2] = float("nan"), float("inf"), float("-inf")
+    ones = torch.ones(4, dtype=torch.float64, device=DEVICE)
+    values = draw_from_whole(logits.to(DEVICE), ones, 0 * ones, 0.5 * ones, 600).cpu()
+    assert values[2].tolist() == [0, 0, 0, 1]
+    assert ((values[0] >= 0) & (values[0] < 600)).all()
