@@ -73,7 +73,7 @@ def attend_one_token(
         WHOLE=parts == 1,
         PRECISION="ieee" if q_nHD.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=2,
+        num_stages=3,  # the table of blocks, then keys and values, then the products
     )
     if parts == 1:
         return out_nHD

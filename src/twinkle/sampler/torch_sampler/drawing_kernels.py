@@ -93,7 +93,7 @@ def _sum_chunks(
     tl.store(place + 3 * chunks, tl.max(tl.where(drawn, value, float("-inf")), 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # compiled once for all graphs
 def _pick(
     values,
     sums,

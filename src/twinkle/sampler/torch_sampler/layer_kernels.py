@@ -138,7 +138,7 @@ def rotate_and_store(
     return q_THD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # compiled once for all graphs
 def _rotate_and_store(
     q,
     qkv,
@@ -293,7 +293,7 @@ def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tenso
     return out_TI
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # compiled once for all graphs
 def _gated(
     out,
     gate_and_up,

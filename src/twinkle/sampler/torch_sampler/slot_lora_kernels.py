@@ -83,27 +83,31 @@ def project(x_TI: Tensor, addresses_S2G: Tensor, tiles: Tiles) -> Projected:
         MAX_RANK=MAX_RANK,
         RANKS=RANKS_AT_ONCE,
         num_warps=4,
-        num_stages=3,
+        num_stages=4,
     )
     return Projected(sums_PTSR, addresses_S2G)
 
 
 def add_lora(x_TI: Tensor, y_TO: Tensor, addresses_12G: Tensor, tiles: Tiles) -> None:
     """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of the group of row t, for one linear layer."""
-    projected = project(x_TI, addresses_12G, tiles)
+    add_projected(y_TO, project(x_TI, addresses_12G, tiles), tiles, x_TI.dtype)
+
+
+def add_projected(y_TO: Tensor, projected: Projected, tiles: Tiles, dtype: torch.dtype) -> None:
+    """Add h B.T to y, for a set of one linear layer. ``dtype`` is that of B; y may have a wider one."""
     sums_PTSR = projected.sums_PTSR
     outputs = y_TO.shape[1]
     _add_times_b[(triton.cdiv(outputs, _OUTER), tiles.room)](
         y_TO,
         sums_PTSR,
-        addresses_12G[0, 1],
+        projected.addresses_S2G[0, 1],
         tiles.table_N4,
         tiles.count_1,
         outputs,
         y_TO.stride(0),
         sums_PTSR.stride(0),
         sums_PTSR.stride(1),
-        OPERAND=operand(x_TI.dtype),
+        OPERAND=operand(dtype),
         ROWS=tiles.rows,
         OUTER=_OUTER,
         RANKS=RANKS_AT_ONCE,
