@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import CapacityError
+from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
@@ -203,5 +204,5 @@ class KeyValueCache:
     def clean(self) -> None:
         """Zero all blocks taken since the last call, in one operation. Must be called before blocks are written."""
         if self._unclean:
-            self._buffer[torch.tensor(self._unclean, device=self._buffer.device)] = 0
+            self._buffer.index_fill_(0, to_device(torch.tensor(self._unclean), self._buffer.device), 0)
             self._unclean.clear()

@@ -10,13 +10,14 @@ dimension.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.decoder.attention import Packing, attend_packed, softcapped_attention
+from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
 
 _MOST_PADDING = 2  # a padded group may read at most this many times its real keys
@@ -47,9 +48,9 @@ class Group:
         tables = [[*span.blocks[:width], *[0] * (width - len(span.blocks))] for span in spans]
         steps_C = torch.arange(count)
         return cls(
-            (torch.tensor(first_rows)[:, None] + steps_C).to(device),
-            torch.tensor(tables).to(device),
-            (torch.tensor([span.start for span in spans])[:, None] + steps_C).to(device),
+            to_device(torch.tensor(first_rows)[:, None] + steps_C, device),
+            to_device(torch.tensor(tables), device),
+            to_device(torch.tensor([span.start for span in spans])[:, None] + steps_C, device),
         )
 
     def mask(self, window: int | None) -> Tensor:
@@ -83,19 +84,21 @@ class CachedRows:
     @classmethod
     def for_spans(cls, spans: Sequence[Span], device: torch.device) -> "CachedRows":
         """Build the rows of a pass that computes these spans, in this order."""
-        positions = [position for span in spans for position in range(span.start, span.stop)]
-        blocks = [span.blocks[position // BLOCK] for span in spans for position in range(span.start, span.stop)]
-        lengths = [span.stop - span.start for span in spans]
-        firsts = list(accumulate(lengths, initial=0))[:-1]
-        fresh = [index for index, span in enumerate(spans) if span.start == 0]
-        rows = [firsts[index] + step for index in fresh for step in range(lengths[index])]
+        starts, lengths = (np.array(values, np.int64) for values in zip(*map(_bounds, spans), strict=True))
+        firsts = np.cumsum(lengths) - lengths
+        steps = np.arange(lengths.sum()) - np.repeat(firsts, lengths)  # of each row, within its span
+        positions = steps + np.repeat(starts, lengths)
+        sizes = np.array([len(span.blocks) for span in spans])
+        first_blocks = np.repeat(np.cumsum(sizes) - sizes, lengths)
+        blocks = np.concatenate([np.array(span.blocks, np.int64) for span in spans])[first_blocks + positions // BLOCK]
+        fresh = starts == 0
         return cls(
-            torch.tensor(blocks).to(device),
-            torch.tensor([position % BLOCK for position in positions]).to(device),
-            None if len(fresh) == len(spans) else torch.tensor(rows, dtype=torch.long).to(device),
-            Packing.from_lengths(tuple(lengths[index] for index in fresh), device) if fresh else None,
+            to_device(torch.from_numpy(blocks), device),
+            to_device(torch.from_numpy(positions % BLOCK), device),
+            None if fresh.all() else to_device(torch.from_numpy(np.flatnonzero(np.repeat(fresh, lengths))), device),
+            Packing.from_lengths(tuple(lengths[fresh].tolist()), device) if fresh.any() else None,
             tuple(
-                Group.for_spans([spans[index] for index in members], [firsts[index] for index in members], device)
+                Group.for_spans([spans[index] for index in members], firsts[members].tolist(), device)
                 for members in _alike(spans)
             ),
         )
@@ -146,6 +149,11 @@ class CachedLayer:
             out = softcapped_attention(q, k, v, mask, scale, softcap)
         out_nHCD = out.to(q_HTD.dtype).reshape(count, q_HTD.shape[0], steps, v.shape[3])
         return out_nHCD.transpose(1, 2).flatten(0, 1)
+
+
+def _bounds(span: Span) -> tuple[int, int]:
+    """Return the first position of a span, and its length."""
+    return span.start, span.stop - span.start
 
 
 def _alike(spans: Sequence[Span]) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinkle.model.decoder.transfer import to_device
+from twinkle.model.decoder.transfer import HostCopy, to_device
 from twinkle.model.types import IntArray
 from twinkle.sampler.types import SamplingParams, TopLogprobs
 
@@ -182,11 +182,30 @@ def draw_tokens(logits_MV: Tensor, draws: Sequence[Draw], choices: int) -> Drawn
     return plan.draw(logits_MV, to_device(uniform_M1, logits_MV.device), choices)
 
 
+@dataclass(frozen=True)
+class PendingDraws:
+    """Drawn tokens on their way to the host."""
+
+    _values_3M: HostCopy
+    _tops: Sequence[tuple[Sequence[int], HostCopy | None]]  # of each part: how many tokens its rows report, and which
+
+    @classmethod
+    def start(cls, parts: Sequence[DrawnRows]) -> "PendingDraws":
+        """Start one copy to the host, and one more for each part that reports likeliest tokens."""
+        values = [part.values_3M for part in parts]
+        tops = [(part.tops, None if part.top_2Mk is None else HostCopy.start(part.top_2Mk)) for part in parts]
+        return cls(HostCopy.start(values[0] if len(values) == 1 else torch.cat(values, dim=1)), tops)
+
+    def drawn(self) -> list[Drawn]:
+        """Wait for the copies, and return the drawn tokens of all rows."""
+        tokens, logprobs, finite = self._values_3M.array().tolist()
+        tops = [top for wanted, copy in self._tops for top in _tops(wanted, copy)]
+        return list(map(Drawn._make, zip(map(int, tokens), logprobs, map(bool, finite), tops, strict=True)))
+
+
 def collect(parts: Sequence[DrawnRows]) -> list[Drawn]:
     """Copy the drawn tokens to the host: one transfer, and one more for each part that reports likeliest tokens."""
-    tokens, logprobs, finite = torch.cat([part.values_3M for part in parts], dim=1).tolist()
-    tops = [top for part in parts for top in _tops(part)]
-    return list(map(Drawn._make, zip(map(int, tokens), logprobs, map(bool, finite), tops, strict=True)))
+    return PendingDraws.start(parts).drawn()
 
 
 def pick(weights_MV: Tensor, uniform_MD: Tensor) -> Tensor:
@@ -258,13 +277,13 @@ def divisor(temperature: float) -> float:
     return max(temperature, _COLDEST)
 
 
-def _tops(part: DrawnRows) -> list[TopLogprobs | None]:
-    if part.top_2Mk is None:
-        return [None] * len(part.tops)
-    token_ids, logprobs = part.top_2Mk.cpu().numpy()
+def _tops(wanted: Sequence[int], copy: HostCopy | None) -> list[TopLogprobs | None]:
+    if copy is None:
+        return [None] * len(wanted)
+    token_ids, logprobs = copy.array()
     return [
         TopLogprobs(token_ids[row, None, :top].astype("int64"), logprobs[row, None, :top].astype("float32"))
         if top
         else None
-        for row, top in enumerate(part.tops)
+        for row, top in enumerate(wanted)
     ]

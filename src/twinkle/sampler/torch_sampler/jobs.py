@@ -164,9 +164,10 @@ class Job:
 
     def piece(self, sequence: Sequence, start: int, stop: int) -> Piece:
         """Return the piece that computes ``sequence.tokens[start:stop]``, with its draws and scores."""
+        prompt = self.request.prompt
         return Piece(
             self.adapter,
-            np.array(sequence.tokens[start:stop], np.int64),
+            prompt[start:stop] if stop <= len(prompt) else np.array(sequence.tokens[start:stop], np.int64),
             start,
             sequence.blocks,
             draws=self._draws(sequence) if stop == len(sequence.tokens) else (),

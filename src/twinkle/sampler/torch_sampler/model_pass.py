@@ -7,7 +7,7 @@ along the sequence compute the whole sequence again each time, padded as in trai
 Shapes: T rows, S scored rows, C rows of a chunk, H hidden features, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, islice
 
@@ -32,9 +32,11 @@ from twinkle.sampler.torch_sampler.drawing import (
     Draw,
     Drawn,
     DrawnRows,
+    PendingDraws,
     collect,
     draw_tokens,
 )
+from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, PromptPlan
 from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
 
 
@@ -48,6 +50,10 @@ class Piece:
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + len(self.tokens), self.blocks)
 
 
 @dataclass(frozen=True)
@@ -76,30 +82,109 @@ class Ahead:
     drawn: int
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The pieces of a pass that were computed together; ``indices`` are their places in the pass."""
+
+    indices: Sequence[int]
+    draws: Sequence[int]  # how many tokens each piece draws
+    pending: PendingDraws | None  # None: no piece draws
+    scores: dict[int, Scores]  # by place in ``indices``
+
+    def results(self) -> Iterator[tuple[int, Computed]]:
+        drawn = iter(() if self.pending is None else self.pending.drawn())
+        for place, (index, count) in enumerate(zip(self.indices, self.draws, strict=True)):
+            yield index, Computed(tuple(islice(drawn, count)), self.scores.get(place))
+
+
+@dataclass(frozen=True)
+class PendingPass:
+    """A pass that the device may still be computing."""
+
+    _parts: Sequence[_Part]
+
+    def results(self) -> list[Computed]:
+        """Wait for the device, and return the result of each piece, in their order."""
+        found = dict(result for part in self._parts for result in part.results())
+        return [found[index] for index in range(len(found))]
+
+
 class ModelPass:
     """Runs pieces on an engine. Their versions must be resident. Without a cache, pieces must be whole sequences."""
 
-    def __init__(self, engine: Engine, cache: KeyValueCache | None, graphs: DecodeGraphs | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KeyValueCache | None,
+        graphs: DecodeGraphs | None,
+        prompts: PromptGraphs | None = None,
+    ) -> None:
         self._engine = engine
         self._cache = cache
         self._graphs = graphs
+        self._prompts = prompts
         self._binder = LoraBinder(engine.architecture)
 
     def forget_versions(self) -> None:
         self._binder.forget()
 
-    @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> list[Computed]:
         """Compute pieces, all of one length class, and return their results in the same order."""
+        return self.start(pieces).results()
+
+    @torch.no_grad()
+    def start(self, pieces: Sequence[Piece]) -> PendingPass:
+        """Start to compute pieces, all of one length class. Only scores are waited for here."""
         order = sorted(range(len(pieces)), key=lambda index: _place(pieces[index].version))
-        ordered = [pieces[index] for index in order]
-        hidden, firsts = self._padded(ordered) if self._cache is None else self._cached(ordered, self._cache)
-        drawn = self._draw(ordered, hidden, firsts)
-        scores = self._score(ordered, hidden, firsts)
-        results = [Computed()] * len(pieces)
-        for place, index in enumerate(order):
-            results[index] = Computed(drawn[place], scores.get(place))
-        return results
+        return PendingPass(
+            [
+                self._start(indices, [pieces[index] for index in indices], plan)
+                for indices, plan in self._plans(order, pieces)
+            ]
+        )
+
+    def _plans(self, order: list[int], pieces: Sequence[Piece]) -> Iterator[tuple[list[int], PromptPlan | None]]:
+        """Yield pieces to compute together, by their indices; None: without captured graphs."""
+        if self._prompts is None:
+            yield order, None
+            return
+        taken = [index for index in order if self._prompts.takes(pieces[index].version)]
+        if len(taken) < len(order):
+            yield [index for index in order if not self._prompts.takes(pieces[index].version)], None
+        if taken:
+            yield from self._captured(self._prompts, taken, pieces)
+
+    def _captured(
+        self, prompts: PromptGraphs, order: list[int], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[list[int], PromptPlan | None]]:
+        """Yield pieces that fit into one captured pass; a piece that is too large alone has no plan."""
+        members = [pieces[index] for index in order]
+        drawing = [place for place, piece in enumerate(members) if piece.draws]
+        plan = prompts.plan([piece.span for piece in members], [piece.version for piece in members], drawing)
+        if plan is not None or len(order) == 1:
+            yield order, plan
+        else:
+            yield from self._captured(prompts, order[: len(order) // 2], pieces)
+            yield from self._captured(prompts, order[len(order) // 2 :], pieces)
+
+    def _start(self, indices: Sequence[int], pieces: Sequence[Piece], plan: PromptPlan | None) -> _Part:
+        drawing = [place for place, piece in enumerate(pieces) if piece.draws]
+        logits: Iterable[tuple[slice, Tensor]] = ()
+        if plan is not None:
+            assert self._prompts is not None and self._cache is not None, "plans come from the captured graphs"
+            self._cache.clean()
+            hidden_TH = self._prompts.run(plan, [piece.tokens for piece in pieces])
+            firsts = plan.layout.firsts.tolist()
+            if drawing:
+                logits = [(slice(0, len(drawing)), self._prompts.logits(plan))]
+        else:
+            hidden_TH, firsts = self._padded(pieces) if self._cache is None else self._cached(pieces, self._cache)
+            if drawing:
+                logits = self._logits(pieces, drawing, hidden_TH, firsts)
+        parts = self._draw([pieces[place] for place in drawing], logits)
+        pending = PendingDraws.start(parts) if parts else None
+        scores = self._score(pieces, hidden_TH, firsts)
+        return _Part(indices, [len(piece.draws) for piece in pieces], pending, scores)
 
     @torch.no_grad()
     def run_ahead(self, rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
@@ -127,7 +212,7 @@ class ModelPass:
         """Return the hidden states, and the index of each piece's first row in them."""
         cache.clean()
         device, lengths = self._engine.device, [len(piece.tokens) for piece in pieces]
-        spans = [Span(piece.start, piece.start + len(piece.tokens), piece.blocks) for piece in pieces]
+        spans = [piece.span for piece in pieces]
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         layers = self._binder.layers(_runs([piece.version for piece in pieces], lengths))
         batch = LayerBatch(None, layers, False, cached=CachedRows.for_spans(spans, device).layers(cache))
@@ -152,23 +237,29 @@ class ModelPass:
         )
         return hidden_TH, [row * longest for row in range(len(pieces))]
 
-    def _draw(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> list[tuple[Drawn, ...]]:
-        drawing = [index for index, piece in enumerate(pieces) if piece.draws]
-        if not drawing:
-            return [()] * len(pieces)
-        last_rows = torch.tensor([firsts[index] + len(pieces[index].tokens) - 1 for index in drawing])
-        lora = self._binder.head(_runs([pieces[index].version for index in drawing], [1] * len(drawing)))
-        head, choices = self._engine.head, self._engine.architecture.vocab_size
-        at_once = max(1, head.chunk_rows // MEMORY_OF_A_DRAW)
+    def _logits(
+        self, pieces: Sequence[Piece], drawing: Sequence[int], hidden_TH: Tensor, firsts: Sequence[int]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits of the last rows of the drawing pieces, chunk by chunk."""
+        last_rows = torch.tensor([firsts[place] + len(pieces[place].tokens) - 1 for place in drawing])
+        lora = self._binder.head(_runs([pieces[place].version for place in drawing], [1] * len(drawing)))
+        return self._engine.head.logits(hidden_TH[to_device(last_rows, hidden_TH.device)], lora)
+
+    def _draw(self, pieces: Sequence[Piece], logits: Iterable[tuple[slice, Tensor]]) -> list[DrawnRows]:
+        """Draw all tokens of these pieces, each from its row of the logits."""
+        choices = self._engine.architecture.vocab_size
+        at_once = max(1, self._engine.head.chunk_rows // MEMORY_OF_A_DRAW)
         parts: list[DrawnRows] = []
-        for rows, logits_CV in head.logits(hidden_TH[last_rows.to(hidden_TH.device)], lora):
-            wanted = [(row, draw) for row, index in enumerate(drawing[rows]) for draw in pieces[index].draws]
+        for rows, logits_CV in logits:
+            wanted = [(row, draw) for row, piece in enumerate(pieces[rows]) for draw in piece.draws]
             for start in range(0, len(wanted), at_once):
                 part = wanted[start : start + at_once]
-                taken = torch.tensor([row for row, _ in part]).to(logits_CV.device)
-                parts.append(draw_tokens(logits_CV[taken], [draw for _, draw in part], choices))
-        drawn = iter(collect(parts))  # one transfer to the host for the whole pass
-        return [tuple(islice(drawn, len(piece.draws))) for piece in pieces]
+                taken = [row for row, _ in part]
+                logits_MV = logits_CV
+                if taken != list(range(len(logits_CV))):
+                    logits_MV = logits_CV[to_device(torch.tensor(taken), logits_CV.device)]
+                parts.append(draw_tokens(logits_MV, [draw for _, draw in part], choices))
+        return parts
 
     def _score(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> dict[int, Scores]:
         """Return scores by the index of the piece.

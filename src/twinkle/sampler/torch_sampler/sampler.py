@@ -21,6 +21,7 @@ from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_de
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
 from twinkle.sampler.torch_sampler.model_pass import Computed, ModelPass, probe_shapes
+from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, capture_prompts
 from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.torch_sampler.versions import AdapterVersions, Versions
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
@@ -63,18 +64,20 @@ class TorchSampler:
         self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
         self._versions: Versions = AdapterVersions(trainer) if versions is None else versions
         self._places = places
+        chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
+        self._chunk_tokens = min(chunk, max(BLOCK, trainer.memory.tokens))
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         self._capture()
         tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
         self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
-        chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
         self._schedule = Schedule(
             self._cache,
             max_sequences=places,
-            chunk_tokens=min(chunk, max(BLOCK, trainer.memory.tokens)),
+            chunk_tokens=self._chunk_tokens,
             length_class=architecture.length_class,
         )
-        self._pass = ModelPass(trainer.engine, self._cache, self._graphs)
+        self._pass = ModelPass(trainer.engine, self._cache, self._graphs, self._prompts)
         self._versions.forget_with(self._schedule.forget)
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
@@ -119,7 +122,7 @@ class TorchSampler:
     def free_cache(self) -> None:
         """Free the memory of the cache and of captured graphs until :meth:`restore_cache`. No request may run."""
         assert not self._jobs, "requests under way need the cache"
-        self._graphs = None
+        self._graphs = self._prompts = None
         self._pass = ModelPass(self._trainer.engine, self._cache, None)
         if self._cache is not None:
             self._cache.free_memory()
@@ -131,14 +134,18 @@ class TorchSampler:
 
     def _recapture(self) -> None:
         if self._cache is not None:
-            self._cache.reset()  # gives back the block that the old graphs reserved
+            self._cache.reset()  # gives back the blocks that the old graphs reserved
+        self._graphs = self._prompts = None  # frees their memory before the new ones take theirs
         self._capture()
-        self._pass = ModelPass(self._trainer.engine, self._cache, self._graphs)
+        self._pass = ModelPass(self._trainer.engine, self._cache, self._graphs, self._prompts)
 
     def _capture(self) -> None:
         if self._cache is not None:
             longest = self._trainer.architecture.max_length + _AHEAD
-            self._graphs = capture_decoding(self._trainer.engine, self._cache, self._places, longest, self._versions)
+            engine = self._trainer.engine
+            self._graphs = capture_decoding(engine, self._cache, self._places, longest, self._versions)
+            if self._graphs is not None:  # otherwise prompts cannot be captured either
+                self._prompts = capture_prompts(engine, self._cache, self._chunk_tokens, self._versions)
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +204,8 @@ class TorchSampler:
         self._fail_lost(turn.lost)
         if self._graphs is not None:
             self._graphs.weights = turn.weights
+        if self._prompts is not None:
+            self._prompts.weights = turn.weights
         try:
             while self._advance(turn.eligible):
                 if perf_counter() >= deadline:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.models.peak_memory import BUCKET_MB, save_100_mib
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
