@@ -11,28 +11,55 @@ time of its step shows whether it waits for others.
 
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
+
+With `--mock`, the server has a mock instead of a model, which takes the given times and hardly any CPU, as if a GPU
+computed: milliseconds of a batch of passes, microseconds of each token in it, and milliseconds of a turn of sampling,
+in which each sample gains 16 tokens.
+
+    python benchmarks/service_rollouts.py --mock 60 12 60 --tenants 16 --samples 1
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tinker
 from service_merging import serving, status
+from service_overhead import free_port, running
 from tinker import types
 
 LONE_WARM_UPS = 3  # steps
 TENANTS_PER_PROCESS = 4
 PROBE_SECONDS = 0.02
+MOCK_CONFIG = """
+runtime: embedded
+data_dir: {data_dir}
+http_options: {{host: 127.0.0.1, port: {port}}}
+applications:
+  - {{name: server, import_path: server}}
+  - {{name: model, import_path: model, args: {{model_id: mock, backend: mock}}}}
+  - {{name: sampler, import_path: sampler, args: {{model_id: mock, sampler_type: mock}}}}
+"""
+MOCK_SERVER = """
+import sys
+from twinkle.server.cli.command_line import main
+from twinkle.server.config.timings import Timings
+seconds = [float(each) for each in sys.argv[2:]]
+main(["launch", "-c", sys.argv[1], "--log-level", "warning"],
+     Timings(mock_pass=seconds[0], mock_token=seconds[1], mock_step=seconds[2]))
+"""
 
 
 def main() -> None:
@@ -40,7 +67,7 @@ def main() -> None:
     os.environ["NO_PROXY"] = "127.0.0.1"
     with (
         tempfile.TemporaryDirectory() as directory,
-        serving(args, Path(directory) / "server", merge=True, sampler=True) as url,
+        server(args, Path(directory) / "server") as url,
     ):
         idle = Probe(url)
         time.sleep(args.idle_seconds)
@@ -70,9 +97,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to draw per sample")
+    parser.add_argument("--mock", type=float, nargs=3, metavar=("PASS_MS", "TOKEN_US", "TURN_MS"))
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.mock:
+        args.model = "mock"
+    return args
+
+
+@contextlib.contextmanager
+def server(args: argparse.Namespace, directory: Path) -> Iterator[str]:
+    """Run the server, and yield its address."""
+    if not args.mock:
+        with serving(args, directory, merge=True, sampler=True) as url:
+            yield url
+        return
+    port, config = free_port(), directory / "config.yaml"
+    directory.mkdir()
+    config.write_text(MOCK_CONFIG.format(data_dir=directory / "data", port=port))
+    batch, token, turn = args.mock
+    seconds = [str(batch / 1e3), str(token / 1e6), str(turn / 1e3)]
+    url = f"http://127.0.0.1:{port}"
+    with running([sys.executable, "-c", MOCK_SERVER, str(config), *seconds], url):
+        yield url
 
 
 def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
@@ -106,6 +154,7 @@ def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: 
         "training_tokens_per_s": rounds * args.sequences * args.length / seconds,
         "sampled_tokens_per_s": rounds * args.samples * args.tokens / seconds,
         "server": {key: _difference(before, after, key) for key in ("training_seconds", "sampling_seconds", "batches")},
+        "passes_per_batch": rounds / (after["batches"] - before["batches"]),
         "publish_to_samples_s": {"median": statistics.median(seconds_waited), "worst": max(seconds_waited)},
         "gateway_busy_ms": gateway,
     }

@@ -10,6 +10,11 @@ from twinkle.server.backends import compute_thread
 from twinkle.server.backends.compute_thread import Compute, Lane
 
 
+def _step_after(name: str) -> Callable[[str], Lane | None]:
+    """Return a function that announces an optimizer step after the piece of this name."""
+    return lambda result: Lane.STEPS if result == name else None
+
+
 class Clock:
     """A clock that stands still except while a piece of a test moves it."""
 
@@ -165,9 +170,8 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
     assert done[:2] == ["begin", "train"]
 
 
-def test_sampling_gets_its_share_in_the_middle_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler submits one turn after another. It gets the device whenever it has used less than its share."""
-    monkeypatch.setattr(compute_thread, "_SOON", 10.0)  # it comes in a millisecond, but the machine may be busy
+def test_sampling_gets_its_share_in_the_middle_of_a_piece() -> None:
+    """The sampler takes one turn after another. It gets the device whenever it has used less than its share."""
     done: list[str] = []
     clock = Clock()
 
@@ -189,11 +193,8 @@ def test_sampling_gets_its_share_in_the_middle_of_a_piece(monkeypatch: pytest.Mo
             done.append("sample")
             return done.count("sample") < 12
 
-        async def sample() -> None:
-            while await compute.run(turn, Lane.SAMPLING, turn_follows=bool):
-                pass
-
-        training, sampling = asyncio.create_task(compute.run(train)), asyncio.create_task(sample())
+        training = asyncio.create_task(compute.run(train))
+        sampling = asyncio.create_task(compute.run(turn, Lane.SAMPLING, repeats=bool))
         await asyncio.sleep(0)
         begun.set()
         own, elapsed = await training
@@ -208,9 +209,8 @@ def test_sampling_gets_its_share_in_the_middle_of_a_piece(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a piece", "between pieces"])
-def test_turns_without_progress_do_not_keep_training_out(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_without_progress_do_not_keep_training_out(within: bool) -> None:
     """A sampler that is busy, and does nothing in its turns, takes hardly any time for each."""
-    monkeypatch.setattr(compute_thread, "_SOON", 10.0)
     clock, trained, turns = Clock(), threading.Event(), 0
 
     async def main() -> None:
@@ -222,15 +222,12 @@ def test_turns_without_progress_do_not_keep_training_out(within: bool, monkeypat
                 compute.let_sampling_run()
 
         def turn() -> bool:
+            nonlocal turns
+            turns += 1
             clock.now += 1e-6
             return not trained.is_set()
 
-        async def sample() -> None:
-            nonlocal turns
-            while await compute.run(turn, Lane.SAMPLING, turn_follows=bool):
-                turns += 1
-
-        sampling = asyncio.create_task(sample())
+        sampling = asyncio.create_task(compute.run(turn, Lane.SAMPLING, repeats=bool))
         for _ in range(3):
             await asyncio.wait_for(compute.run(train), 30)
         trained.set()
@@ -241,24 +238,71 @@ def test_turns_without_progress_do_not_keep_training_out(within: bool, monkeypat
     assert turns > 0
 
 
-def test_a_turn_that_does_not_come_holds_nobody_up() -> None:
-    """The sampler has announced its next turn, and then has nothing to do."""
-    gate = Gate()
+def test_a_piece_that_repeats_takes_turns_with_other_work() -> None:
+    """Its caller gets the last result. It does not wait for the event loop between its turns."""
+    clock = Clock()
+    gate, turns = Gate(clock), 0
 
-    async def main() -> None:
-        compute = Compute()
-        work = [
-            compute.run(gate.piece("sample"), Lane.SAMPLING, turn_follows=bool),
-            *(compute.run(gate.piece(f"pass{number}")) for number in range(2)),
-        ]
-        tasks = [asyncio.create_task(each) for each in work]
+    async def main() -> int:
+        compute = Compute(0.5, clock)
+
+        def turn() -> int:
+            nonlocal turns
+            gate.piece("sample", 1.0)()
+            turns += 1
+            return turns
+
+        sampling = asyncio.create_task(compute.run(turn, Lane.SAMPLING, repeats=lambda turns: turns < 4))
+        training = [asyncio.create_task(compute.run(gate.piece(f"pass{number}", 1.0))) for number in range(2)]
         await asyncio.sleep(0)
         gate.open.set()
-        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        await asyncio.gather(*training)
+        last = await sampling
+        compute.close()
+        return last
+
+    assert asyncio.run(main()) == 4
+    assert gate.done == ["sample", "pass0", "sample", "pass1", "sample", "sample"]
+
+
+def test_an_error_ends_a_piece_that_repeats() -> None:
+    async def main() -> None:
+        compute, turns = Compute(), iter([True, True, 0])
+        with pytest.raises(ZeroDivisionError):
+            await compute.run(lambda: bool(1 // next(turns)), Lane.SAMPLING, repeats=bool)
+        assert next(turns, None) is None
+        assert not compute.samples
         compute.close()
 
     asyncio.run(main())
-    assert gate.done == ["sample", "pass0", "pass1"]
+
+
+def test_what_training_computes_is_decided_when_its_turn_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling does not run between the call that asks for a turn and the work that follows."""
+    monkeypatch.setattr(compute_thread, "_SOON", 10.0)  # it comes in a millisecond, but the machine may be busy
+    clock = Clock()
+    gate, ready = Gate(clock), ["a"]
+
+    async def main() -> None:
+        compute = Compute(0.5, clock)
+
+        async def train() -> None:
+            await compute.training_turn()
+            await compute.run(gate.piece("train " + "".join(ready)))
+
+        sampling = asyncio.create_task(
+            compute.run(gate.piece("sample", 1.0), Lane.SAMPLING, repeats=lambda _: len(gate.done) < 4)
+        )
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0)
+        assert compute.samples
+        ready.append("b")
+        gate.open.set()
+        await asyncio.gather(training, sampling)
+        compute.close()
+
+    asyncio.run(main())
+    assert gate.done == ["sample", "train ab", "sample", "sample"]
 
 
 def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
@@ -269,7 +313,7 @@ def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
         compute = Compute()
 
         async def train() -> None:
-            await compute.run(gate.piece("pass"), step_follows="pass".__eq__)
+            await compute.run(gate.piece("pass"), follows=_step_after("pass"))
             await compute.run(gate.piece("step"), Lane.STEPS)
 
         work = [train(), *(compute.run(gate.piece(f"sample{number}"), Lane.SAMPLING) for number in range(2))]
@@ -289,7 +333,7 @@ def test_a_step_that_does_not_come_holds_nobody_up() -> None:
     async def main() -> None:
         compute = Compute()
         work = [
-            compute.run(gate.piece("pass"), step_follows="pass".__eq__),
+            compute.run(gate.piece("pass"), follows=_step_after("pass")),
             compute.run(gate.piece("sample"), Lane.SAMPLING),
         ]
         tasks = [asyncio.create_task(each) for each in work]
@@ -352,9 +396,9 @@ def test_nobody_waits_for_a_step_that_a_failed_pass_does_not_have(monkeypatch: p
 
     async def main() -> None:
         compute = Compute()
-        assert await compute.run(lambda: "failed", step_follows="ran".__eq__) == "failed"
+        assert await compute.run(lambda: "failed", follows=_step_after("ran")) == "failed"
         with pytest.raises(ZeroDivisionError):
-            await compute.run(lambda: 1 // 0, step_follows=lambda _: True)
+            await compute.run(lambda: 1 // 0, follows=lambda _: Lane.STEPS)
         assert await compute.run(lambda: "next") == "next"
         compute.close()
 

@@ -64,7 +64,7 @@ def test_a_sampler_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async def scenario() -> None:
         compute = Compute()
         service = SamplerService(MockSampler(MockTrainer()), compute, DataDir(tmp_path))
-        monkeypatch.setattr(service, "_next_turn", lambda: 1 / 0)
+        monkeypatch.setattr(service, "_give_orders", lambda: 1 / 0)
         await service.start()
         service.sweep(0.0)  # a turn is due
         assert await asyncio.wait_for(service.loop.broken(), 10) == "sampling"

@@ -69,14 +69,20 @@ class Lane(Enum):
     SAMPLING = auto()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Piece:
     work: Callable[[], Any]
     done: Future[Any]
     shares: Mapping[str, float]
-    step_follows: Callable[[Any], bool]
-    turn_follows: Callable[[Any], bool]
+    follows: Callable[[Any], Lane | None]
+    repeats: Callable[[Any], bool]
     submitted_at: float
+    begun: bool = False
+
+    def may_run(self) -> bool:
+        """Return False if the piece was cancelled before its first turn; after that it cannot be cancelled."""
+        self.begun = self.begun or self.done.set_running_or_notify_cancel()
+        return self.begun
 
 
 class Compute:
@@ -87,6 +93,9 @@ class Compute:
     it by :meth:`let_sampling_run`, in the middle of one. An optimizer step goes before both, but while other work waits
     no two turns in a row are optimizer steps. If the caller says that a step follows a pass, pass and step are one
     turn.
+
+    Sampling is a piece that repeats: the next turn begins at once, without waiting for the event loop, and other work
+    runs between its turns.
     """
 
     def __init__(
@@ -96,12 +105,12 @@ class Compute:
         self._lanes: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
         self._clock = clock
         self._step_began: float | None = None  # written by the compute thread, read by others
+        self._sampling = False  # a turn of sampling runs now; written by the compute thread, read by others
         self._work_came = threading.Event()
         # State of the compute thread:
         self._share = DeviceShare(sampling_share)
         self._stepped_last = False  # the last turn was an optimizer step
         self._counted_until = 0.0  # the time up to which ``_share`` knows who computed
-        self._turn_announced_at: float | None = None  # the sampler will submit its next turn at once; since this time
         self._sampled_within = 0.0  # seconds of sampling in the middle of pieces of training
 
     async def run(
@@ -110,21 +119,33 @@ class Compute:
         lane: Lane = Lane.TRAINING,
         shares: Mapping[str, float] = NOBODY,
         *,
-        step_follows: Callable[[T], bool] = lambda _result: False,
-        turn_follows: Callable[[T], bool] = lambda _result: False,
+        follows: Callable[[T], Lane | None] = lambda _result: None,
+        repeats: Callable[[T], bool] = lambda _result: False,
     ) -> T:
         """Run ``work`` in the compute thread when its turn comes, and return its result. Called on the event loop.
 
-        ``shares``: the tenants for which the work is done, and the fraction for each. ``step_follows`` is called with
-        the result: if it returns True, the caller will submit an optimizer step as soon as it has the result. The
-        compute thread then waits a moment for that step, and runs it in the same turn. ``turn_follows`` says the same
-        of the sampler's next turn: while sampling has not had its share, the compute thread waits a moment for it.
+        ``shares``: the tenants for which the work is done, and the fraction for each. ``follows`` is called with the
+        result: if it returns a lane, the caller will submit work of that lane as soon as it has the result. The compute
+        thread then waits a moment for that work, and runs it in the same turn. ``repeats`` is called with the result,
+        too: while it returns True, the work runs again, as a further turn; the last result is returned.
         """
         done: Future[T] = Future()
-        self._lanes[lane].append(_Piece(work, done, shares, step_follows, turn_follows, self._clock()))
+        self._lanes[lane].append(_Piece(work, done, shares, follows, repeats, self._clock()))
         self._work_came.set()
         self._executor.submit(self._run_one)  # one call for each piece; the thread picks the piece when it is free
         return await asyncio.wrap_future(done)
+
+    async def training_turn(self) -> None:
+        """Wait until training may compute. The compute thread then waits a moment for the work of the caller.
+
+        So the caller can decide as late as possible what to compute.
+        """
+        await self.run(lambda: None, follows=lambda _result: Lane.TRAINING)
+
+    @property
+    def samples(self) -> bool:
+        """Return whether sampling has a turn to run, or runs one now, so that the device is not idle."""
+        return bool(self._lanes[Lane.SAMPLING]) or self._sampling
 
     @property
     def step_seconds(self) -> float:
@@ -161,7 +182,7 @@ class Compute:
         """
         began, started = self._step_began, self._clock()
         self._count_training(started)
-        while self._share.sampling_is_due and self._sampling_comes():
+        while self._share.sampling_is_due and self._lanes[Lane.SAMPLING]:
             self._run_next(Lane.SAMPLING, within=True)
         seconds = self._clock() - started
         self._sampled_within += seconds
@@ -183,32 +204,39 @@ class Compute:
         steps, training, sampling = (bool(self._lanes[lane]) for lane in Lane)
         if steps and not (self._stepped_last and (training or sampling)):
             return Lane.STEPS
-        if training and not (self._share.sampling_is_due and self._sampling_comes()):
+        if training and not (sampling and self._share.sampling_is_due):
             return Lane.TRAINING
-        return Lane.SAMPLING if self._lanes[Lane.SAMPLING] else None
+        return Lane.SAMPLING if sampling else None
 
     def _run_next(self, lane: Lane, *, within: bool = False) -> Mapping[str, float]:
         """Run the next piece of a lane. ``within``: in the middle of a piece of training."""
         piece = self._lanes[lane].popleft()
-        if not piece.done.set_running_or_notify_cancel():
+        if not piece.may_run():
             return piece.shares
         self._step_began = started = self._clock()
+        self._sampling = lane is Lane.SAMPLING
         try:
             result = piece.work()
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
-            self._step_began = None
-            self._count(lane, started, within=within, turn_follows=False)
+            self._end(lane, started, within=within)
             piece.done.set_exception(error)
-        else:
-            self._step_began = None
-            self._count(lane, started, within=within, turn_follows=piece.turn_follows(result))
-            piece.done.set_result(result)
-            if piece.step_follows(result) and self._comes(Lane.STEPS):
-                self._run_next(Lane.STEPS)
+            return piece.shares
+        self._end(lane, started, within=within)
+        if piece.repeats(result):
+            piece.submitted_at = self._clock()
+            self._lanes[lane].append(piece)
+            if not within:  # otherwise the call that was made for this piece is still to come
+                self._executor.submit(self._run_one)
+            return piece.shares
+        piece.done.set_result(result)
+        following = piece.follows(result)
+        if following is not None and self._comes(following):
+            self._run_next(Lane.STEPS if self._lanes[Lane.STEPS] else following)
         return piece.shares
 
-    def _count(self, lane: Lane, started: float, *, within: bool, turn_follows: bool) -> None:
+    def _end(self, lane: Lane, started: float, *, within: bool) -> None:
         """Count the time of a piece that has just ended."""
+        self._step_began, self._sampling = None, False
         now = self._clock()
         if lane is not Lane.SAMPLING:
             self._count_training(now)
@@ -222,29 +250,19 @@ class Compute:
             training_since = min((pieces[0].submitted_at for pieces in training if pieces), default=None)
         self._share.count_sampling(started, now, training_since)
         self._counted_until = now
-        self._turn_announced_at = now if turn_follows else None
 
     def _count_training(self, now: float) -> None:
         """Count the time since the last count, in which training computed."""
-        since = self._turn_announced_at
-        if since is None and self._lanes[Lane.SAMPLING]:
-            since = self._lanes[Lane.SAMPLING][0].submitted_at
-        self._share.count_training(self._counted_until, now, since)
+        sampling = self._lanes[Lane.SAMPLING]
+        self._share.count_training(self._counted_until, now, sampling[0].submitted_at if sampling else None)
         self._counted_until = now
 
-    def _sampling_comes(self) -> bool:
-        """Return whether the sampler has a turn to run. Wait a moment for one that is announced."""
-        announced = self._turn_announced_at is not None
-        if self._lanes[Lane.SAMPLING] or (announced and self._comes(Lane.SAMPLING)):
-            return True
-        self._turn_announced_at = None
-        return False
-
     def _comes(self, lane: Lane) -> bool:
-        """Wait up to ``_SOON`` seconds for work in a lane, and return whether there is some."""
+        """Wait up to ``_SOON`` seconds for work in a lane, or for an optimizer step; return whether there is some."""
         until = time.monotonic() + _SOON
-        while not self._lanes[lane]:
+        while not (self._lanes[lane] or self._lanes[Lane.STEPS]):
             self._work_came.clear()
-            if not self._lanes[lane] and not self._work_came.wait(max(0.0, until - time.monotonic())):
+            came = bool(self._lanes[lane] or self._lanes[Lane.STEPS])
+            if not came and not self._work_came.wait(max(0.0, until - time.monotonic())):
                 return False
         return True

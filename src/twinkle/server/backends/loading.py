@@ -36,8 +36,8 @@ def load_served_model(served: ServedModelConfig, timings: Timings = DEFAULT_TIMI
     if served.model.backend == "mock":
         from twinkle.server.backends.mock import mock_model
 
-        mode = served.model.train_mode
-        model = mock_model(served.name, served.aliases, timings.mock_pass, timings.mock_step, mode)
+        mode, seconds = served.model.train_mode, (timings.mock_pass, timings.mock_step, timings.mock_token)
+        model = mock_model(served.name, served.aliases, *seconds, mode)
         return replace(model, max_replayed_steps=replayed_steps(served.model))
     return _load_transformers(served)
 

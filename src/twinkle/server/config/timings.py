@@ -13,7 +13,8 @@ class Timings:
     signed_url: float = 3600.0  # how long a signed address is valid
     outage: float = 30.0  # how long callers wait for a database that is unreachable
     export: float = 5.0  # one export of traces or metrics, including its retries
-    mock_pass: float = 0.0  # a batch of passes of the mock trainer
+    mock_pass: float = 0.0  # a batch of passes of the mock trainer, however many tokens it has
+    mock_token: float = 0.0  # a token of such a batch, in addition
     mock_step: float = 0.0  # a step of the mock sampler
 
 

@@ -128,6 +128,8 @@ class Process:
                 completion_streams=config.clients.batched_sample_polls,
                 computes_here=sampling is None or sampling.sampler_type != "vllm",
                 recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
+                gathering=context.gathering,
+                is_unsaved=training.is_unsaved,
             )
         self.services[model.name] = Services(model, training, sampler, native)
         return self.services[model.name]

@@ -6,7 +6,7 @@ and digest, and whether it is an optimizer step.
 Ops of one adapter run in order (:mod:`~twinkle.server.scheduling.sequence`); ops of different adapters are merged. The
 ready passes of all adapters that are of one kind (forward, or forward_backward) fill one batch up to the token budget,
 so that tenants that each pipeline forward_backward and optim_step share batches. A batch is made of the ops that
-are ready at that moment; it does not wait for more.
+are ready when the caller asks for it; :mod:`~twinkle.server.scheduling.gathering` decides whether that is worth a wait.
 
 A pass counts by its cost (:attr:`~twinkle.server.types.Price.cost`): its tokens, or more if it has many targets per
 token or a custom loss. "Tokens" below means this cost.
@@ -335,11 +335,13 @@ class Scheduler:
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    def next_batch(self) -> Batch | None:
-        """Return the ops to run now; None if no op is ready.
+    def next_batch(self, *, hold_passes: bool = False) -> Batch | None:
+        """Return the ops to run now; None if no op is ready. ``hold_passes``: only barriers may run.
 
         A tenant's other passes wait while a pass of it runs that was too long for other tenants to wait for.
         """
+        if hold_passes:
+            return self._barrier_batch() if self._barriers else None
         tenants = self._tenants_in_turn()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
         overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
@@ -350,6 +352,20 @@ class Scheduler:
             return None
         self._shares.raise_floors(self._ready_tenants)
         return self._pass_batch((longest if overdue else min(tenants, key=self._by_place)).first)
+
+    def ready_passes(self) -> Mapping[str, int] | None:
+        """Return the cost of the next pass of each adapter that has one ready, if the next batch may wait for more.
+
+        None: it may not, because a pass is overdue or larger than a batch, or there is no ready pass.
+        """
+        tenants = self._tenants_in_turn()
+        longest = min(tenants, key=_Tenant.by_wait, default=None)
+        if not self._merge or longest is None:
+            return None
+        heads = {name: each.ops.head for tenant in tenants for name, each in tenant.ready.items()}
+        costs = {name: head.price.cost for name, head in heads.items() if head is not None}
+        is_overdue = self._batches - longest.by_wait()[0] >= self._max_skips
+        return None if is_overdue or max(costs.values()) > self._budget else costs
 
     def _tenants_in_turn(self) -> list[_Tenant]:
         return [tenant for tenant in self._ready_tenants.values() if not tenant.long_passes]

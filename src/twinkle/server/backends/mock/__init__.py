@@ -14,13 +14,15 @@ def mock_model(
     aliases: tuple[str, ...] = (),
     pass_seconds: float = 0.0,
     step_seconds: float = 0.0,
+    token_seconds: float = 0.0,
     train_mode: TrainMode = "lora",
 ) -> ServedModel:
     """Return a served model that needs no files and hardly any memory.
 
-    Every batch of passes takes at least ``pass_seconds``, and every step of its sampler at least ``step_seconds``.
+    Every batch of passes takes at least ``pass_seconds``, plus ``token_seconds`` for each of its tokens, and every step
+    of its sampler at least ``step_seconds``.
     """
-    trainer = MockTrainer(pause=pass_seconds, full=train_mode == "full")
+    trainer = MockTrainer(pause=pass_seconds, token_pause=token_seconds, full=train_mode == "full")
     sampler = MockSampler(trainer, pause=step_seconds)
     return ServedModel(
         name=name,

@@ -128,18 +128,26 @@ class _Adapter:
 
 
 class MockTrainer(TrainingBackend):
-    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps.
+    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps; ``token_pause``: for how much
+    longer it sleeps for each token.
 
     ``full``: it trains all parameters, of one run at a time, and not adapters.
     """
 
     def __init__(
-        self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0, full: bool = False
+        self,
+        *,
+        vocab_size: int = 65_536,
+        max_length: int = 4096,
+        pause: float = 0.0,
+        token_pause: float = 0.0,
+        full: bool = False,
     ) -> None:
         self.full = full
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.pause = pause
+        self.token_pause = token_pause
         self._rows = 0  # tokens of all passes
         self._adapters: dict[str, _Adapter] = {}
 
@@ -312,7 +320,7 @@ class MockTrainer(TrainingBackend):
         return self._adapters[adapter_id]
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
-        time.sleep(self.pause)
+        time.sleep(self.pause + self.token_pause * sum(len(datum.tokens) for item in items for datum in item.data))
         results: list[TrainResult | TrainFailure] = []
         for item in items:
             try:

@@ -9,10 +9,11 @@ comes back gets the same error.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from twinkle.errors import GoneError, InvalidInputError, ShuttingDownError, TwinkleError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
@@ -20,6 +21,7 @@ from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.fair_queue import FairQueue
+from twinkle.server.scheduling.gathering import Gathering
 from twinkle.server.services.futures import Delivery, Futures
 from twinkle.server.services.sampling.completions import Completions
 from twinkle.server.services.sampling.jobs import EventQueue, SampleAdmission, SampleEvent, SampleJob, price_of
@@ -42,10 +44,21 @@ logger = logging.getLogger(__name__)
 _MOST_RESULT_BYTES = 16 * MAX_CELLS
 
 
+@dataclass(frozen=True)
+class _Orders:
+    """What the event loop asks of the next turn: requests to cancel, versions to release, requests to begin."""
+
+    cancelled: Sequence[str]
+    released: Sequence[str]
+    fresh: Sequence[SampleJob]
+
+
 class SamplerService:
     """The sampling service of one base model.
 
-    Belongs to one event loop; only ``_turn`` and the methods that it calls run in the compute thread.
+    Belongs to one event loop; only ``_turn`` and the methods that it calls run in the compute thread, and ``_deliver``
+    in a thread of its own. While the engine has work, one turn follows the other: the compute thread does not wait
+    until the event loop has handled the events of a turn.
     """
 
     def __init__(
@@ -64,6 +77,8 @@ class SamplerService:
         completion_streams: bool = True,
         computes_here: bool = True,
         recorder: SamplingRecorder | None = None,
+        gathering: Gathering | None = None,
+        is_unsaved: Callable[[str], bool] = lambda _version_id: False,
     ) -> None:
         """Make a service that is not started yet.
 
@@ -75,11 +90,14 @@ class SamplerService:
         completion_streams: whether clients may wait for all of their samples with one poll.
         computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
         own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
+        gathering: is told when a session samples, because its next training pass comes after that.
+        is_unsaved: whether a version is not on disk yet, so that it must stay in memory.
         """
         self._sampler = sampler
         self._computes_here = computes_here
         self._compute = compute
         self._recorder = recorder or SamplingRecorder("sampler")
+        self._gathering = gathering or Gathering()
         memory = memory or ProcessMemory()
         self._guard = memory.guard
         self._guard.relieve_with(self._drop_versions_soon)
@@ -96,10 +114,11 @@ class SamplerService:
         self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # jobs that no turn has been given yet
         self._cancelled: list[str] = []  # request ids that the next turn cancels in the engine
         self._released_versions: list[str] = []  # versions that the next turn releases
+        self._orders: deque[_Orders] = deque()  # for the next turn, which takes them out
         self._wake = asyncio.Event()
         self._turn_due = False  # a turn is needed even if there are no requests
-        self._busy = False  # the engine has unfinished requests
         self.loop = ServiceLoop("sampling")
+        self._encoding = ThreadPoolExecutor(1, "samples")  # encodes results in the order in which they came
         self._closed = False
         self._stopping = False
         self.tokens_sampled = 0
@@ -107,7 +126,9 @@ class SamplerService:
         self._rate = RecentRate(time.time())
         # State of the compute thread:
         self._running: dict[str, SampleJob] = {}
-        self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
+        self._versions = SamplerVersions(
+            sampler, files, most=max_versions, idle_seconds=idle_version_seconds, is_unsaved=is_unsaved
+        )
 
     async def start(self) -> None:
         self.loop.start(self._run())
@@ -358,6 +379,7 @@ class SamplerService:
         if job.numbered is not None:
             self._numbers.setdefault(job.numbered.client, set()).add(job.numbered.number)
         self._recorder.accepted(job.request)
+        self._gathering.sampling(job.session.session_id, time.monotonic())
         self._queue.push(job.tenant_id, job.request_id, job, job.price.cost)
         self._wake.set()
         return job
@@ -378,6 +400,7 @@ class SamplerService:
     def _leave(self, job: SampleJob) -> None:
         """Remove a job that has ended or was withdrawn from the service's own state."""
         del self._jobs[job.request_id]
+        self._gathering.sampled(job.session.session_id, time.monotonic())
         self._queued.pop(job.request_id, None)
         self.admission.leave(job)
         if job.numbered is not None:
@@ -393,23 +416,38 @@ class SamplerService:
             self.completions.add(request_id, None if outcome.failed else len(outcome.body), now)
 
     async def _run(self) -> None:
-        while not self._stopping:
-            due = self._cancelled or self._released_versions or self._turn_due
-            if not (self._busy or due or self._queue.has_item(self.admission.may_start)):
-                await self._wake.wait()
+        event_loop = asyncio.get_running_loop()
+        turns: asyncio.Future[bool] | None = None
+        busy = False  # the engine has unfinished requests
+        while not self._stopping or turns is not None:
+            self._give_orders()
+            if turns is None and (busy or self._orders):
+                turns = asyncio.ensure_future(self._take_turns(event_loop))
+                turns.add_done_callback(lambda _turns: self._wake.set())
+            await self._wake.wait()
             self._wake.clear()
-            fresh = self._next_jobs()
-            events, self._busy = await self._compute.run(
-                self._next_turn(fresh), Lane.SAMPLING, turn_follows=self._turn_follows
-            )
-            for job in fresh:
-                self._queued.pop(job.request_id, None)
-            for event in events:
-                self._hand_over(event)
+            if turns is not None and turns.done():
+                busy, turns = turns.result(), None
+        await event_loop.run_in_executor(self._encoding, lambda: None)  # the results of the last turn are handed over
+        self._encoding.shutdown()
 
-    def _turn_follows(self, turn: tuple[list[SampleEvent], bool]) -> bool:
-        _events, busy = turn
-        return busy and self._computes_here
+    async def _take_turns(self, event_loop: asyncio.AbstractEventLoop) -> bool:
+        """Have the compute thread take turns until the engine has nothing to do or the service stops.
+
+        Return whether the engine has more to do. A sampler that computes elsewhere takes one turn.
+        """
+        return await self._compute.run(
+            lambda: self._turn(event_loop),
+            Lane.SAMPLING,
+            repeats=lambda busy: (busy or bool(self._orders)) and self._computes_here and not self._stopping,
+        )
+
+    def _give_orders(self) -> None:
+        """Give the next turn what is to be cancelled and released, and the queued jobs that the engine has room for."""
+        orders = _Orders(self._cancelled, self._released_versions, self._next_jobs())
+        if orders.cancelled or orders.released or orders.fresh or self._turn_due:
+            self._orders.append(orders)
+        self._cancelled, self._released_versions, self._turn_due = [], [], False
 
     def _next_jobs(self) -> list[SampleJob]:
         """Take the jobs from the queue that the engine has room for."""
@@ -419,11 +457,9 @@ class SamplerService:
             fresh.append(job)
         return fresh
 
-    def _next_turn(self, fresh: Sequence[SampleJob]) -> Callable[[], tuple[list[SampleEvent], bool]]:
-        """Return the work of the compute thread's next turn: what to cancel, to release and to start, then a step."""
-        turn = partial(self._turn, self._cancelled, self._released_versions, fresh)
-        self._cancelled, self._released_versions, self._turn_due = [], [], False
-        return turn
+    def _begun(self, jobs: Sequence[SampleJob]) -> None:
+        for job in jobs:
+            self._queued.pop(job.request_id, None)
 
     def _hand_over(self, event: SampleEvent) -> None:
         job, result = event.job, event.result
@@ -446,24 +482,15 @@ class SamplerService:
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(
-        self, cancelled: Sequence[str], released: Sequence[str], fresh: Sequence[SampleJob]
-    ) -> tuple[list[SampleEvent], bool]:
-        """Give the engine new requests and let it take one step; return the events and whether it has more to do.
-
-        ``released``: versions that no session needs any more.
-        """
+    def _turn(self, event_loop: asyncio.AbstractEventLoop) -> bool:
+        """Give the engine new requests and let it take one step; return whether it has more to do."""
         started = time.perf_counter()
         events: list[SampleEvent] = []
-        for request_id in cancelled:
-            if request_id in self._running:
-                self._stop(request_id)
-        for version_id in released:
-            self._versions.release(version_id)
-        for job in fresh:
-            error = self._admit(job)
-            if error is not None:
-                events.append(SampleEvent(job, job.failed(error)))
+        fresh: list[SampleJob] = []
+        while self._orders:
+            orders = self._orders.popleft()
+            fresh += orders.fresh
+            events += self._obey(orders)
         try:
             for event in self._sampler.step():
                 if event.request_id in self._running:
@@ -477,8 +504,20 @@ class SamplerService:
                 self._stop(job.request_id)
                 events.append(SampleEvent(job, job.failed(error)))
             busy = False  # the next turn comes with the next request
+        if fresh or events:
+            self._encoding.submit(self._deliver, event_loop, fresh, events)
         self.busy_seconds += time.perf_counter() - started
-        return events, busy
+        return busy
+
+    def _obey(self, orders: _Orders) -> list[SampleEvent]:
+        """Cancel, release and begin; return the events of requests that the engine refuses."""
+        for request_id in orders.cancelled:
+            if request_id in self._running:
+                self._stop(request_id)
+        for version_id in orders.released:
+            self._versions.release(version_id)
+        refused = ((job, self._admit(job)) for job in orders.fresh)
+        return [SampleEvent(job, job.failed(error)) for job, error in refused if error is not None]
 
     def _admit(self, job: SampleJob) -> Exception | None:
         """Give a request to the engine; return the error if its version cannot be loaded or the engine refuses it."""
@@ -516,12 +555,34 @@ class SamplerService:
         sampled = sum(len(sequence.tokens) for sequence in event.outcome.sequences)
         self.tokens_sampled += sampled
         self._recorder.sampled(job.request, event.outcome)
-        if isinstance(job.into, asyncio.Queue):
-            return SampleEvent(job, event.outcome, sampled)
-        try:
-            return SampleEvent(job, job.into(event.outcome), sampled)
-        except Exception as error:  # noqa: BLE001 - a result that cannot be encoded fails its own request alone
-            return SampleEvent(job, job.failed(error))
+        return SampleEvent(job, event.outcome, sampled)
+
+    # --- in the thread that encodes results ---------------------------------------------------------------------------
+
+    def _deliver(
+        self, event_loop: asyncio.AbstractEventLoop, fresh: Sequence[SampleJob], events: Sequence[SampleEvent]
+    ) -> None:
+        """Encode the results of one turn, and hand its events over to the event loop."""
+        encoded = [_encoded(event) for event in events]
+
+        def hand_over() -> None:
+            self._begun(fresh)
+            for event in encoded:
+                self._hand_over(event)
+            self._wake.set()  # the engine may have room for more
+
+        event_loop.call_soon_threadsafe(hand_over)
+
+
+def _encoded(event: SampleEvent) -> SampleEvent:
+    """Return the event with an encoded result, if it is a result that goes to a future."""
+    job, result = event.job, event.result
+    if not isinstance(result, SampleResult) or isinstance(job.into, asyncio.Queue):
+        return event
+    try:
+        return replace(event, result=job.into(result))
+    except Exception as error:  # noqa: BLE001 - an edge: a result that cannot be encoded fails its own request alone
+        return SampleEvent(job, job.failed(error))
 
 
 def _result_bytes(request: SampleRequest) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.config.timings import Timings
+from twinkle.server.scheduling.gathering import Gathering
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.running_ops import RunningOps
@@ -36,4 +37,5 @@ class TrainingContext:
     measurements: RunMeasurements
     running: RunningOps  # the file that says which ops run
     snapshot_seconds: float = Timings.snapshot  # from an op to the next snapshot of its adapter
+    gathering: Gathering = field(default_factory=Gathering)  # whether a batch waits for more passes
     background: BackgroundTasks = field(default_factory=BackgroundTasks)  # finished before the service ends

@@ -7,6 +7,7 @@ only the outcome of a successful load is written before.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from twinkle.server.backends.compute_thread import Lane, compute_thread, event_loop
+from twinkle.server.scheduling.gathering import ReadyPasses
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
-from twinkle.server.services.checkpoints.save_and_load import Checkpoints
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints, UnwrittenFiles
 from twinkle.server.services.running_ops import MOST_DEATHS
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
@@ -46,8 +48,9 @@ class Settlement:
         self._journal = journal
 
     @event_loop
-    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
-        """Settle the op's future at once, and write the outcome to the journal in the background.
+    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome, unwritten: UnwrittenFiles | None = None) -> None:
+        """Settle the op's future at once, and write the outcome to the journal in the background, after the files of
+        the op that are ``unwritten``.
 
         If the process dies in between, the next one runs the op again. An op that had ended before a restart and was
         only replayed keeps its first outcome, which its client may have seen; it is neither settled nor counted again.
@@ -62,7 +65,9 @@ class Settlement:
             if outcome.failed and not replay.record.failed:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)
         else:
-            self._context.background.start(self._record(adapter, op, outcome))
+            if unwritten is not None:
+                adapter.unsaved.add(op.seq)
+            self._context.background.start(self._record(adapter, op, outcome, unwritten))
             if not outcome.failed:
                 used = UsageCounts(trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1)
                 self._context.tenants.usage.add(adapter.run.tenant_id, used)
@@ -74,10 +79,15 @@ class Settlement:
         stepped = op.is_step and not outcome.failed
         self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed, step=stepped)
 
-    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome, unwritten: UnwrittenFiles | None) -> None:
         """Write an outcome to the journal. While the disk is full or the database is unavailable, retry until the
         server stops.
         """
+        if unwritten is not None:
+            if not await unwritten(lambda: self.stopping):
+                return
+            adapter.unsaved.discard(op.seq)
+            adapter.op_ended.set()
         while True:
             try:
                 await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
@@ -118,11 +128,13 @@ class OpRunner:
         checkpoints: Checkpoints,
     ) -> None:
         self.busy_seconds = 0.0
+        self._batch_seconds = 0.0  # of the last batch that ran at once
         self.loop = ServiceLoop(f"training on {context.model.name}")
         self._context = context
         self._model = context.model
         self._compute = context.compute
         self._scheduler = context.scheduler
+        self._gathering = context.gathering
         self._measurements = context.measurements
         self._recorder = context.recorder
         self._running = context.running
@@ -136,6 +148,7 @@ class OpRunner:
         self._long_passes = LongPasses(self._compute, self._scheduler, self._execution, self._turns)
         self._stopping = False
         self._wake = asyncio.Event()
+        self._turn: asyncio.Future[None] | None = None  # the turn that the next batch of passes has asked for
 
     def start(self) -> None:
         self.loop.start(self._run())
@@ -169,6 +182,9 @@ class OpRunner:
         if isinstance(submitted, Duplicate) and op.seq not in adapter.ops:
             return f"seq_id {op.seq} was answered long ago, and its result is not kept any more"
         self._recorder.accepted(op)
+        if op.kind.is_pass and op.seq not in adapter.ops:
+            run = adapter.run
+            self._gathering.arrived(run.session_id, run.tenant_id, op.price.cost, time.monotonic())
         adapter.ops.setdefault(op.seq, op)
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
         replay = adapter.replays.get(op.seq)
@@ -192,7 +208,8 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self._scheduler.refusals(now))
             await self._cover_steps()
-            batch = self._scheduler.next_batch()
+            held_until = self._held_until()
+            batch = self._scheduler.next_batch(hold_passes=held_until is not None)
             tasks = [] if batch is None else [self._task(op) for op in batch.ops]
             if batch is not None and batch.long and self._may_run_beside():
                 await self._long_passes.beside.acquire()  # does not wait: _may_run_beside has checked it
@@ -209,7 +226,34 @@ class OpRunner:
                 # Background ops that have ended may have kept adapters from being offloaded, and there may be no
                 # further batch after which to offload them.
                 await self._adapters.make_room()
-                await self._sleep(time.monotonic())
+                await self._sleep(time.monotonic(), held_until)
+
+    def _held_until(self) -> float | None:
+        """Return until when the ready passes are held back; None: they start now, or there are none.
+
+        They wait a moment if more are about to arrive (:mod:`~twinkle.server.scheduling.gathering`). If more may come
+        while a turn of sampling runs, it is decided at its end which passes start. Meanwhile sampling has the device,
+        and barriers run. The passes of a tenant alone are not held back.
+        """
+        ready = self._scheduler.ready_passes()
+        if ready is None:
+            return None
+        now, cost = time.monotonic(), sum(ready.values())
+        adapters = (self._adapters.get(name) for name in ready)
+        sessions = {adapter.run.session_id for adapter in adapters if adapter is not None}
+        passes = ReadyPasses(sessions, cost, self._model.tokens_per_batch - cost)
+        if self._turn is None:
+            until = self._gathering.wait_until(passes, now, sampling=self._compute.samples)
+            if until is not None:
+                return until
+            if self._compute.samples and self._gathering.more_come(passes, now):
+                self._turn = asyncio.ensure_future(self._compute.training_turn())
+                self._turn.add_done_callback(lambda _turn: self._wake.set())
+        if self._turn is not None and not self._turn.done():
+            return math.inf
+        self._turn = None
+        self._gathering.started(now)
+        return None
 
     async def _cover_steps(self) -> None:
         """Wait for snapshots of the adapters that may not take one more step without one (``max_replayed_steps``).
@@ -223,13 +267,14 @@ class OpRunner:
             await self._adapters.snapshot(adapter_id)
             await self._snapshots.finish_writing()
 
-    async def _sleep(self, now: float) -> None:
-        """Wait until there is something to do, or until the next refusal or snapshot is due."""
-        deadlines = [t for t in (self._scheduler.next_deadline(), self._snapshots.next_due()) if t is not None]
+    async def _sleep(self, now: float, held_until: float | None) -> None:
+        """Wait until there is something to do, or until a refusal, a snapshot or the passes held back are due."""
+        deadlines = [self._scheduler.next_deadline(), self._snapshots.next_due(), held_until]
+        until = min((each for each in deadlines if each is not None), default=math.inf)
         loop = asyncio.get_running_loop()
-        timers = [loop.call_later(max(0.0, min(deadlines) - now), self._wake.set)] if deadlines else []
+        timer = None if until == math.inf else loop.call_later(max(0.0, until - now), self._wake.set)
         await self._wake.wait()
-        for timer in timers:
+        if timer is not None:
             timer.cancel()
 
     def _may_run_beside(self) -> bool:
@@ -306,10 +351,14 @@ class OpRunner:
         lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
         stepped = [index for index, task in enumerate(tasks) if task.op.kind.is_pass and _step_waits(task)]
 
-        def step_follows(outcomes: Sequence[Outcome]) -> bool:
-            return any(not outcomes[index].failed for index in stepped)  # the step after a failed pass may be refused
+        def step_follows(outcomes: Sequence[Outcome]) -> Lane | None:
+            ran = any(not outcomes[index].failed for index in stepped)  # the step after a failed pass may be refused
+            return Lane.STEPS if ran else None
 
-        return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=step_follows)
+        outcomes = await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), follows=step_follows)
+        if ops[0].kind is OpKind.FORWARD_BACKWARD:
+            self._gathering.times.measure(sum(op.price.cost for op in ops), self._batch_seconds)
+        return outcomes
 
     async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
         """Run a long batch of one tenant in steps, one micro-batch each.
@@ -336,7 +385,8 @@ class OpRunner:
                 outcomes = self._execution.passes(ops, self._compute.let_sampling_run)
             else:
                 outcomes = self._execution.short_barriers(ops)
-        self.busy_seconds += clock() - started
+        self._batch_seconds = clock() - started
+        self.busy_seconds += self._batch_seconds
         return outcomes
 
     def _is_poison(self, task: Task) -> bool:
@@ -360,7 +410,7 @@ class OpRunner:
             if task.op.kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
                 await self._compute.run(partial(self._measurements.dropped, task.op.adapter_id))
                 await self._keep_loaded(task.op, outcome)
-            self._finish(task, outcome)
+            self._finish(task, outcome, unwritten=self._checkpoints.take_unwritten(task.op.request_id))
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Write the outcome and a snapshot of an adapter that has just loaded a checkpoint, before its client is told.
@@ -398,6 +448,8 @@ class OpRunner:
     async def _refuse_all(self, refusals: Sequence[Refusal]) -> None:
         tasks = [(refusal, self._task(refusal.op)) for refusal in refusals]
         for refusal, task in tasks:
+            if refusal.op.kind.is_pass:
+                self._gathering.ended(task.adapter.run.session_id, time.monotonic())
             if refusal.drops_gradient:
                 await self._drop_window(task.adapter)
             ending = Ending.DROPPED if refusal.drops_gradient else Ending.REFUSED
@@ -413,20 +465,24 @@ class OpRunner:
         return Task(adapter, op)
 
     @event_loop
-    def _finish(self, task: Task, outcome: Outcome, *, ran: bool = True) -> None:
-        """End an op of a batch.
+    def _finish(
+        self, task: Task, outcome: Outcome, *, ran: bool = True, unwritten: UnwrittenFiles | None = None
+    ) -> None:
+        """End an op of a batch. ``unwritten``: see :meth:`Settlement.settle`.
 
         If it was to create the adapter and failed, the adapter is removed. ``ran`` is False if a bug failed the whole
         batch: then a failed creation says nothing about the adapter, which is kept.
         """
         task.finished = True
         adapter, op = task.adapter, task.op
+        if op.kind.is_pass:
+            self._gathering.ended(adapter.run.session_id, time.monotonic())
         if op.changes_weights:
             adapter.changed_seq = op.seq
         if op.kind.creates and not outcome.failed:
             adapter.place = Place.TRAINER
         self._scheduler.finish(op, failed=outcome.failed)
-        self._settlement.settle(adapter, op, outcome)
+        self._settlement.settle(adapter, op, outcome, unwritten)
         if ran and op.kind.creates and outcome.failed:
             self._adapters.fail(adapter, f"model {op.adapter_id} could not be created")
         self._wake.set()

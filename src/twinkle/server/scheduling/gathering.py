@@ -1,0 +1,231 @@
+"""Decides whether a batch of passes waits a moment for passes that are about to arrive.
+
+Tenants in a loop (train, publish, sample, train again) that are in step could share every batch, but their requests
+arrive over some tens of milliseconds: a batch that starts with the first of them leaves out the others, and from then
+on they are out of step. A short wait keeps them together, where it pays:
+
+- A pass must have a considerable fixed cost, the time that it takes however few tokens it has. It is estimated from the
+  measured times of small and large batches. On a GPU small passes take nearly as long as larger ones; on a CPU the time
+  grows with the tokens, so that nothing is gained, and no batch waits.
+- Only passes that are expected are waited for. When a session's next pass arrives is estimated from its earlier rounds:
+  from the end of its samples, or from their beginning, or from the end of its last pass, whatever was last. A session
+  that has no regular rounds, is overdue, or would come too late is not waited for.
+- The wait is bounded: by ``LONGEST`` seconds, by the time that the batch will take, and, while sampling does not use
+  the device, by the fixed cost, which is all that one batch less can save. A batch never waits twice.
+- After a wait in which nobody came, some batches do not wait.
+- A tenant alone never waits, and a batch that is full, or before which other work is due, does not wait either.
+
+Plain Python; the caller gives the times, in seconds of one clock. Belongs to one thread.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import pairwise
+
+LONGEST = 0.2  # seconds that a batch waits at most
+_LEAST_FIXED = 0.1  # of the time of one session's pass: a smaller fixed cost is not worth a wait
+_ROUNDS = 3  # of a session, from which the arrival of its next pass is estimated
+_LEAST_ERROR = 0.005  # seconds: no estimate is better
+_SPREAD = 3  # a pass counts as overdue so many times the error after its estimate
+_REMEMBERED = 60.0  # seconds for which a session without any activity is remembered
+_MOST_SKIPPED = 8  # batches that do not wait after several waits in vain; the one that has waited counts
+_KEPT_TIMES = 5  # measured times of batches of about one size; the shortest counts
+
+
+class _Event(Enum):
+    """What was last known of a session that has no pass here."""
+
+    TRAINED = auto()  # its last pass ended
+    SAMPLES = auto()  # it began to sample
+    SAMPLED = auto()  # its last sample ended
+
+
+class _Delay:
+    """How long after an event a session's next pass arrives, from its last rounds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._last = deque([seconds], maxlen=_ROUNDS)
+
+    def observe(self, seconds: float) -> None:
+        self._last.append(seconds)
+
+    def estimate(self) -> tuple[float, float] | None:
+        """Return the median of the last rounds and its uncertainty; None after the first round.
+
+        One round that differs from the others, such as the first one or one beside a save, has no effect.
+        """
+        if len(self._last) < 2:
+            return None
+        ordered = sorted(self._last)
+        gaps = [after - before for before, after in pairwise(ordered)]
+        return ordered[len(gaps) // 2 if len(gaps) > 1 else 0], max(_LEAST_ERROR, min(gaps))
+
+
+@dataclass
+class _Session:
+    tenant_id: str
+    cost: int  # of its last pass
+    seen_at: float  # the time of its last event
+    passes: int = 0  # passes that have arrived and not ended
+    samples: int = 0  # samples that have begun and not ended
+    events: dict[_Event, float] = field(default_factory=dict)  # the last event of each kind since its last pass arrived
+    delays: dict[_Event, _Delay] = field(default_factory=dict)
+
+    def note(self, event: _Event, now: float) -> None:
+        self.events.pop(event, None)  # the newest event is the last one in the dict
+        self.events[event] = self.seen_at = now
+
+    def arrive(self, now: float) -> None:
+        for event, at in self.events.items() if not self.passes else ():
+            delay = self.delays.get(event)
+            if delay is None:
+                self.delays[event] = _Delay(now - at)
+            else:
+                delay.observe(now - at)
+        self.events.clear()
+        self.passes += 1
+        self.seen_at = now
+
+    def expected(self, now: float, deadline: float) -> float | None:
+        """Return the latest time at which its next pass is expected; None if it is not expected by the deadline."""
+        if self.passes or not self.events:
+            return None
+        event, at = next(reversed(self.events.items()))
+        delay = self.delays.get(event)
+        estimate = None if delay is None else delay.estimate()
+        if estimate is None:
+            return None
+        seconds, error = estimate
+        latest = at + seconds + _SPREAD * error
+        return latest if error <= LONGEST and at + seconds <= deadline and now < latest else None
+
+
+class PassTimes:
+    """The measured times of batches of passes: a fixed cost, and a cost for each token."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, deque[tuple[float, int]]] = {}  # (seconds, cost), by the size of the cost
+
+    def measure(self, cost: int, seconds: float) -> None:
+        """Note how long a batch took. ``cost``: that of its passes together, in tokens."""
+        self._measured.setdefault(cost.bit_length(), deque(maxlen=_KEPT_TIMES)).append((seconds, cost))
+
+    def estimate(self) -> tuple[float, float]:
+        """Return the fixed seconds of a batch and the seconds of each token, from the smallest and the largest batches.
+
+        (0, 0) until batches of several sizes were measured.
+        """
+        if len(self._measured) < 2:
+            return 0.0, 0.0
+        (few, small), (many, large) = (min(self._measured[size]) for size in (min(self._measured), max(self._measured)))
+        if large <= small:
+            return 0.0, 0.0
+        token = max(0.0, (many - few) / (large - small))
+        return max(0.0, min(few, few - token * small)), token
+
+
+@dataclass(frozen=True)
+class ReadyPasses:
+    """The passes that could start now: the sessions of their runs, their cost, and the room that the batch has left."""
+
+    sessions: Collection[str]
+    cost: int
+    room: int
+
+
+class Gathering:
+    """Knows the rounds of the sessions that train on one model, and decides how long a batch waits for more passes."""
+
+    def __init__(self) -> None:
+        self.times = PassTimes()
+        self._sessions: dict[str, _Session] = {}
+        self._since: float | None = None  # since when the passes that are ready now wait for more
+        self._ready = 0  # how many of them there were then
+        self._vain = 0  # waits in vain in a row
+        self._skip = 0  # batches that do not wait
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def arrived(self, session_id: str, tenant_id: str, cost: int, now: float) -> None:
+        """Note that a pass has arrived."""
+        session = self._sessions.setdefault(session_id, _Session(tenant_id, cost, now))
+        session.cost = cost
+        session.arrive(now)
+
+    def ended(self, session_id: str, now: float) -> None:
+        """Note that a pass has ended, or was removed."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.passes = max(0, session.passes - 1)
+            session.note(_Event.TRAINED, now)
+
+    def sampling(self, session_id: str, now: float) -> None:
+        """Note that a sample was accepted. Sessions that do not train are ignored."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            if not session.samples:
+                session.note(_Event.SAMPLES, now)
+            session.samples += 1
+
+    def sampled(self, session_id: str, now: float) -> None:
+        """Note that a sample has ended, or was cancelled."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.samples:
+            session.samples -= 1
+            if not session.samples:
+                session.note(_Event.SAMPLED, now)
+
+    def started(self, now: float) -> None:
+        """Note that a batch of passes starts, with all passes that are ready and fit."""
+        self._since = None
+        self._skip = max(0, self._skip - 1)
+        for name in [name for name, session in self._sessions.items() if now - session.seen_at > _REMEMBERED]:
+            del self._sessions[name]
+
+    # --- the decision -------------------------------------------------------------------------------------------------
+
+    def wait_until(self, ready: ReadyPasses, now: float, *, sampling: bool) -> float | None:
+        """Return until when the ready passes wait for more, unless more come before; None: they start now.
+
+        ``sampling``: samples use the device meanwhile.
+        """
+        if self._skip or not self._has_company():
+            return None
+        fixed, token = self.times.estimate()
+        if fixed <= _LEAST_FIXED * (fixed + token * ready.cost / max(1, len(ready.sessions))):
+            return None
+        others, since = self._others(ready), now if self._since is None else self._since
+        bound = LONGEST if sampling else min(LONGEST, fixed)
+        coming = sum(each.cost for each in others if each.expected(now, since + bound) is not None)
+        cost = ready.cost + min(ready.room, coming)
+        deadline = since + min(bound, fixed + token * cost)
+        expected = [latest for each in others if (latest := each.expected(now, deadline)) is not None]
+        if not expected or now >= deadline:
+            self._judge(ready)
+            return None
+        if self._since is None:
+            self._since, self._ready = now, len(ready.sessions)
+        return min(deadline, max(expected))
+
+    def more_come(self, ready: ReadyPasses, now: float) -> bool:
+        """Return whether passes of further sessions are expected within ``LONGEST`` seconds."""
+        return self._has_company() and any(each.expected(now, now + LONGEST) for each in self._others(ready))
+
+    def _has_company(self) -> bool:
+        """Return whether several tenants train: one alone never waits, not even for its own passes."""
+        return len({session.tenant_id for session in self._sessions.values()}) > 1
+
+    def _others(self, ready: ReadyPasses) -> list[_Session]:
+        """Return the sessions that have no pass among the ready ones and whose next pass fits beside them."""
+        others = (each for name, each in self._sessions.items() if name not in ready.sessions)
+        return [each for each in others if each.cost <= ready.room]
+
+    def _judge(self, ready: ReadyPasses) -> None:
+        """After a wait in which nobody came, let some batches start without a wait: more after each such wait."""
+        if self._since is None:
+            return
+        self._vain = 0 if len(ready.sessions) > self._ready else self._vain + 1
+        self._skip = min(_MOST_SKIPPED, 2**self._vain) if self._vain else 0
+        self._since = None
