@@ -1,7 +1,6 @@
 """vLLM's samples and log-probabilities, compared with transformers with PEFT and with the torch sampler.
 
-BOUND is the largest difference of a log-probability in fp32: both sides add the same numbers in a different order, and
-a log-probability loses some of its last bits on its way out of vLLM.
+BOUND is the largest difference of a log-probability in fp32: both sides add the same numbers in a different order.
 """
 
 from dataclasses import replace
@@ -25,6 +24,8 @@ DRAWS = [
     {"temperature": 1.7, "top_k": 20},
     {"temperature": 1.0, "top_k": 30, "top_p": 0.9},
     {"temperature": 1e-9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
 ]
 
 

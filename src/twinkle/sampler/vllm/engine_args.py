@@ -8,7 +8,6 @@ because trainer and engine are in separate processes that do not see each other'
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Mapping
 
 import torch
@@ -16,13 +15,17 @@ from vllm import AsyncEngineArgs
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
-from twinkle.sampler.vllm import message, worker
-from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
+from twinkle.sampler.vllm import server_watch, worker
 
 _CPU_CACHE_BYTES = 2**30
 _SPARE_BYTES = 2**30  # GPU memory that the drivers of two processes take
 # max_loras: versions that may share a batch. max_cpu_loras: versions kept in host memory; others are read from files.
 _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
+# The worker classes by type of device; naming them must not import them.
+_WORKERS = {
+    "cpu": "twinkle.sampler.vllm.cpu_worker.DrawingCpuWorker",
+    "cuda": "twinkle.sampler.vllm.gpu_worker.DrawingGpuWorker",
+}
 # Arguments that the configuration cannot set, and why.
 _TAKEN = {
     "model": "it is the sampler's model_id",
@@ -34,7 +37,7 @@ _TAKEN = {
     "lora_dtype": "it is the trainer's, so that both compute the same",
     "lora_target_modules": "an adapter is applied whole or not at all",
     "logprobs_mode": "log-probabilities are of the tempered distribution over the whole vocabulary, by our own drawing",
-    "logits_processors": "the sampler draws tokens with a processor of its own",
+    "logits_processors": "the sampler draws tokens by itself",
     "max_logprobs": "it follows from the sampler's own limits",
     "speculative_config": "it does not work with the sampler's own drawing",
     "generation_config": "each request has its own sampling parameters",
@@ -43,6 +46,7 @@ _TAKEN = {
     "convert": "the engine only generates",
     "disable_log_stats": "the server has its own statistics",
     "additional_config": "the server uses it to pass its process id to vLLM's processes",
+    "worker_cls": "the sampler uses it to draw tokens",
     "worker_extension_cls": "the sampler uses it to replace weights",
 }
 
@@ -79,7 +83,7 @@ def make_engine_args(
     elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
         raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
-    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype), "enable_lora": adapters})
+    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, device, dtype), "enable_lora": adapters})
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
@@ -96,7 +100,7 @@ def memory_beside(given: Mapping[str, object]) -> int:
     return int(torch.cuda.mem_get_info()[1] * (1 - share)) - _SPARE_BYTES
 
 
-def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
+def _ours(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
     if dtype not in names:
         raise UnsupportedError(f"the vLLM sampler has no {dtype}")
@@ -105,11 +109,11 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "dtype": names[dtype],
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
-        "logits_processors": [IMPORT_NAME],
-        "max_logprobs": MAX_WIDTH + message.OVERHEAD,
+        "max_logprobs": MAX_WIDTH,
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
-        "additional_config": {SERVER: os.getpid()},
+        "additional_config": server_watch.server_config(),
+        "worker_cls": _WORKERS[device.type],
         "worker_extension_cls": worker.IMPORT_NAME,
     }
 
