@@ -45,7 +45,9 @@ def draw(
     drawing: BatchDrawing, logits: torch.Tensor, settings: Sequence[DrawSettings], positions: Sequence[int]
 ) -> DrawnBatch:
     penalties = {row: each.penalties(PROMPT, GENERATED) for row, each in enumerate(settings) if each.penalises}
-    return drawing.draw(logits, settings, np.array(positions), penalties)
+    drawing.set_rows(list(settings))
+    assert drawing.penalised == list(penalties)
+    return drawing.draw(logits, np.array(positions), penalties)
 
 
 def assert_same(

@@ -41,7 +41,7 @@ class DrawingSamplerV1(nn.Module):
         self._own = runner.sampler
         self._drawing = BatchDrawing()
         self._metadata: object = None  # vLLM makes a new one whenever the rows of the batch change
-        self._settings: list[DrawSettings] = []
+        self._settings: dict[str, DrawSettings] = {}  # those of the batch, by id of the request
         self._generated: list[list[int]] = []  # vLLM appends to these lists; it writes −1 where it only knows the count
 
     @property
@@ -53,7 +53,7 @@ class DrawingSamplerV1(nn.Module):
         if sampling_metadata is not self._metadata and not self._read_batch(sampling_metadata):
             return self._own(logits=logits, sampling_metadata=sampling_metadata)
         positions_M = np.fromiter(map(len, self._generated), np.int64, len(self._generated))
-        drawn = self._drawing.draw(logits, self._settings, positions_M, self._penalties())
+        drawn = self._drawing.draw(logits, positions_M, self._penalties())
         return SamplerOutputV1(drawn.tokens.int().unsqueeze(1), _logprobs(drawn))
 
     def _read_batch(self, metadata: object) -> bool:
@@ -63,21 +63,27 @@ class DrawingSamplerV1(nn.Module):
         if metadata is not batch.sampling_metadata:  # vLLM's warm-up has no requests
             return False
         requests = [self._runner.requests[request_id] for request_id in batch.req_ids]
-        settings = [DrawSettings.from_extra_args(request.sampling_params.extra_args) for request in requests]
-        if not requests or None in settings:
+        settings = {
+            request_id: self._settings.get(request_id)
+            or DrawSettings.from_extra_args(request.sampling_params.extra_args)
+            for request_id, request in zip(batch.req_ids, requests, strict=True)
+        }
+        rows = [each for each in settings.values() if each is not None]
+        if not rows or len(rows) < len(requests):
             return False
         self._metadata = metadata
-        self._settings = [each for each in settings if each is not None]
+        self._settings = dict(zip(settings, rows, strict=True))
+        self._drawing.set_rows(rows)
         self._generated = [request.output_token_ids for request in requests]
         return True
 
     def _penalties(self) -> dict[int, Penalties]:
         found = {}
-        for row, settings in enumerate(self._settings):
-            if settings.penalises:
-                prompt = self._runner.requests[self._runner.input_batch.req_ids[row]].prompt_token_ids
-                known = [token for token in self._generated[row] if token >= 0]
-                found[row] = settings.penalties(np.array(prompt or (), np.int64), known)
+        for row in self._drawing.penalised:
+            request_id = self._runner.input_batch.req_ids[row]
+            prompt = self._runner.requests[request_id].prompt_token_ids
+            known = [token for token in self._generated[row] if token >= 0]
+            found[row] = self._settings[request_id].penalties(np.array(prompt or (), np.int64), known)
         return found
 
 
@@ -104,16 +110,16 @@ class DrawingSamplerV2:
         rows = [each for each in settings if each is not None]
         if len(rows) < len(settings) or logits.shape[0] != len(settings):
             return self._own(logits, input_batch)
+        self._drawing.set_rows(rows)
         states = self._own.req_states
         # Without speculative decoding, which is never on, the host knows how many tokens every row has.
         lengths_M = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prompts_M = states.prompt_len.np[slots_M]
         penalties = {
-            row: _penalties_v2(each, states.all_token_ids.gpu[slots_M[row], : lengths_M[row]], int(prompts_M[row]))
-            for row, each in enumerate(rows)
-            if each.penalises
+            row: _penalties_v2(rows[row], states.all_token_ids.gpu[slots_M[row], : lengths_M[row]], prompts_M[row])
+            for row in self._drawing.penalised
         }
-        drawn = self._drawing.draw(logits, rows, (lengths_M - prompts_M).astype(np.int64), penalties)
+        drawn = self._drawing.draw(logits, (lengths_M - prompts_M).astype(np.int64), penalties)
         return self._output(drawn, input_batch)
 
     def _output(self, drawn: DrawnBatch, input_batch: Any) -> Any:
