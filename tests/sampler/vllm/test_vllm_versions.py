@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.sampler.vllm.vllm_model import events, logprobs, make_adapter, peft_reference, prompt, request, run
+from tests.sampler.vllm.vllm_model import BOUND, events, logprobs, make_adapter, peft_reference, prompt, request, run
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleServerError, UnsupportedError
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem
 from twinkle.sampler.received_weights import as_tensors
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 PROMPT = prompt(10, 3)
-BOUND = 3e-5
 
 
 def greedy(sampler: "VllmSampler", version: str | None) -> np.ndarray:

@@ -3,7 +3,8 @@
 Names are those of vLLM's own ``AsyncEngineArgs``; values pass through unchanged. The operator has to divide the memory,
 because trainer and engine are in separate processes that do not see each other's use. On a GPU, the model's
 ``memory_budget_gib`` limits the trainer and ``gpu_memory_utilization`` limits the engine. On CPU,
-``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top.
+``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top. Where
+vLLM's own defaults depend on the use, they are those for throughput (``max_num_seqs``, ``max_num_batched_tokens``).
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
@@ -21,11 +23,9 @@ _CPU_CACHE_BYTES = 2**30
 _SPARE_BYTES = 2**30  # GPU memory that the drivers of two processes take
 # max_loras: versions that may share a batch. max_cpu_loras: versions kept in host memory; others are read from files.
 _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
-# The worker classes by type of device; naming them must not import them.
-_WORKERS = {
-    "cpu": "twinkle.sampler.vllm.cpu_worker.DrawingCpuWorker",
-    "cuda": "twinkle.sampler.vllm.gpu_worker.DrawingGpuWorker",
-}
+# The worker classes. Naming them here must not import them: vLLM's worker for CPUs changes torch.
+_CPU_WORKER = "twinkle.sampler.vllm.cpu_worker.DrawingCpuWorker"
+_GPU_WORKER = "twinkle.sampler.vllm.gpu_worker.DrawingGpuWorker"
 # Arguments that the configuration cannot set, and why.
 _TAKEN = {
     "model": "it is the sampler's model_id",
@@ -83,7 +83,7 @@ def make_engine_args(
     elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
         raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
-    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, device, dtype), "enable_lora": adapters})
+    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype), "enable_lora": adapters})
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
@@ -100,7 +100,7 @@ def memory_beside(given: Mapping[str, object]) -> int:
     return int(torch.cuda.mem_get_info()[1] * (1 - share)) - _SPARE_BYTES
 
 
-def _ours(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
     if dtype not in names:
         raise UnsupportedError(f"the vLLM sampler has no {dtype}")
@@ -113,7 +113,7 @@ def _ours(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, ob
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
         "additional_config": server_watch.server_config(),
-        "worker_cls": _WORKERS[device.type],
+        "worker_cls": _CPU_WORKER if current_platform.is_cpu() else _GPU_WORKER,
         "worker_extension_cls": worker.IMPORT_NAME,
     }
 
