@@ -135,7 +135,7 @@ class DrawingSamplerV2:
             self._own.req_states.prefill_len.gpu,
         )
         return SamplerOutput(
-            sampled_token_ids=drawn.tokens.view(-1, 1),
+            sampled_token_ids=drawn.tokens.contiguous().unsqueeze(1),
             logprobs_tensors=_logprobs(drawn),
             num_nans=None,
             num_sampled=num_sampled,
