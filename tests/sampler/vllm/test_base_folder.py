@@ -1,39 +1,49 @@
 """The base model that vLLM reads. These tests need no vLLM."""
 
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from twinkle import hub
+from twinkle.model import Trainer
+from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.decoder.loading import load_model
 from twinkle.sampler.vllm import base_folder as module
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_random_weights_are_drawn_where_the_trainer_drew_its_own(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def tiny(model_id: str = "random://llama-tiny") -> Trainer:
+    return Trainer.from_pretrained(model_id, device="cpu", dtype="fp32", memory_budget_bytes=2**30)
+
+
+@pytest.mark.parametrize("room", ["enough", "too little"])
+@pytest.mark.parametrize("file_bytes", [2**30, 2**15])
+def test_random_weights_are_the_trainers_own(
+    room: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU and a GPU draw different numbers from one seed, and vLLM would compute with another base model."""
-    devices: list[torch.device] = []
-
-    def drawn(local: hub.LocalModel, dtype: torch.dtype, place: torch.device) -> Any:
-        devices.append(place)
-        return load_model(local, dtype, torch.device("cpu"))
-
-    monkeypatch.setattr(module, "load_model", drawn)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with module.base_folder("random://llama-tiny", torch.float32, torch.device(device), tmp_path) as folder:
-        assert (folder / "config.json").is_file()
-        assert list(folder.glob("*.safetensors"))
-    assert devices == [torch.device(device)]
+    """vLLM reads the numbers that the trainer computes with, however they were drawn."""
+    trainer = tiny()
+    with torch.no_grad():
+        for parameter in named_weights(trainer.base).values():
+            parameter.add_(0.25)  # as if another device had drawn them
+    monkeypatch.setattr(module, "_FILE_BYTES", file_bytes)
+    if room == "too little":
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    with module.base_folder(trainer, tmp_path) as folder:
+        assert (folder.parent == tmp_path) == (room == "enough")
+        assert (len(list(folder.glob("*.safetensors"))) > 1) == (file_bytes < 2**30)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        weights = named_weights(loaded)
+        for name, parameter in named_weights(trainer.base).items():
+            torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
     assert not folder.exists()
 
 
 def test_other_models_are_read_where_they_are(tmp_path: Path) -> None:
     model = load_model(hub.resolve("random://llama-tiny"), torch.float32, torch.device("cpu"))
     model.save_pretrained(tmp_path / "model")
-    with module.base_folder(str(tmp_path / "model"), torch.float32, torch.device("cpu"), tmp_path) as folder:
+    with module.base_folder(tiny(str(tmp_path / "model")), tmp_path) as folder:
         assert folder == tmp_path / "model"
     assert folder.is_dir()

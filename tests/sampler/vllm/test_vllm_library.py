@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 
-from tests.sampler.vllm.vllm_model import ENGINE_ARGS
+from tests.sampler.vllm.vllm_model import BOUND, ENGINE_ARGS
 from twinkle.data_format import SamplingParams
 from twinkle.errors import UnknownNameError
 from twinkle.model import MultiLoraTransformersModel
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.vllm
 
 PROMPTS = [{"messages": [{"role": "user", "content": text}], "user_data": [("n", "1")]} for text in ("Hello", "Bye")]
 PARAMS = SamplingParams(max_tokens=6, seed=3, logprobs=1, num_samples=2)
-BOUND = 3e-5
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.sampler.vllm.vllm_model import CONTEXT, END, VOCAB, events, prompt, request, run
 from twinkle import hub
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.sampler import Finished, Progress, Sampler
 
 pytestmark = pytest.mark.vllm
@@ -108,10 +108,19 @@ def test_mistakes(sampler: Sampler, changes: dict[str, object], params: dict[str
     assert not sampler.busy
 
 
-def test_too_many_of_the_likeliest(sampler: Sampler) -> None:
-    with pytest.raises(UnsupportedError, match="topk_sample_logprobs"):
-        sampler.submit(replace(request("r", "a", PROMPT, max_tokens=2), topk_sample_logprobs=VOCAB))
-    assert not sampler.busy
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_whole_vocabulary_can_be_reported(sampler: Sampler, stream: bool) -> None:
+    """Each token once, the drawn one with the log-probability of the sample."""
+    wanted = replace(request("r", "a", PROMPT, max_tokens=20, seed=3), topk_sample_logprobs=VOCAB, stream=stream)
+    sampler.submit(wanted)
+    finished = events(sampler)[-1]
+    assert isinstance(finished, Finished)
+    (sequence,) = finished.outcome.sequences
+    top = sequence.topk_logprobs
+    np.testing.assert_array_equal(np.sort(top.token_ids, axis=1), np.tile(np.arange(VOCAB), (20, 1)))
+    assert (np.diff(top.logprobs, axis=1) <= 0).all()
+    places = np.argsort(top.token_ids, axis=1)[np.arange(20), sequence.tokens]
+    np.testing.assert_array_equal(top.logprobs[np.arange(20), places], sequence.logprobs)
 
 
 def test_an_id_under_way(sampler: Sampler) -> None:

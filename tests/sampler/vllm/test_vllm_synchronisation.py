@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import twinkle
-from tests.sampler.vllm.vllm_model import ENGINE_ARGS, write_model
+from tests.sampler.vllm.vllm_model import BOUND, ENGINE_ARGS, write_model
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError, TwinkleServerError, UnsupportedError, UserError
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.vllm
 
 A = "a"
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-BOUND = 3e-5  # two programs in fp32; the self-check allows 1e-3
 ROW = {"input_ids": (tokens := list(range(40, 60))), "labels": [*tokens[1:], -100]}
 # Long enough for vLLM to find its first blocks in the prefix cache.
 PROMPT = {"input_ids": np.random.default_rng(0).integers(0, 256, 200).tolist()}

@@ -1,13 +1,15 @@
 """Versions never change, are complete or refused, and leave no files behind."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.sampler.vllm.vllm_model import events, logprobs, make_adapter, peft_reference, prompt, request, run
+from tests.sampler.vllm.vllm_model import BOUND, events, logprobs, make_adapter, peft_reference, prompt, request, run
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleServerError, UnsupportedError
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem
 from twinkle.sampler.received_weights import as_tensors
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 PROMPT = prompt(10, 3)
-BOUND = 3e-5
 
 
 def greedy(sampler: "VllmSampler", version: str | None) -> np.ndarray:
@@ -148,12 +149,14 @@ def test_a_head_that_vllm_would_not_apply(
 
 def test_an_adapter_that_vllm_computes_otherwise(sampler: "VllmSampler", trainer: Trainer) -> None:
     """vLLM's numbers differ as if it had ignored a module: no version is published."""
+    from twinkle.sampler.vllm.versions import AdapterWeights
+
     before = files(sampler)
     make_adapter(trainer, "whole", LoraSpec(rank=4, seed=5), seed=5)
     make_adapter(trainer, "part", LoraSpec(rank=4, seed=5, train_mlp=False), seed=5)
     sampler._scorer.publish("wrong", "whole")
     with pytest.raises(TwinkleServerError, match="does not compute this adapter as the trainer does"):
-        sampler._install("wrong", 0, lambda path: trainer.save("part", path, optimizer=False))
+        sampler._install("wrong", lambda: AdapterWeights(*trainer.peft_adapter("part", torch.float32)))
     assert "wrong" not in sampler.version_ids()
     assert "wrong" not in sampler._scorer.version_ids()
     assert files(sampler) == before
@@ -161,15 +164,21 @@ def test_an_adapter_that_vllm_computes_otherwise(sampler: "VllmSampler", trainer
         trainer.remove_adapter(name)
 
 
-def test_what_cannot_be_published(sampler: "VllmSampler", trainer: Trainer, tmp_path: Path) -> None:
+def test_what_cannot_be_published(
+    sampler: "VllmSampler", trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.create_adapter("wide", LoraSpec(rank=64, seed=1))
     with pytest.raises(UnsupportedError, match=r"rank: the adapter has 64.*32 at most.*engine_args.max_lora_rank"):
         sampler.publish("wide", "wide")
     trainer.remove_adapter("wide")
     with pytest.raises(CheckpointError):
         sampler.load_version("nothing", str(tmp_path))
+    before = files(sampler)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**20, 2**20, 1000))
     with pytest.raises(CapacityError, match=r"MiB left for versions.*memory_dir"):
-        sampler._files.write(2**60, lambda path: None, frozenset())
+        sampler.publish("large", "a")
+    assert files(sampler) == before
+    assert "large" not in sampler._scorer.version_ids()
 
 
 def test_a_version_that_could_not_be_written_can_be_tried_again(
@@ -198,10 +207,10 @@ def test_where_versions_lie(tmp_path: Path) -> None:
     from twinkle.sampler.vllm.versions import VersionFiles
 
     with pytest.raises(InvalidInputError, match="memory_dir"):
-        VersionFiles(tmp_path / "missing")
+        VersionFiles(tmp_path / "missing", torch.float32)
     left_behind = tmp_path / f"twinkle-vllm-{2**30}-x"
     left_behind.mkdir()
-    files = VersionFiles(tmp_path)
+    files = VersionFiles(tmp_path, torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == [files.root.name]
-    assert VersionFiles(tmp_path).root != files.root
+    assert VersionFiles(tmp_path, torch.float32).root != files.root
     assert files.root.exists()

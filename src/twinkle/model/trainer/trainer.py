@@ -400,6 +400,18 @@ class Trainer:
         named = checkpoint.named_tensors(adapter.weights_P, adapter.layout, adapter.ranks)
         return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
+    def peft_adapter(self, adapter_id: str, dtype: torch.dtype) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """Return an adapter as :meth:`save` writes it: its adapter_config.json, and copies of its weights on the host.
+
+        dtype: that of the copies. Weights are rounded on the device, which is faster than copying all their bits.
+        """
+        adapter = self._pool.get(adapter_id)
+        modules = short_names(adapter.layout.targets, self.architecture)
+        config = peft_config(adapter.spec, modules, self.base_name, [each.name for each in adapter.layout.targets])
+        row_P = adapter.weights_P.to(dtype)
+        host_P = torch.empty(row_P.shape, dtype=dtype, pin_memory=row_P.is_cuda).copy_(row_P)
+        return config, checkpoint.named_tensors(host_P, adapter.layout, adapter.ranks)
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:

@@ -2,8 +2,11 @@
 
 base_folder     the folder of the base model
 engine_args     engine arguments: those that the configuration may set, and those that we set
-processor       our own drawing, run inside vLLM: the same noise, truncation and log-probabilities as the torch sampler
-message         how a drawn token is encoded in the log-probabilities that vLLM reports
+batch_drawing   our own drawing, run inside vLLM: the same noise, truncation and log-probabilities as the torch sampler
+samplers        this drawing in place of vLLM's own, in both of its model runners
+gpu_worker      vLLM's worker processes on GPUs, with our drawing
+cpu_worker      the same on CPUs
+worker          methods of worker processes that replace the weights of the base model
 engine          vLLM's asynchronous engine on a thread of its own
 versions        adapter versions as files in memory, each under its own name
 requests        an active request: the tokens of its samples, stop strings, streaming

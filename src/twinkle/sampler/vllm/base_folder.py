@@ -1,33 +1,61 @@
 """The folder of the base model as vLLM reads it. This module does not import vLLM."""
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from twinkle import hub
-from twinkle.model.decoder.loading import load_model
+from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.trainer.trainer import Trainer
+
+_FILE_BYTES = 2**30  # weights in one file
+_SPARE_BYTES = 2**28
 
 
 @contextmanager
-def base_folder(model_id: str, dtype: torch.dtype, device: torch.device, directory: Path) -> Iterator[Path]:
-    """Yield a folder with the base model as vLLM reads it.
+def base_folder(trainer: Trainer, directory: Path) -> Iterator[Path]:
+    """Yield a folder with the trainer's base model as vLLM reads it.
 
-    A model with random weights exists only in memory: it is written into ``directory``, and removed at the end. Its
-    weights are drawn on ``device``, the trainer's, because a CPU and a GPU draw different numbers from one seed.
+    A model with random weights exists only in memory. The trainer's own weights are written, because a CPU and a GPU,
+    or two versions of torch, draw different numbers from one seed. The files are in ``directory``, or in the system's
+    temporary directory if that has too little room, and are removed at the end.
     """
-    local = hub.resolve(model_id)
+    local = hub.resolve(trainer.model_id)
     if local.random_seed is None:
         yield local.path
         return
-    written = directory / "base"
-    load_model(local, dtype, device).save_pretrained(written)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine's process needs the memory of this copy
-    try:
-        yield written
-    finally:
-        for path in written.iterdir():
-            path.unlink()
-        written.rmdir()
+    weights = {name: parameter.detach() for name, parameter in named_weights(trainer.base).items()}
+    size = sum(tensor.nbytes for tensor in weights.values())
+    fits = shutil.disk_usage(directory).free > size + _SPARE_BYTES
+    with tempfile.TemporaryDirectory(prefix="base-", dir=directory if fits else None) as name:
+        folder = Path(name)
+        shutil.copytree(local.path, folder, dirs_exist_ok=True)
+        _write_weights(weights, folder)
+        yield folder
+
+
+def _write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the weights in files of about 1 GiB, and the index that says which file has which."""
+    files: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if files[-1] and size + tensor.nbytes > _FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    places: dict[str, str] = {}
+    for number, tensors in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"}
+        )
+        places |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -8,17 +8,22 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from twinkle.errors import TwinkleServerError
+from twinkle.model.types import FloatArray, IntArray
+from twinkle.sampler.types import TopLogprobs
 
 T = TypeVar("T")
 
@@ -27,21 +32,26 @@ _CLOSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Reported:
-    """One token as vLLM reports it. ``logprobs``: log-probabilities by token id, without infinite ones."""
-
-    token: int
-    logprobs: dict[int, float]
-
-
-@dataclass(frozen=True)
 class NewTokens:
-    """New tokens of a generation. ``finish``: vLLM's finish reason, set on the last piece."""
+    """New tokens of a generation. ``finish``: vLLM's finish reason, set on the last piece.
+
+    ``logprobs``: NaN where the model's logits were not finite. ``tops``: for each token, the likeliest tokens with
+    their log-probabilities, likeliest first, if the generation reports any.
+    """
 
     number: int
-    tokens: tuple[Reported, ...]
+    tokens: IntArray
+    logprobs: FloatArray
+    tops: TopLogprobs | None
     finish: str | None
     cached_prompt_tokens: int
+
+    def first(self, count: int) -> "NewTokens":
+        """Return the piece with its first ``count`` tokens only."""
+        if count == len(self.tokens):
+            return self
+        tops = self.tops and TopLogprobs(self.tops.token_ids[:count], self.tops.logprobs[:count])
+        return replace(self, tokens=self.tokens[:count], logprobs=self.logprobs[:count], tops=tops)
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,9 @@ class Engine:
 
     async def _serve(self, args: AsyncEngineArgs, ready: "Future[AsyncLLM]") -> None:
         try:
-            llm = AsyncLLM.from_engine_args(args)
+            # vLLM's defaults for throughput: most sequences and tokens of a step. Its defaults for an engine alone are
+            # 128 sequences and 2048 tokens on any device.
+            llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for it
             ready.set_exception(error)
             return
@@ -207,7 +219,7 @@ class Engine:
     ) -> None:
         try:
             async for output in self._llm.generate(prompt, params, str(number), lora_request=lora):
-                self._arrived.put(_piece(number, output))
+                self._arrived.put(_piece(number, output, params.logprobs))
         except Exception as error:  # noqa: BLE001 - any error fails only its own request
             broken = _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}")
             self._arrived.put(Failed(number, broken))
@@ -216,7 +228,7 @@ class Engine:
         self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
     ) -> NewTokens:
         outputs = [out async for out in self._llm.generate(prompt, params, str(number), lora_request=lora)]
-        return _piece(number, outputs[-1])
+        return _piece(number, outputs[-1], params.logprobs)
 
 
 def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
@@ -224,13 +236,31 @@ def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
     return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # vLLM refuses an empty salt
 
 
-def _piece(number: int, output: Any) -> NewTokens:
+def _piece(number: int, output: Any, top: int) -> NewTokens:
     completion = output.outputs[0]
-    tokens = tuple(
-        Reported(token, {other: entry.logprob for other, entry in entries.items() if entry.logprob > -float("inf")})
-        for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True)
-    )
-    return NewTokens(number, tokens, completion.finish_reason, output.num_cached_tokens or 0)
+    reported: FlatLogprobs = completion.logprobs
+    tokens = np.array(completion.token_ids, np.int64)
+    assert len(tokens) == len(reported.start_indices), "vLLM reports log-probabilities for every position"
+    # The first entry of each position is the drawn token.
+    logprobs = np.array([reported.logprobs[start] for start in reported.start_indices], np.float32)
+    tops = _tops(reported, top) if top else None
+    return NewTokens(number, tokens, logprobs, tops, completion.finish_reason, output.num_cached_tokens or 0)
+
+
+def _tops(reported: FlatLogprobs, top: int) -> TopLogprobs:
+    """Return the likeliest tokens of each position.
+
+    Where vLLM joins pieces that arrived before they were fetched, a drawn token that is among the likeliest ones is
+    reported once, first; elsewhere it is reported twice.
+    """
+    ids = np.zeros((len(reported.start_indices), top), np.int64)
+    logprobs = np.full(ids.shape, -np.inf, np.float32)
+    for place, (start, end) in enumerate(zip(reported.start_indices, reported.end_indices, strict=True)):
+        entries = dict(zip(reported.token_ids[start:end], reported.logprobs[start:end], strict=True))
+        likeliest = sorted(entries.items(), key=lambda entry: -entry[1])[:top]
+        ids[place] = [token for token, _ in likeliest]
+        logprobs[place] = [value for _, value in likeliest]
+    return TopLogprobs(ids, logprobs)
 
 
 def _died() -> TwinkleServerError:

@@ -3,26 +3,29 @@
 Names are those of vLLM's own ``AsyncEngineArgs``; values pass through unchanged. The operator has to divide the memory,
 because trainer and engine are in separate processes that do not see each other's use. On a GPU, the model's
 ``memory_budget_gib`` limits the trainer and ``gpu_memory_utilization`` limits the engine. On CPU,
-``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top.
+``kv_cache_memory_bytes`` is the size of the engine's cache (default 1 GiB); its copy of the weights comes on top. Where
+vLLM's own defaults depend on the use, they are those for throughput (``max_num_seqs``, ``max_num_batched_tokens``).
 """
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Mapping
 
 import torch
 from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.validation import MAX_WIDTH
-from twinkle.sampler.vllm import message, worker
-from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
+from twinkle.sampler.vllm import server_watch, worker
 
 _CPU_CACHE_BYTES = 2**30
 _SPARE_BYTES = 2**30  # GPU memory that the drivers of two processes take
 # max_loras: versions that may share a batch. max_cpu_loras: versions kept in host memory; others are read from files.
 _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
+# The worker classes. Naming them here must not import them: vLLM's worker for CPUs changes torch.
+_CPU_WORKER = "twinkle.sampler.vllm.cpu_worker.DrawingCpuWorker"
+_GPU_WORKER = "twinkle.sampler.vllm.gpu_worker.DrawingGpuWorker"
 # Arguments that the configuration cannot set, and why.
 _TAKEN = {
     "model": "it is the sampler's model_id",
@@ -34,7 +37,7 @@ _TAKEN = {
     "lora_dtype": "it is the trainer's, so that both compute the same",
     "lora_target_modules": "an adapter is applied whole or not at all",
     "logprobs_mode": "log-probabilities are of the tempered distribution over the whole vocabulary, by our own drawing",
-    "logits_processors": "the sampler draws tokens with a processor of its own",
+    "logits_processors": "the sampler draws tokens by itself",
     "max_logprobs": "it follows from the sampler's own limits",
     "speculative_config": "it does not work with the sampler's own drawing",
     "generation_config": "each request has its own sampling parameters",
@@ -43,6 +46,7 @@ _TAKEN = {
     "convert": "the engine only generates",
     "disable_log_stats": "the server has its own statistics",
     "additional_config": "the server uses it to pass its process id to vLLM's processes",
+    "worker_cls": "the sampler uses it to draw tokens",
     "worker_extension_cls": "the sampler uses it to replace weights",
 }
 
@@ -105,11 +109,11 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "dtype": names[dtype],
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
-        "logits_processors": [IMPORT_NAME],
-        "max_logprobs": MAX_WIDTH + message.OVERHEAD,
+        "max_logprobs": MAX_WIDTH,
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
-        "additional_config": {SERVER: os.getpid()},
+        "additional_config": server_watch.server_config(),
+        "worker_cls": _CPU_WORKER if current_platform.is_cpu() else _GPU_WORKER,
         "worker_extension_cls": worker.IMPORT_NAME,
     }
 

@@ -1,5 +1,6 @@
 """Active requests of the vLLM sampler: the tokens that vLLM has generated for each sample so far."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,21 +8,31 @@ from vllm import SamplingParams as EngineParams
 from vllm.sampling_params import RequestOutputKind
 
 from twinkle.errors import NonFiniteError, TwinkleServerError
+from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.torch_sampler.jobs import Tokenizer, holds_one_of, longest_match
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
-from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm.batch_drawing import DrawSettings
 from twinkle.sampler.vllm.engine import NewTokens
-from twinkle.sampler.vllm.message import Told
-from twinkle.sampler.vllm.processor import DrawSettings
 from twinkle.sampler.vllm.versions import Version
 
 
 @dataclass(eq=False)
 class Sample:
+    """One sample of a request. ``pieces``: its tokens as they have arrived, without those after its end."""
+
     index: int
-    told: list[Told] = field(default_factory=list)
+    pieces: list[NewTokens] = field(default_factory=list)
     stop_reason: StopReason | None = None
+
+    def last_tokens(self, count: int) -> list[int]:
+        """Return the newest tokens, at most ``count``."""
+        newest: list[int] = []
+        for piece in reversed(self.pieces):
+            newest = piece.tokens[-(count - len(newest)) :].tolist() + newest
+            if len(newest) == count:
+                break
+        return newest
 
 
 @dataclass(eq=False)
@@ -50,7 +61,7 @@ class Request:
         return not self.numbers and not self.unscored
 
     def engine_params(self, sample: Sample) -> EngineParams:
-        """Return vLLM's parameters of a sample: greedy for vLLM, with the real settings for our processor."""
+        """Return vLLM's parameters of a sample: greedy for vLLM, with the real settings for our sampler."""
         checked, params = self.checked, self.checked.params
         top = checked.topk_sample_logprobs
         draw = DrawSettings(
@@ -73,31 +84,24 @@ class Request:
         sample = self.numbers[piece.number]
         if sample.index == 0:
             self.cached_prompt_tokens = max(self.cached_prompt_tokens, piece.cached_prompt_tokens)
-        before = len(sample.told)
-        for reported in piece.tokens:
-            told = message.read(reported.token, reported.logprobs, self.checked.topk_sample_logprobs)
-            if not told.finite:
-                raise NonFiniteError("the model's logits hold NaN or infinity for this prompt and version")
-            sample.told.append(told)
-            if self._ends(sample):
-                sample.stop_reason = "stop"
-                break
+        if np.isnan(piece.logprobs).any():
+            raise NonFiniteError("the model's logits hold NaN or infinity for this prompt and version")
+        fresh = self._until_end(sample, piece)
         if sample.stop_reason is None and piece.finish is not None:
             if piece.finish not in ("stop", "length"):
                 raise TwinkleServerError(f"vLLM ended a sample by itself: {piece.finish}")
             sample.stop_reason = "length"
         if sample.stop_reason is not None:
             del self.numbers[piece.number]
-        fresh = sample.told[before:]
-        if not self.checked.stream or not fresh:
+        if not self.checked.stream or not len(fresh.tokens):
             return []
-        return [Progress(self.checked.request_id, sample.index, *self._arrays(fresh), sample.stop_reason)]
+        return [Progress(self.checked.request_id, sample.index, *_arrays([fresh]), sample.stop_reason)]
 
     def result(self) -> SampleResult:
         sequences = []
         for sample in self.samples:
             assert sample.stop_reason is not None, "every sample of a result has ended"
-            tokens, logprobs, top = self._arrays(sample.told)
+            tokens, logprobs, top = _arrays(sample.pieces)
             sequences.append(SampledSequence(tokens, logprobs, sample.stop_reason, top))
         scores = self.scores or SampleResult([])
         return SampleResult(
@@ -109,33 +113,53 @@ class Request:
             cached_prompt_tokens=self.cached_prompt_tokens,
         )
 
-    def _ends(self, sample: Sample) -> bool:
-        """Return whether the newest token ends the sample. vLLM itself stops at end tokens, not at stop strings."""
-        if sample.told[-1].token in self.end_tokens:
-            return True
+    def _until_end(self, sample: Sample, piece: NewTokens) -> NewTokens:
+        """Store the tokens of a piece up to the one that ends the sample, if one does, and return them."""
+        ends = np.flatnonzero(np.isin(piece.tokens, list(self.end_tokens)))
+        length = int(ends[0]) + 1 if len(ends) else len(piece.tokens)
+        found = self._length_to_stop_string(sample, piece.tokens[:length])
+        if found is not None or len(ends):
+            sample.stop_reason = "stop"
+        fresh = piece.first(length if found is None else found)
+        sample.pieces.append(fresh)
+        return fresh
+
+    def _length_to_stop_string(self, sample: Sample, tokens: IntArray) -> int | None:
+        """Return how many of these new tokens complete a stop string, or None. vLLM itself sees end tokens only."""
         strings, tokenizer = self.checked.params.stop_strings, self.tokenizer
         if not strings or tokenizer is None:
-            return False
-        return holds_one_of(strings, [told.token for told in sample.told[-longest_match(strings) :]], tokenizer)
+            return None
+        longest = longest_match(strings)
+        before = sample.last_tokens(longest)
+        for length in range(1, len(tokens) + 1):
+            newest = [*before, *tokens[:length].tolist()][-longest:]
+            if holds_one_of(strings, newest, tokenizer):
+                return length
+        return None
 
-    def _arrays(self, told: list[Told]) -> tuple["np.ndarray", "np.ndarray", TopLogprobs | None]:
-        tokens = np.array([each.token for each in told], np.int64)
-        logprobs = np.array([each.logprob for each in told], np.float32)
-        if not self.checked.topk_sample_logprobs:
-            return tokens, logprobs, None
-        shape = (len(told), self.checked.topk_sample_logprobs)
-        entries = np.array([each.top for each in told], np.float64).reshape(*shape, 2)
-        return tokens, logprobs, TopLogprobs(entries[..., 0].astype(np.int64), entries[..., 1].astype(np.float32))
+
+def _arrays(pieces: Sequence[NewTokens]) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
+    """Join the pieces of a sample."""
+    tokens = np.concatenate([np.empty(0, np.int64), *(piece.tokens for piece in pieces)])
+    logprobs = np.concatenate([np.empty(0, np.float32), *(piece.logprobs for piece in pieces)])
+    tops = [piece.tops for piece in pieces if piece.tops is not None]
+    if not tops:
+        return tokens, logprobs, None
+    ids = np.concatenate([each.token_ids for each in tops])
+    return tokens, logprobs, TopLogprobs(ids, np.concatenate([each.logprobs for each in tops]))
 
 
 def engine_params(draw: DrawSettings, max_tokens: int, end_tokens: frozenset[int], *, watched: bool) -> EngineParams:
     """Return vLLM's parameters. ``watched``: report tokens as they are generated instead of all at the end."""
     return EngineParams(
-        temperature=0.0,
+        temperature=0.0,  # vLLM's own sampling is not used
+        # Any penalty makes vLLM keep the generated tokens for us; its number is not used.
+        presence_penalty=1.0 if draw.penalises else 0.0,
         max_tokens=max_tokens,
         stop_token_ids=sorted(end_tokens),
         ignore_eos=True,  # end_tokens holds the model's own end tokens where they apply
-        logprobs=draw.top + message.OVERHEAD,
+        logprobs=draw.top,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,
         extra_args=draw.to_extra_args(),

@@ -11,27 +11,23 @@ At the start, each kind of module is tried by itself with made-up weights, so th
 apply LoRA are known by name. Shapes: S steps, k likeliest tokens, T prompt.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import Target
 from twinkle.model.decoder.targets import short_names
 from twinkle.model.types import FloatArray, IntArray, LoraSpec
 from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
-from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm.batch_drawing import DrawSettings
 from twinkle.sampler.vllm.engine import Engine
-from twinkle.sampler.vllm.processor import DrawSettings
 from twinkle.sampler.vllm.requests import engine_params
+from twinkle.sampler.vllm.versions import AdapterWeights
 
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 _OF_CHANGE = 0.1
@@ -82,7 +78,7 @@ class SelfCheck:
         self._engine = engine
         self._score = score
         self._bound = _BOUNDS[dtype]
-        self._top = min(_TOP, vocab_size - message.OVERHEAD)
+        self._top = min(_TOP, vocab_size)
         self._probe = (np.arange(_PROBE) * 7919 + 13) % vocab_size
 
     def compare(self, lora: LoRARequest | None, version_id: str | None, *, change: bool = False) -> Difference:
@@ -102,12 +98,10 @@ class SelfCheck:
         draw = DrawSettings(temperature=1.0, top_k=-1, top_p=1.0, seed=0, sample=0, top=self._top)
         params = engine_params(draw, _STEPS, frozenset(), watched=False)
         piece = self._engine.generate(self._probe.tolist(), params, lora)
-        told = [message.read(reported.token, reported.logprobs, self._top) for reported in piece.tokens]
-        if not all(each.finite for each in told):
+        if np.isnan(piece.logprobs).any():
             return np.zeros(_STEPS, np.int64), np.zeros((_STEPS, 1), np.int64), np.full((_STEPS, 1), np.nan, np.float32)
-        top = np.array([each.top for each in told])
-        tokens_S = np.array([each.token for each in told], np.int64)
-        return tokens_S, top[..., 0].astype(np.int64), top[..., 1].astype(np.float32)
+        assert piece.tops is not None, "they were asked for"
+        return piece.tokens, piece.tops.token_ids, piece.tops.logprobs
 
     def _expected(self, version_id: str | None, tokens_S: IntArray, ids_Sk: IntArray) -> FloatArray:
         prompt_T = np.concatenate([self._probe, tokens_S])
@@ -120,11 +114,11 @@ class SelfCheck:
         return scores[-_STEPS:]
 
 
-def made_up_adapters(architecture: Architecture, kind: str) -> Iterator[Callable[[Path], None]]:
-    """Yield functions that each write an adapter on the modules called ``kind``, with growing weights."""
+def made_up_adapters(architecture: Architecture, kind: str) -> Iterator[AdapterWeights]:
+    """Yield adapters on the modules called ``kind``, with growing weights."""
     targets = tuple(each for each in (*architecture.linear, architecture.head) if _kind(each) == kind)
     for size in _SIZES:
-        yield lambda directory, size=size: _write(directory, targets, architecture, size)  # type: ignore[misc]
+        yield _made_up(targets, architecture, size)
 
 
 def kinds(architecture: Architecture) -> list[str]:
@@ -135,7 +129,7 @@ def _kind(target: Target) -> str:
     return target.name.rpartition(".")[2]
 
 
-def _write(directory: Path, targets: tuple[Target, ...], architecture: Architecture, size: float) -> None:
+def _made_up(targets: tuple[Target, ...], architecture: Architecture, size: float) -> AdapterWeights:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for target in targets:
@@ -143,10 +137,8 @@ def _write(directory: Path, targets: tuple[Target, ...], architecture: Architect
         scale = target.in_features**-0.5
         tensors[f"{name}.lora_A.weight"] = torch.randn(_RANK, target.in_features, generator=generator) * scale
         tensors[f"{name}.lora_B.weight"] = torch.randn(target.out_features, _RANK, generator=generator) * size
-    directory.mkdir()
-    save_file(tensors, directory / WEIGHTS)
     config = peft_config(LoraSpec(rank=_RANK), short_names(targets, architecture), "")
-    (directory / CONFIG).write_text(json.dumps(config))
+    return AdapterWeights(config, tensors)
 
 
 def _mean(differences: FloatArray) -> float:

@@ -1,17 +1,27 @@
 """Ends vLLM's processes when the server's process is gone, even if that was killed and could not shut them down.
 
-Without this, vLLM would leave its processes behind, with all their memory. Each process that runs our logits processor
-watches the server and kills itself; vLLM's other processes end when they notice that.
+Without this, vLLM would leave its processes behind, with all their memory. Each worker process watches the server and
+kills itself; vLLM's other processes end when they notice that.
 """
 
 import os
 import select
 import signal
+from collections.abc import Mapping
 from threading import Thread
 
+# The entry of vLLM's additional_config with the process id of the server that started vLLM.
+_SERVER = "twinkle_server"
 
-def end_with(server: int) -> None:
-    """Start a thread that kills this process as soon as the process with the id ``server`` is gone."""
+
+def server_config() -> dict[str, int]:
+    """Return vLLM's additional_config for workers that end with this process."""
+    return {_SERVER: os.getpid()}
+
+
+def end_with_server(additional_config: Mapping[str, int]) -> None:
+    """Start a thread that kills this process as soon as the server's process is gone."""
+    server = additional_config[_SERVER]
     Thread(target=_wait_and_end, args=(server,), name="server-watch", daemon=True).start()
 
 

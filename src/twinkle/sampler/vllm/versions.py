@@ -2,13 +2,15 @@
 
 vLLM's caches go by name: if a version changed under the same name, vLLM would use cached prefixes of the old weights.
 Files stay as long as vLLM may need them, because it reads them again after it has dropped a version from its memory.
+Weights are written once, in the precision in which vLLM computes: it would round them in the same way while it reads,
+and nothing is decoded meanwhile.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,6 +24,14 @@ from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, with_one_rank
 
 _PREFIX = "twinkle-vllm-"
 _SPARE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter in memory: the contents of its adapter_config.json, and its weights on the host by PEFT's names."""
+
+    config: Mapping[str, object]
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -41,7 +51,8 @@ class Version:
 class VersionFiles:
     """A private directory of this process for version files. It is made in ``place``, which should be a tmpfs."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, dtype: torch.dtype) -> None:
+        """``dtype``: the precision in which vLLM computes with adapters."""
         if not place.is_dir():
             allowed = "a directory in memory (a tmpfs), where vLLM's processes find the versions"
             raise InvalidInputError("memory_dir", str(place), allowed)
@@ -50,15 +61,18 @@ class VersionFiles:
             self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
         except OSError as error:
             raise TwinkleServerError(f"memory_dir: cannot write to {place}: {error}") from error
+        self._dtype = dtype
         self._numbers = count(1)
 
-    def write(self, size: int, write: Callable[[Path], None], unapplied: frozenset[str]) -> Version:
-        """Make a new version from a directory in PEFT's format, which ``write`` fills with about ``size`` bytes.
+    def write(self, adapter: AdapterWeights, unapplied: frozenset[str]) -> Version:
+        """Make a new version.
 
         unapplied: names of modules on which vLLM cannot apply LoRA. A version with LoRA on them is refused unless that
         LoRA has no effect.
         """
-        free = shutil.disk_usage(self.root).free
+        config, tensors = _without_modules(_with_one_rank(adapter), unapplied)
+        tensors = {name: tensor.to(self._dtype).contiguous() for name, tensor in tensors.items()}
+        size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.root).free
         if size + _SPARE_BYTES > free:
             raise CapacityError(
                 f"{self.root.parent} has {free / 2**20:.0f} MiB left for versions, {size / 2**20:.0f} are needed: "
@@ -66,15 +80,14 @@ class VersionFiles:
             )
         number = next(self._numbers)
         directory = self.root / f"v{number}"
+        directory.mkdir()
         try:
-            write(directory)
-            _remove_patterns(directory)
-            modules = _leave_out(directory, unapplied)
+            (directory / CONFIG).write_text(json.dumps(config, default=sorted))  # PEFT has sets of names
+            save_file(tensors, directory / WEIGHTS)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        lora = LoRARequest(directory.name, number, str(directory)) if modules else None
-        return Version(lora, directory)
+        return Version(LoRARequest(directory.name, number, str(directory)) if tensors else None, directory)
 
     def remove(self, version: Version) -> None:
         shutil.rmtree(version.directory, ignore_errors=True)
@@ -83,31 +96,11 @@ class VersionFiles:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def copy_version(source: Path, directory: Path) -> None:
-    """Copy the files that vLLM reads, without tensors that PEFT may have saved beside the LoRA weights."""
-    directory.mkdir()
-    shutil.copyfile(source / CONFIG, directory / CONFIG)
+def read_adapter(source: Path) -> AdapterWeights:
+    """Read an adapter in PEFT's format, without tensors that PEFT may have saved beside the LoRA weights."""
     tensors = load_file(source / WEIGHTS)
-    save_file({name: tensor for name, tensor in tensors.items() if ".lora_" in name}, directory / WEIGHTS)
-
-
-def write_version(config: Mapping[str, object], weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write the files that vLLM reads from weights in memory."""
-    directory.mkdir()
-    (directory / CONFIG).write_text(json.dumps(config, default=sorted))  # PEFT has sets of names
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
-
-
-def _remove_patterns(directory: Path) -> None:
-    """Rewrite a version whose modules have different ranks or alphas; vLLM knows one rank and one alpha of an adapter.
-
-    This changes the result by rounding only.
-    """
-    config = json.loads((directory / CONFIG).read_text())
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        plain, tensors = with_one_rank(config, load_file(directory / WEIGHTS))
-        save_file(tensors, directory / WEIGHTS)
-        (directory / CONFIG).write_text(json.dumps(plain))
+    lora = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+    return AdapterWeights(json.loads((source / CONFIG).read_text()), lora)
 
 
 def require_rank(rank: int, most: int) -> None:
@@ -118,12 +111,24 @@ def require_rank(rank: int, most: int) -> None:
         )
 
 
-def _leave_out(directory: Path, unapplied: frozenset[str]) -> bool:
-    """Remove modules on which vLLM cannot apply LoRA and whose LoRA has no effect. Return whether any module is left.
+def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:
+    """Return an adapter whose modules have one rank and one alpha, because vLLM knows one of each.
 
-    LoRA has no effect while its B is zero. Raise UnsupportedError if LoRA on one of these modules has an effect.
+    This changes the result by rounding only.
     """
-    tensors = load_file(directory / WEIGHTS)
+    if not (adapter.config.get("rank_pattern") or adapter.config.get("alpha_pattern")):
+        return adapter
+    return AdapterWeights(*with_one_rank(adapter.config, adapter.tensors))
+
+
+def _without_modules(
+    adapter: AdapterWeights, unapplied: frozenset[str]
+) -> tuple[Mapping[str, object], Mapping[str, torch.Tensor]]:
+    """Remove modules on which vLLM cannot apply LoRA and whose LoRA has no effect, which it has not while B is zero.
+
+    Raise UnsupportedError if LoRA on one of these modules has an effect.
+    """
+    config, tensors = adapter.config, adapter.tensors
     by_module: dict[str, list[str]] = {}
     for name in tensors:
         by_module.setdefault(name.rpartition(".lora_")[0].rpartition(".")[2], []).append(name)
@@ -134,13 +139,13 @@ def _leave_out(directory: Path, unapplied: frozenset[str]) -> bool:
             f"vLLM does not apply LoRA on {', '.join(felt)} of this model: train without it "
             "(train_unembed=False where it is the head), or use sampler_type torch"
         )
-    if dropped:
-        gone = {name for one in dropped for name in by_module[one]}
-        save_file({name: tensor for name, tensor in tensors.items() if name not in gone}, directory / WEIGHTS)
-        config = json.loads((directory / CONFIG).read_text())
-        config["target_modules"] = [one for one in config["target_modules"] if one.rpartition(".")[2] not in dropped]
-        (directory / CONFIG).write_text(json.dumps(config))
-    return len(by_module) > len(dropped)
+    if not dropped:
+        return config, tensors
+    gone = {name for one in dropped for name in by_module[one]}
+    modules = config["target_modules"]
+    assert isinstance(modules, Iterable), "PEFT's config has a list or a set of names"
+    kept = [one for one in modules if one.rpartition(".")[2] not in dropped]
+    return {**config, "target_modules": kept}, {name: each for name, each in tensors.items() if name not in gone}
 
 
 def _is_felt(name: str, tensor: torch.Tensor) -> bool:

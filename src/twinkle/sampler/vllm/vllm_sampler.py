@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from twinkle.environment import set_variable_defaults
@@ -40,17 +41,15 @@ from twinkle.sampler.vllm.engine_args import make_engine_args
 from twinkle.sampler.vllm.engine_weights import EngineWeights
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
-from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank, write_version
+from twinkle.sampler.vllm.versions import AdapterWeights, Version, VersionFiles, read_adapter, require_rank
 
 MEMORY_DIR = Path("/dev/shm")
 WAKE_TAGS = ("weights", "kv_cache")  # what sleep frees, by vLLM's names
 _WAIT_SECONDS = 0.02
 _SCORED_AT_ONCE = 16  # prompts
-# "spawn", because a server has threads when vLLM starts its processes; V1 runner, because V2 does not support our
-# logits processor.
+# "spawn", because a server has threads when vLLM starts its processes.
 _VARIABLES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -85,8 +84,8 @@ class VllmSampler:
         self._requests: dict[str, Request] = {}
         self._by_number: dict[int, Request] = {}
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
-        self._files = VersionFiles(memory_dir)
-        with base_folder(trainer.model_id, trainer.dtype, trainer.device, self._files.root) as folder:
+        self._files = VersionFiles(memory_dir, trainer.dtype)
+        with base_folder(trainer, self._files.root) as folder:
             args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype, adapters=adapters)
             self._max_rank = int(args.max_lora_rank) if adapters else 0
             self._engine = Engine(args)
@@ -178,24 +177,24 @@ class VllmSampler:
         self._require_rank(self._trainer.spec(adapter_id).largest_rank)
         self._require_new(version_id)
         self._scorer.publish(version_id, adapter_id)
-        size = sum(array.nbytes for array in self._trainer.weights(adapter_id).values())
-        self._install(version_id, size, lambda path: self._trainer.save(adapter_id, path, optimizer=False))
+        # Ranks and scalings of single modules are made equal before weights are rounded.
+        spec, dtype = self._trainer.spec(adapter_id), self._trainer.dtype
+        precision = torch.float32 if spec.rank_pattern or spec.alpha_pattern else dtype
+        self._install(version_id, lambda: AdapterWeights(*self._trainer.peft_adapter(adapter_id, precision)))
 
     def load_version(self, version_id: str, directory: str) -> None:
         source = Path(directory)
         self._require_rank(checkpoint.read_spec(source).largest_rank)
         self._require_new(version_id)
         self._scorer.load_version(version_id, directory)
-        size = (source / checkpoint.WEIGHTS).stat().st_size
-        self._install(version_id, size, lambda path: copy_version(source, path))
+        self._install(version_id, lambda: read_adapter(source))
 
     def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
         """Add a version from weights of another process, named as PEFT does, and their adapter_config.json."""
         self.check_adapter(config)
         self._require_new(version_id)
         self._scorer.receive_version(version_id, config, weights)
-        size = sum(tensor.nbytes for tensor in weights.values())
-        self._install(version_id, size, lambda path: write_version(config, weights, path))
+        self._install(version_id, lambda: AdapterWeights(config, {name: each.cpu() for name, each in weights.items()}))
 
     def check_adapter(self, config: Mapping[str, object]) -> None:
         """Raise if vLLM was not started for an adapter with this adapter_config.json."""
@@ -222,9 +221,6 @@ class VllmSampler:
         self._require_awake()
         self.base.require_whole()
         checked = check_request(request, self._limits)
-        if checked.topk_sample_logprobs > self._limits.vocab_size - 2:
-            allowed = f"at most {self._limits.vocab_size - 2} of this vocabulary with sampler_type vllm"
-            raise UnsupportedError(f"topk_sample_logprobs: got {checked.topk_sample_logprobs}, allowed: {allowed}")
         scores = _wants_scores(checked)
         if scores:
             self._scorer.submit(_scoring(checked, request.version_id))
@@ -273,11 +269,11 @@ class VllmSampler:
         if version_id in self._versions:
             raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
 
-    def _install(self, version_id: str, size: int, write: Callable[[Path], None]) -> None:
+    def _install(self, version_id: str, read: Callable[[], AdapterWeights]) -> None:
         """Add a version that the scorer already has to vLLM, and compare the two."""
         with ExitStack() as undo:  # undo on any exception, including those of a full disk
             undo.callback(self._scorer.retire, version_id)
-            version = self._files.write(size, write, self._unapplied)
+            version = self._files.write(read(), self._unapplied)
             undo.callback(self._discard, version)
             if version.lora is not None:
                 self._engine.add_lora(version.lora)
@@ -312,8 +308,8 @@ class VllmSampler:
         False also if it refuses to load such an adapter, or if no made-up weights have an effect that can be measured.
         """
         name = f"self-check {kind}"
-        for write in made_up_adapters(self._trainer.architecture, kind):
-            version = self._files.write(0, write, frozenset())
+        for adapter in made_up_adapters(self._trainer.architecture, kind):
+            version = self._files.write(adapter, frozenset())
             self._scorer.load_version(name, str(version.directory))
             try:
                 assert version.lora is not None, "it has weights"

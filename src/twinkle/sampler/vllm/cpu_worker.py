@@ -1,0 +1,20 @@
+"""vLLM's worker for CPUs, with our drawing. vLLM loads the class by its name (``worker_cls``, see engine_args).
+
+It is not in one module with the worker for GPUs, because vLLM's worker for CPUs changes torch when it is imported.
+"""
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from twinkle.sampler.vllm import samplers, server_watch
+
+
+class DrawingCpuWorker(CPUWorker):  # type: ignore[misc]  # without vLLM it is Any
+    """A worker that ends with the server and draws tokens as the torch sampler does."""
+
+    def init_device(self) -> None:
+        server_watch.end_with_server(self.vllm_config.additional_config)
+        super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        samplers.install(self)
