@@ -170,8 +170,9 @@ class ChunkedHead:
         spec = self.spec
         if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
             if out is None:
-                out = hidden_CH.new_empty(len(hidden_CH), len(spec.weight_VH), dtype=torch.float32)
-            logits: Tensor = torch.ops.aten.mm.dtype_out(hidden_CH, spec.weight_VH.t(), torch.float32, out=out)
+                logits = torch.mm(hidden_CH, spec.weight_VH.t(), out_dtype=torch.float32)
+            else:
+                logits = torch.ops.aten.mm.dtype_out(hidden_CH, spec.weight_VH.t(), torch.float32, out=out)
             return logits if spec.bias_V is None else logits.add_(spec.bias_V)
         logits = linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
         return logits if out is None else out.copy_(logits)
