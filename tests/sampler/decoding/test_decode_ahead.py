@@ -5,8 +5,9 @@ The captured graphs need CUDA; here a stand-in computes the same tokens pass by 
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec, module_from_spec
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,7 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models.sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampler, toy_trainer
+from tests.support.models.sampling import (
+    SPECS,
+    assert_nothing_left,
+    assert_same_samples,
+    blocks,
+    drain,
+    prompt,
+    request,
+    run,
+    toy_sampler,
+    toy_trainer,
+)
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
@@ -33,27 +45,51 @@ class Captured:
         self._refused = refused
         self._run = sampler._pass.run
         self._nobodys = sampler._cache.set_aside()
+        self.followed = 0  # rows that went on from a run whose tokens the host had not read
+        self.unread = 0  # runs whose tokens the host has not read yet
         sampler._graphs = self
-        sampler._pass.run_ahead = self.run_ahead
+        sampler._pass.start_ahead = self.start_ahead
 
     def takes(self, version: Adapter | None) -> bool:
         return not any(version is other for other in self._refused)
 
-    def run_ahead(self, rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
+    def start_ahead(self, rows: Sequence[Ahead], steps: int, before: "Drawing | None" = None) -> "Drawing":
+        """Compute at once, as the device does in the order of its queue."""
         assert 0 < len(rows) <= self.max_rows
         self.runs.append(len(rows))
         results: list[list[Drawn]] = [[] for _ in rows]
+        rows = [self._with_token(row, before) for row in rows]
         for step in range(steps):
             pieces = [self._piece(row, drawn, step) for row, drawn in zip(rows, results, strict=True)]
             for drawn, computed in zip(results, self._run(pieces), strict=True):
                 drawn.append(computed.drawn[0])
-        return results
+        self.unread += 1
+        return Drawing(self, results)
+
+    def _with_token(self, row: Ahead, before: "Drawing | None") -> Ahead:
+        if row.follows is None:
+            return row
+        assert before is not None
+        self.followed += 1
+        return replace(row, token=before.tokens[row.follows][-1].token)
 
     def _piece(self, row: Ahead, drawn: list[Drawn], step: int) -> Piece:
         token, position = drawn[-1].token if drawn else row.token, row.position + step
         table = [*row.blocks, *[self._nobodys] * (blocks_for(position + 1) - len(row.blocks))]
         noise = uniform(row.seed, row.sample, row.drawn + step)
         return Piece(row.version, np.array([token]), position, table, (replace(row.draw, uniform=noise),))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Replaces a run that the device may still be computing."""
+
+    captured: Captured
+    tokens: list[list[Drawn]]
+
+    def results(self) -> list[list[Drawn]]:
+        self.captured.unread -= 1
+        return self.tokens
 
 
 def requests(length: int = 30) -> list[SampleRequest]:
@@ -63,14 +99,95 @@ def requests(length: int = 30) -> list[SampleRequest]:
     ]
 
 
-def test_the_same_tokens_as_one_at_a_time() -> None:
+@pytest.mark.parametrize("max_rows", [3, 64])
+def test_the_same_tokens_as_one_at_a_time(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 60.0)
     trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
-    captured = Captured(sampler)
+    captured = Captured(sampler, max_rows=max_rows)
     for name, result in run(sampler, requests()).items():
         assert_same_samples(result, expected[name])
     assert captured.runs
+    assert bool(captured.followed) is (max_rows == 64)  # all sequences in one run: the next starts before it is read
+    assert captured.unread == 0
+
+
+def test_samples_that_end_or_arrive_while_the_device_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples end at stop tokens, at their length and by being cancelled; others begin meanwhile."""
+    trainer = toy_trainer()
+    asked = [
+        request(f"r{n}", (None, *SPECS)[n % 4], prompt(5 + 3 * n, n), 1 + n % 3, max_tokens=1 + 7 * n, seed=n, **how)
+        for n, how in enumerate([{}, {"stop_tokens": tuple(range(3, 20))}, {"temperature": 0.0}, {"top_k": 3}] * 3)
+    ]
+    expected = run(toy_sampler(trainer), asked)
+    sampler = toy_sampler(trainer)
+    captured = Captured(sampler, max_rows=64)
+    outcomes, waiting = {}, list(asked)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler.perf_counter", count().__next__)  # time as it is asked
+    for seconds in [0, 3, 12] * 400:
+        monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", seconds)
+        if waiting:
+            sampler.submit(waiting.pop())
+            sampler.submit(request("cancelled", "a", prompt(20), 2, max_tokens=90, seed=1))
+        outcomes |= {event.request_id: event.outcome for event in sampler.step()}
+        assert captured.unread == 0
+        sampler.cancel("cancelled")
+        if not waiting and not sampler.busy:
+            break
+    assert captured.followed
+    assert_nothing_left(sampler)
+    for name, result in expected.items():
+        assert_same_samples(outcomes[name], result)
+
+
+@pytest.mark.parametrize("room", [12, 40])
+def test_a_small_cache_and_few_places(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler.perf_counter", count().__next__)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 6)
+    trainer = toy_trainer()
+    asked = [
+        replace(request(f"r{n}", "a", prompt(10 + 5 * n, n), 3, max_tokens=60, seed=n), scope=f"tenant {n % 3}")
+        for n in range(5)
+    ]
+    expected = run(toy_sampler(trainer), asked)
+    sampler = toy_sampler(trainer, kv_budget_bytes=blocks(toy_sampler(trainer), room), max_sequences=5)
+    captured = Captured(sampler, max_rows=64)
+    outcomes, waiting = {}, list(asked)
+    while waiting or sampler.busy:
+        if waiting:
+            sampler.submit(waiting.pop())
+        outcomes |= {event.request_id: event.outcome for event in sampler.step()}
+    assert captured.runs
+    assert_nothing_left(sampler)
+    for name, result in expected.items():
+        assert_same_samples(outcomes[name], result)
+
+
+def test_tokens_of_preempted_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences lose their blocks while the device draws for them, and the blocks get other owners."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
+    trainer = toy_trainer()
+    expected = run(toy_sampler(trainer), requests())
+    sampler = toy_sampler(trainer)
+    captured = Captured(sampler, max_rows=64)
+    for each in requests():
+        sampler.submit(each)
+    for _ in range(2):
+        sampler.step()
+    first = sampler._launch(captured, lambda _job: True, None)
+    second = sampler._launch(captured, lambda _job: True, first)
+    assert first is not None
+    assert second is not None
+    before = [list(step.sequence.tokens) for step in first.steps]
+    sampler._schedule.preempt_all()
+    sampler._schedule.admit(lambda _job: True)
+    for sampler._flight in (first, second):
+        sampler._land()
+    assert [step.sequence.tokens for step in first.steps] == before
+    outcomes = drain(sampler)
+    for name, result in expected.items():
+        assert_same_samples(outcomes[name], result)
 
 
 def test_who_is_not_captured_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,20 +209,21 @@ def test_who_is_not_captured_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert_same_samples(outcomes["b"], expected["b"])
 
 
-def test_out_of_memory_ahead_is_nobodys_problem() -> None:
+@pytest.mark.parametrize("max_rows", [3, 64])
+def test_out_of_memory_ahead_is_nobodys_problem(max_rows: int) -> None:
     trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
-    captured, refused = Captured(sampler), []
+    captured, refused = Captured(sampler, max_rows=max_rows), []
 
-    def limited(rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
+    def limited(rows: Sequence[Ahead], steps: int, before: Drawing | None = None) -> Drawing:
         if len(refused) % 3 == 0:
-            refused.append(captured.run_ahead(rows, 3))  # it fails after three tokens
+            refused.append(captured.start_ahead(rows, 3, before))  # it fails after three tokens
             raise torch.OutOfMemoryError("no more")
-        refused.append([])
-        return captured.run_ahead(rows, steps)
+        refused.append(None)
+        return captured.start_ahead(rows, steps, before)
 
-    sampler._pass.run_ahead = limited
+    sampler._pass.start_ahead = limited
     for name, result in run(sampler, requests()).items():
         assert_same_samples(result, expected[name])
     assert len(refused) > 3

@@ -106,14 +106,20 @@ class DecodeGraphs:
         return version is None or self._lora.takes(version)
 
     def decode(
-        self, rows: Sequence[DecodeRow], runs: Sequence[RowsOf], draws: Sequence[Draw], uniform_nS: Tensor, choices: int
+        self,
+        rows: Sequence[DecodeRow],
+        runs: Sequence[RowsOf],
+        draws: Sequence[Draw],
+        uniform_nS: Tensor,
+        choices: int,
+        carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[DrawnRows]:
         """Draw S tokens for every row, each from the one before it, without synchronising with the host in between.
 
         Return the rows of the first token, then those of the second, and so on; each may be in several parts.
 
         runs: the versions of the rows, in order. A row that runs out of cache blocks draws meaningless tokens from then
-        on, without any effect on other rows.
+        on, without any effect on other rows. carried: rows whose token is known on the device only, and these tokens.
         """
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         lora = any(version is not None for version, _ in runs)
@@ -122,6 +128,8 @@ class DecodeGraphs:
         self._fill(rows, size, uniform_nS.shape[1])
         graph = self._graphs[self.weights, size, lora]
         ids_n, positions_n = self._ids_and_positions_2N[:, : len(rows)]
+        if carried is not None:
+            ids_n.index_copy_(0, *carried)
         plans = [(part, DrawPlan.for_draws(draws[part], ids_n.device)) for part in self._together(draws)]
         parts = []
         for step in range(uniform_nS.shape[1]):

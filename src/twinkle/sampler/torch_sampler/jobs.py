@@ -18,7 +18,7 @@ from twinkle.sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.drawing import Draw, Drawn, Penalties
 from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, Piece
 from twinkle.sampler.torch_sampler.prefix_cache import BASE
-from twinkle.sampler.torch_sampler.prompt_scores import PromptScores
+from twinkle.sampler.torch_sampler.prompts.prompt_scores import PromptScores
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 
@@ -174,18 +174,23 @@ class Job:
             scoring=None if self.prompt_done else self.scores.scoring(start, stop),
         )
 
-    def ahead(self, sequence: Sequence) -> Ahead:
-        """Return the current state of the sequence, for drawing several tokens in a row."""
+    def ahead(self, sequence: Sequence, pending: int = 0, follows: int | None = None) -> Ahead:
+        """Return the current state of the sequence, for drawing several tokens in a row.
+
+        pending: how many tokens the device is drawing now, as row ``follows`` of its run; their number is known, but
+        not they themselves.
+        """
         request = self.request
         return Ahead(
             self.adapter,
-            sequence.tokens[-1],
-            len(sequence.tokens) - 1,
+            0 if pending else sequence.tokens[-1],
+            len(sequence.tokens) - 1 + pending,
             sequence.blocks,
             self.draw,
             request.seed,
             sequence.index,
-            len(sequence.logprobs),
+            len(sequence.logprobs) + pending,
+            follows,
         )
 
     def absorb(self, sequence: Sequence, start: int, stop: int, computed: Computed) -> list[Sequence]:

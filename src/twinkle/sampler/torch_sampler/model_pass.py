@@ -33,7 +33,6 @@ from twinkle.sampler.torch_sampler.drawing import (
     Drawn,
     DrawnRows,
     PendingDraws,
-    collect,
     draw_tokens,
 )
 from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, PromptPlan
@@ -69,7 +68,8 @@ class Ahead:
     """The newest token of a sequence, at ``position``, from which several more tokens are drawn in a row.
 
     Random numbers depend on the seed of the request, the number of the sample, and the number of the generated token;
-    ``drawn`` is the number of the first token to draw.
+    ``drawn`` is the number of the first token to draw. ``follows``: the row of the run before this one whose newest
+    token is meant, which only the device knows yet, instead of ``token``.
     """
 
     version: Adapter | None
@@ -80,6 +80,21 @@ class Ahead:
     seed: int
     sample: int
     drawn: int
+    follows: int | None = None
+
+
+@dataclass(frozen=True)
+class PendingAhead:
+    """Several tokens for each of some rows, which the device may still be drawing."""
+
+    newest_n: Tensor  # the newest token of each row, in the order of the graph
+    places: Sequence[int]  # where each row is in that order
+    _draws: PendingDraws
+
+    def results(self) -> list[list[Drawn]]:
+        """Wait for the device, and return the tokens of each row."""
+        tokens, rows = self._draws.drawn(), len(self.places)
+        return [tokens[place::rows] for place in self.places]
 
 
 @dataclass(frozen=True)
@@ -187,10 +202,14 @@ class ModelPass:
         return _Part(indices, [len(piece.draws) for piece in pieces], pending, scores)
 
     @torch.no_grad()
-    def run_ahead(self, rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
-        """Draw ``steps`` tokens for each row with the captured graphs, which must exist and accept these versions."""
+    def start_ahead(self, rows: Sequence[Ahead], steps: int, before: PendingAhead | None = None) -> PendingAhead:
+        """Start to draw ``steps`` tokens for each row with the captured graphs, without waiting for the device.
+
+        The graphs must exist and accept these versions. before: the run that rows with ``follows`` go on from.
+        """
         assert self._graphs is not None and self._cache is not None, "only where decoding was captured"
         self._cache.clean()
+        device = self._engine.device
         order = sorted(range(len(rows)), key=lambda index: _place(rows[index].version))
         ordered = [rows[index] for index in order]
         seeds, samples, drawn = (words(*values)[:, None] for values in zip(*map(_key, ordered), strict=True))
@@ -199,14 +218,14 @@ class ModelPass:
             [DecodeRow(row.token, row.position, row.blocks) for row in ordered],
             _runs([row.version for row in ordered], [1] * len(ordered)),
             [row.draw for row in ordered],
-            to_device(torch.from_numpy(uniform_nS), self._engine.device),
+            to_device(torch.from_numpy(uniform_nS), device),
             self._engine.architecture.vocab_size,
+            None if before is None else _carried(ordered, before),
         )
-        tokens = collect(parts)
-        results: list[list[Drawn]] = [[] for _ in rows]
-        for place, index in enumerate(order):
-            results[index] = tokens[place :: len(rows)]
-        return results
+        places = np.empty(len(rows), np.int64)
+        places[order] = np.arange(len(rows))
+        newest_n = torch.cat([part.tokens for part in parts[-len(parts) // steps :]])
+        return PendingAhead(newest_n, places.tolist(), PendingDraws.start(parts))
 
     def _cached(self, pieces: Sequence[Piece], cache: KeyValueCache) -> tuple[Tensor, list[int]]:
         """Return the hidden states, and the index of each piece's first row in them."""
@@ -302,6 +321,15 @@ def _place(version: Adapter | None) -> tuple[int, str, int]:
         return 2**31, "", 0
     assert version.slot is not None, "versions of a pass must be resident"
     return version.layout.rank, version.layout.digest, version.slot
+
+
+def _carried(rows: Sequence[Ahead], before: PendingAhead) -> tuple[Tensor, Tensor] | None:
+    """Return the rows that follow rows of the run before, and their newest tokens, on the device; None: no row does."""
+    pairs = [(place, before.places[row.follows]) for place, row in enumerate(rows) if row.follows is not None]
+    if not pairs:
+        return None
+    new, old = to_device(torch.tensor(pairs).t().contiguous(), before.newest_n.device)
+    return new, before.newest_n[old]
 
 
 def _key(row: Ahead) -> tuple[int, int, int]:

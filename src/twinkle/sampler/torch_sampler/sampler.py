@@ -3,11 +3,13 @@
 ``step`` is one turn on the device. It first makes the versions of its sequences resident (see ``versions``), because
 training may have paged them out since the last turn. Then it alternates two kinds of passes until its time is up: one
 token (with CUDA graphs, several) for each sequence whose other tokens are all in the cache, then a piece of the prompts
-that are not computed yet. Between turns only the tokens and the cache remain. The sampler is used from one thread, the
-compute thread, in turns with training.
+that are not computed yet. With CUDA graphs the host prepares the next passes while the device computes the last ones.
+Between turns only the tokens and the cache remain. The sampler is used from one thread, the compute thread, in turns
+with training.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
@@ -20,7 +22,7 @@ from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, default_bu
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
-from twinkle.sampler.torch_sampler.model_pass import Computed, ModelPass, probe_shapes
+from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, ModelPass, PendingAhead, PendingPass, probe_shapes
 from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, capture_prompts
 from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.torch_sampler.versions import AdapterVersions, Versions
@@ -31,6 +33,23 @@ _TURN_SECONDS = 0.05  # a turn starts no new pass after this time
 _CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # prompt tokens computed in one pass
 _MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host checks them
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Several tokens for each of some sequences, which the device is drawing."""
+
+    steps: list[Step]
+    rows: list[Ahead]
+    pending: PendingAhead
+
+    def continuing(self) -> dict[Sequence, int]:
+        """Return the sequences whose tokens will be taken, with their rows.
+
+        A sequence that ended, was cancelled or was preempted meanwhile has other blocks.
+        """
+        pairs = enumerate(zip(self.steps, self.rows, strict=True))
+        return {step.sequence: place for place, (step, row) in pairs if step.sequence.blocks is row.blocks}
 
 
 class TorchSampler:
@@ -84,6 +103,7 @@ class TorchSampler:
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
         self._events: list[Finished | Progress] = []
+        self._flight: _Flight | None = None  # always None between turns
 
     @property
     def memory(self) -> str:
@@ -209,10 +229,12 @@ class TorchSampler:
         if self._prompts is not None:
             self._prompts.weights = turn.weights
         try:
-            while self._advance(turn.eligible):
+            while self._advance(turn.eligible, deadline):
                 if perf_counter() >= deadline:
                     break
+            self._land()
         finally:
+            self._flight = None
             self._pass.forget_versions()  # training may move versions, and needs the memory of the gathered copies
         for job in self._jobs.values():
             if job.request.stream:
@@ -227,50 +249,90 @@ class TorchSampler:
             if job.version is not None and id(job.version) in lost:
                 self._finish(job, SampleFailure(lost[id(job.version)]))
 
-    def _advance(self, eligible: Eligible) -> bool:
-        """Draw for each decoding sequence, then compute a piece of the prompts. Return False if nothing was to do."""
+    def _advance(self, eligible: Eligible, deadline: float) -> bool:
+        """Draw for each decoding sequence, and compute a piece of the prompts. Return False if nothing was to do."""
         self._schedule.admit(eligible)
+        if self._graphs is not None:
+            return self._advance_ahead(self._graphs, eligible, deadline)
         # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
         # frees room for the second.
-        decoded = self._decode(eligible)
+        decoded = self._compute_all(self._schedule.decode_steps(eligible))
         prompted = self._compute_all(self._schedule.prompt_steps(eligible))
         return decoded or prompted
 
-    def _decode(self, eligible: Eligible) -> bool:
-        """Draw a token for every decoding sequence, or several where graphs are captured and the cache has room."""
-        graphs = self._graphs
-        if graphs is None or not self._schedule.room_ahead(_AHEAD):
-            return self._compute_all(self._schedule.decode_steps(eligible))
+    def _advance_ahead(self, graphs: DecodeGraphs, eligible: Eligible, deadline: float) -> bool:
+        """Draw several tokens for each decoding sequence, and compute a piece of the prompts.
 
-        def ahead(job: Job) -> bool:  # penalties need the tokens before each draw on the host
-            return graphs.takes(job.adapter) and not job.request.params.penalises
+        The device works in the order in which passes are started: first on the tokens of the sequences, the flight,
+        then on the prompts. While it works on the flight, the host prepares the prompts, or, without prompts, the
+        flight after this one; and while it works on that, the host reads the results of the first flight. Prompts and
+        their next flight do not overlap, because the sequences of the prompts should take part in the flight.
+        """
 
-        steps = self._schedule.decode_steps(lambda job: eligible(job) and ahead(job), _AHEAD)
-        for start in range(0, len(steps), graphs.max_rows):
-            self._decode_ahead(steps[start : start + graphs.max_rows])
-        others = self._schedule.decode_steps(lambda job: eligible(job) and not ahead(job))
-        return self._compute_all(others) or bool(steps)
+        def captured(job: Job) -> bool:  # penalties need the tokens before each draw on the host
+            return eligible(job) and graphs.takes(job.adapter) and not job.request.params.penalises
 
-    def _decode_ahead(self, steps: list[Step]) -> None:
-        drawn = self._run_ahead(steps)
-        if drawn is None:
-            self._compute_all(steps)  # one token each, in batches that are halved until they fit
-            return
-        for step, tokens in zip(steps, drawn, strict=True):
-            self._absorb_ahead(step, tokens)
+        if self._flight is None:
+            self._flight = self._launch(graphs, captured, None)
+        flown, flight, following = self._flight is not None, self._flight, None
+        # Sequences of the flight must not be preempted, so prompts that need their room wait until it has landed.
+        overlap = self._schedule.room_for_prompts
+        prompts = self._start_all(self._schedule.prompt_steps(eligible)) if overlap else []
+        if flight is not None and overlap and not prompts and perf_counter() < deadline:
+            following = self._launch(graphs, captured, flight)
+        self._land()
+        self._flight = following
+        prompted = self._finish_all(prompts) if overlap else self._compute_all(self._schedule.prompt_steps(eligible))
+        crowded = not flown and not self._schedule.room_ahead(_AHEAD)
+        others = self._schedule.decode_steps(lambda job: eligible(job) and (crowded or not captured(job)))
+        return self._compute_all(others) or flown or prompted
 
-    def _run_ahead(self, steps: list[Step]) -> list[list[Drawn]] | None:
-        """Draw several tokens for each step. Return None, with nothing changed, if the device ran out of memory."""
+    def _launch(self, graphs: DecodeGraphs, captured: Eligible, before: _Flight | None) -> _Flight | None:
+        """Start to draw several tokens for each decoding sequence, without waiting for the device.
+
+        Return None if there is none, or no memory. before: the flight that is under way, behind which this one starts.
+        """
+        if not self._schedule.room_ahead(_AHEAD):
+            return None
+        places = {} if before is None else before.continuing()
+        steps = self._schedule.decode_steps(captured, _AHEAD, dict.fromkeys(places, _AHEAD))
+        if before is not None and len(steps) > graphs.max_rows:
+            return None
+        for start in range(graphs.max_rows, len(steps), graphs.max_rows):
+            self._flight = self._start_flight(steps[start : start + graphs.max_rows], {}, None)
+            self._land()  # which may end other samples of a request that fails
+        first = [step for step in steps[: graphs.max_rows] if self._is_live(step.sequence.job)]
+        return self._start_flight(first, places, before) if first else None
+
+    def _start_flight(
+        self, steps: list[Step], places: Mapping[Sequence, int], before: _Flight | None
+    ) -> _Flight | None:
+        rows = [
+            step.sequence.job.ahead(step.sequence, _AHEAD, places[step.sequence])
+            if step.sequence in places
+            else step.sequence.job.ahead(step.sequence)
+            for step in steps
+        ]
         try:
-            return self._pass.run_ahead([step.sequence.job.ahead(step.sequence) for step in steps], _AHEAD)
+            pending = self._pass.start_ahead(rows, _AHEAD, None if before is None else before.pending)
         except torch.OutOfMemoryError:
             self._free_memory()
+            if before is None:
+                self._compute_all(steps)  # one token each, in batches that are halved until they fit
             return None
+        return _Flight(steps, rows, pending)
+
+    def _land(self) -> None:
+        """Wait for the flight, if there is one, and store its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        for step, row, drawn in zip(flight.steps, flight.rows, flight.pending.results(), strict=True):
+            if step.sequence.blocks is row.blocks:  # see _Flight.continuing
+                self._absorb_ahead(step, drawn)
 
     def _absorb_ahead(self, step: Step, drawn: list[Drawn]) -> None:
         sequence, job = step.sequence, step.sequence.job
-        if not self._is_live(job):  # another of its samples failed in the same pass
-            return
         try:
             count = job.absorb_ahead(sequence, drawn)
         except NonFiniteError as error:
@@ -283,6 +345,15 @@ class TorchSampler:
         for batch in self._batches(steps):
             self._compute(batch)
         return bool(steps)
+
+    def _start_all(self, steps: list[Step]) -> list[tuple[list[Step], PendingPass | None]]:
+        """Start to compute steps, without waiting for the device."""
+        return [(batch, self._start(batch)) for batch in self._batches(steps)]
+
+    def _finish_all(self, started: list[tuple[list[Step], PendingPass | None]]) -> bool:
+        for steps, pending in started:
+            self._finish_pass(steps, pending)
+        return bool(started)
 
     def _batches(self, steps: list[Step]) -> Iterator[list[Step]]:
         """Yield steps that may share a pass: of one length class and, if padded, within the trainer's token budget."""
@@ -303,11 +374,24 @@ class TorchSampler:
 
     def _compute(self, steps: list[Step]) -> None:
         steps = [step for step in steps if self._is_live(step.sequence.job)]
-        if not steps:
-            return
-        computed = self._run(steps)
-        if computed is not None:
-            for step, result in zip(steps, computed, strict=True):
+        if steps:
+            self._finish_pass(steps, self._start(steps))
+
+    def _start(self, steps: list[Step]) -> PendingPass | None:
+        """Start a pass. Return None if the device ran out of memory, and again after freeing what can be freed."""
+        for _ in range(2):
+            try:
+                return self._pass.start(
+                    [step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps]
+                )
+            except torch.OutOfMemoryError:
+                self._free_memory()
+        return None
+
+    def _finish_pass(self, steps: list[Step], pending: PendingPass | None) -> None:
+        """Wait for a pass and store its results. None: it did not fit into memory, and smaller ones may."""
+        if pending is not None:
+            for step, result in zip(steps, pending.results(), strict=True):
                 self._absorb(step, result)
         elif len(steps) > 1:
             self._compute(steps[: len(steps) // 2])
@@ -315,15 +399,6 @@ class TorchSampler:
         else:
             error = CapacityError(f"a sequence of {steps[0].stop} tokens does not fit this device's memory")
             self._finish(steps[0].sequence.job, SampleFailure(error))
-
-    def _run(self, steps: list[Step]) -> list[Computed] | None:
-        """Compute steps. Return None if the device ran out of memory, and again after freeing what can be freed."""
-        for _ in range(2):
-            try:
-                return self._pass.run([step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps])
-            except torch.OutOfMemoryError:
-                self._free_memory()
-        return None
 
     def _free_memory(self) -> None:
         """Free memory that is kept for later passes: gathered weights, and blocks that torch has cached."""

@@ -14,7 +14,7 @@ are refused) and the oldest running sequence is never preempted, so there is alw
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, zip_longest
@@ -168,22 +168,33 @@ class Schedule:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def decode_steps(self, eligible: Eligible, ahead: int = 1) -> list[Step]:
+    def decode_steps(
+        self, eligible: Eligible, ahead: int = 1, pending: Mapping[Sequence, int] | None = None
+    ) -> list[Step]:
         """Plan one token for each eligible running sequence whose other tokens are all in the cache.
 
-        Each gets room for ``ahead`` tokens; sequences that are preempted to make room are left out.
+        Each gets room for ``ahead`` tokens; sequences that are preempted to make room are left out. pending: how many
+        tokens of a sequence the device is computing now. Sequences that surely end with these are left out too.
         """
         steps: dict[Sequence, Step] = {}
+        pending = {} if pending is None else pending
         for sequence in list(self._running):
             if sequence.running and eligible(sequence.job) and self._decodes(sequence):
-                length = len(sequence.tokens)
-                if self._make_room(sequence, min(length + ahead - 1, sequence.job.longest), steps):
+                length, longest = len(sequence.tokens) + pending.get(sequence, 0), sequence.job.longest
+                if length <= longest and self._make_room(sequence, min(length + ahead - 1, longest), steps):
                     steps[sequence] = Step(sequence, length - 1, length)
         return list(steps.values())
 
     def room_ahead(self, tokens: int) -> bool:
         """Return whether every running sequence could surely get this many more tokens without preempting any."""
         return self._cache is not None and self._cache.free >= len(self._running) * (blocks_for(tokens) + 1)
+
+    @property
+    def room_for_prompts(self) -> bool:
+        """Return whether there is surely room for the prompts of a pass without preempting any sequence."""
+        if self._cache is None:
+            return False
+        return self._cache.free >= blocks_for(self._chunk_tokens) + 2 * len(self._running)
 
     def prompt_steps(self, eligible: Eligible) -> list[Step]:
         """Plan pieces of prompts, and of sequences that were preempted and begin anew, as many as fit into a pass."""

@@ -1,4 +1,4 @@
-"""Prompt passes as captured CUDA graphs: the layout of a pass is in tables on the device, not in the graph.
+"""What is special to prompts: their scores, and their passes as captured CUDA graphs, whose layout is in tables.
 
-May import the rest of ``torch_sampler`` except ``model_pass`` and what is built on it.
+May import the rest of ``torch_sampler`` except ``jobs``, ``model_pass`` and what is built on these.
 """
