@@ -53,9 +53,9 @@ class Counted:
             self.placed[op.request_id] = self.batches
             return enqueue(adapter, op)
 
-        def noting_settle(adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+        def noting_settle(adapter: LiveAdapter, op: Op, outcome: Outcome, *options: object) -> None:
             self.ended[op.request_id] = self.batches
-            settle(adapter, op, outcome)
+            settle(adapter, op, outcome, *options)
 
         vars(runner).update(_execute=counting_execute, enqueue=noting_enqueue)
         vars(settlement).update(settle=noting_settle)

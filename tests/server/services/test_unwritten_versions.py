@@ -18,6 +18,7 @@ from twinkle.server.backends.mock import MockSampler, mock_model
 from twinkle.server.services.checkpoints import save_and_load
 from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.training.model_service import ModelService
+from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
 from twinkle.server.types import CreateAdapter, Op, OpKind, Outcome, RunRecord, SessionRecord
@@ -141,6 +142,7 @@ def test_a_replay_rebuilds_a_version_whose_files_were_not_written(
             )
 
     expected = asyncio.run(before())
+    assert list(check_data(tmp_path, tmp_path / "state.db")) == [], "it is not damage"
     full_disk(False)
     asyncio.run(after(expected))
 

@@ -41,8 +41,8 @@ def _break_in_batch(number: float) -> None:
     """Raise an exception in the service loop of the trainer at this batch, at a place where nothing catches it."""
     next_batch, batches = Scheduler.next_batch, itertools.count(1)
 
-    def broken(self: Scheduler) -> Batch | None:
-        batch = next_batch(self)
+    def broken(self: Scheduler, *, hold_passes: bool = False) -> Batch | None:
+        batch = next_batch(self, hold_passes=hold_passes)
         if batch is not None and next(batches) == number:
             raise ZeroDivisionError("a bug")
         return batch

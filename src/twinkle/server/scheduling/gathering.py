@@ -28,6 +28,7 @@ LONGEST = 0.2  # seconds that a batch waits at most
 _LEAST_FIXED = 0.1  # of the time of one session's pass: a smaller fixed cost is not worth a wait
 _ROUNDS = 3  # of a session, from which the arrival of its next pass is estimated
 _LEAST_ERROR = 0.005  # seconds: no estimate is better
+_FIRST_ERROR = 0.1  # of the delay: the error that is assumed during a session's first rounds
 _SPREAD = 3  # a pass counts as overdue so many times the error after its estimate
 _REMEMBERED = 60.0  # seconds for which a session without any activity is remembered
 _MOST_SKIPPED = 8  # batches that do not wait after several waits in vain; the one that has waited counts
@@ -51,16 +52,17 @@ class _Delay:
     def observe(self, seconds: float) -> None:
         self._last.append(seconds)
 
-    def estimate(self) -> tuple[float, float] | None:
-        """Return the median of the last rounds and its uncertainty; None after the first round.
+    def estimate(self) -> tuple[float, float]:
+        """Return the delay that is expected, and its uncertainty.
 
-        One round that differs from the others, such as the first one or one beside a save, has no effect.
+        It is the median of the last rounds: one that differs, such as one beside a save, has no effect. During the
+        first rounds it is that of the last one.
         """
-        if len(self._last) < 2:
-            return None
+        if len(self._last) < _ROUNDS:
+            return self._last[-1], max(_LEAST_ERROR, _FIRST_ERROR * self._last[-1])
         ordered = sorted(self._last)
-        gaps = [after - before for before, after in pairwise(ordered)]
-        return ordered[len(gaps) // 2 if len(gaps) > 1 else 0], max(_LEAST_ERROR, min(gaps))
+        nearest = min(after - before for before, after in pairwise(ordered))
+        return ordered[_ROUNDS // 2], max(_LEAST_ERROR, nearest)
 
 
 @dataclass
@@ -94,10 +96,9 @@ class _Session:
             return None
         event, at = next(reversed(self.events.items()))
         delay = self.delays.get(event)
-        estimate = None if delay is None else delay.estimate()
-        if estimate is None:
+        if delay is None:
             return None
-        seconds, error = estimate
+        seconds, error = delay.estimate()
         latest = at + seconds + _SPREAD * error
         return latest if error <= LONGEST and at + seconds <= deadline and now < latest else None
 

@@ -5,7 +5,7 @@ after a crash finds its own record, or writes the same files again.
 
 A sampler version that has no name is different, because a client in a loop waits for it in every round. It can be
 sampled from as soon as the sampler has a copy, so its client is answered when its record is in the database; its files
-follow (:class:`UnwrittenFiles`). Until they are on disk, the journal has no outcome of the op, and no snapshot covers
+follow (:data:`UnwrittenFiles`). Until they are on disk, the journal has no outcome of the op, and no snapshot covers
 it: after a crash the replay publishes the same weights again and writes the files.
 """
 
@@ -125,6 +125,7 @@ class Checkpoints:
 
         if not outcome.failed or run.lora is not None:
             await self._compute.run(remove)
+            self._version_bytes.pop(run.run_id, None)
         if outcome.failed:
             return None
         days = keep_seconds / 86400
