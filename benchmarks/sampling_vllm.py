@@ -1,7 +1,4 @@
-"""vLLM itself, for sampling.py and vllm_sampler.py; run by an interpreter with vLLM.
-
-Reads a task (JSON) on stdin, and prints the tokens per second for each number of simultaneous requests.
-"""
+"""The vLLM column of sampling.py, run by an interpreter with vLLM. Reads a task (JSON) on stdin, prints the rate."""
 
 import json
 import statistics
@@ -19,36 +16,31 @@ def main() -> None:
         model=task["model"],
         dtype=task["dtype"],
         enable_lora=True,
+        max_loras=len(task["adapters"]),
+        max_lora_rank=task["rank"],
+        max_num_seqs=max(64, len(task["prompts"])),
+        max_model_len=512,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**30,  # enough for all requests; vLLM's default share of the memory may not be free
         disable_log_stats=True,
-        **task["engine_args"],
     )
     adapters = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(task["adapters"])]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]]
     lora = [adapters[number % len(adapters)] for number in range(len(prompts))]
 
-    def generate(count: int, tokens: int) -> float:
+    def generate(tokens: int) -> float:
         params = [
-            SamplingParams(
-                temperature=1.0,
-                seed=number if task["seeded"] else None,
-                max_tokens=tokens,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-            )
-            for number in range(count)
+            SamplingParams(temperature=1.0, seed=number, max_tokens=tokens, ignore_eos=True, logprobs=0)
+            for number in range(len(prompts))
         ]
         started = time.perf_counter()
-        outputs = llm.generate(prompts[:count], params, lora_request=lora[:count], use_tqdm=False)
+        outputs = llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
         return time.perf_counter() - started
 
-    rates = []
-    for count in task["requests"]:
-        generate(count, 4)
-        seconds = statistics.median(generate(count, task["tokens"]) for _ in range(task["repeats"]))
-        rates.append(count * task["tokens"] / seconds)
-    print(json.dumps({"rates": rates}))
+    generate(4)
+    seconds = statistics.median(generate(task["tokens"]) for _ in range(task["repeats"]))
+    print(json.dumps({"tokens_per_second": len(prompts) * task["tokens"] / seconds}))
 
 
 if __name__ == "__main__":
