@@ -115,10 +115,11 @@ class Request:
 
     def _until_end(self, sample: Sample, piece: NewTokens) -> NewTokens:
         """Store the tokens of a piece up to the one that ends the sample, if one does, and return them."""
-        ends = np.flatnonzero(np.isin(piece.tokens, list(self.end_tokens)))
-        length = int(ends[0]) + 1 if len(ends) else len(piece.tokens)
+        lengths = (count for count, token in enumerate(piece.tokens.tolist(), start=1) if token in self.end_tokens)
+        ended = next(lengths, None)
+        length = len(piece.tokens) if ended is None else ended
         found = self._length_to_stop_string(sample, piece.tokens[:length])
-        if found is not None or len(ends):
+        if found is not None or ended is not None:
             sample.stop_reason = "stop"
         fresh = piece.first(length if found is None else found)
         sample.pieces.append(fresh)
