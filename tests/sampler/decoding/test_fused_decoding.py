@@ -137,7 +137,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize(("family", "joined"), [*((family, True) for family in FAMILIES), ("qwen2", False)])
 def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: bool) -> None:
     from twinkle.sampler.torch_sampler.fused_layers import Inputs, fuse_decoder
-    from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+    from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 
     trainer = trained(family, joined=joined)
     case = Case.make(trainer, 19)
@@ -161,7 +161,7 @@ def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: b
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "phi", "phi3", "qwen3_moe"])
 def test_other_shapes_are_left_to_the_models_own_code(family: str) -> None:
     from twinkle.sampler.torch_sampler.fused_layers import fuse_decoder
-    from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+    from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 
     trainer = tiny_trainer(tiny_model(family).to(DEVICE, DTYPE))
     cache = KeyValueCache(probe_shapes(trainer.engine), DTYPE, DEVICE, 1 << 20)
@@ -217,7 +217,13 @@ def test_rows_that_are_not_finite_are_reported() -> None:
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (40, 3), (150, 4), (150, 60)])
 def test_lora_of_many_versions(rows: int, groups: int) -> None:
     """There may be more tiles than programs."""
-    from twinkle.sampler.torch_sampler.slot_lora_kernels import TILE_ROWS, Tiles, add_projected, project, usual_tiles
+    from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
+        TILE_ROWS,
+        Tiles,
+        add_projected,
+        project,
+        usual_tiles,
+    )
 
     torch.manual_seed(rows)
     inputs, outputs = 520, 136

@@ -146,7 +146,7 @@ class Trainer:
                 compile_layers(self._engine, self.dtype)
             progress.doing("measuring the memory of a training step")
             cost = measure_token_cost(self._engine, self.dtype)
-            if self._parallel.ranks.size == 1:
+            if self._parallel.ranks.size == 1 and self.device.type == "cuda":
                 progress.doing("capturing passes of few rows")
                 free_bytes -= self._capture(int(free_bytes * _CAPTURED_SHARE) // cost.kept)
         self.memory: MemoryPlan = divide(
@@ -211,7 +211,7 @@ class Trainer:
         if self._engine.graphs is not None and not captured_passes_agree(self._engine, self.dtype):
             logger.error("%s trains without CUDA graphs: they give other numbers than its layers", self.model_id)
             self._engine.graphs = None
-        return before - available_bytes(self.device) if self.device.type == "cuda" else 0
+        return before - available_bytes(self.device)
 
     @property
     def ranks(self) -> Ranks:

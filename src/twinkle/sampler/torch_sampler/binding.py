@@ -3,7 +3,7 @@
 Rows are ordered by stack and slot. Rows of the base model come last, and the LoRA layers skip them. Versions whose
 slots are not adjacent have to be gathered, which copies their weights; the copy is kept for the next pass with the same
 versions. On CPUs, the LoRA of a few versions is computed as two matrix products for each linear layer (see
-:mod:`twinkle.sampler.torch_sampler.dense_lora`).
+:mod:`twinkle.sampler.torch_sampler.lora.dense_lora`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from twinkle.model.decoder.layers import bind_layers
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.lora import LayerAdapters
 from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
-from twinkle.sampler.torch_sampler.dense_lora import DenseLora
+from twinkle.sampler.torch_sampler.lora.dense_lora import DenseLora
 
 RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows it has
 

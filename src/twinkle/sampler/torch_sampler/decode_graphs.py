@@ -66,7 +66,7 @@ class DecodeGraphs:
         """
         # Triton comes with CUDA builds of torch.
         from twinkle.sampler.torch_sampler.fused_layers import FusedDecoder, fuse_decoder
-        from twinkle.sampler.torch_sampler.slot_lora import SlotLora
+        from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 
         device = engine.device
         self._engine = engine

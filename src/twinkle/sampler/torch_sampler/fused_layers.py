@@ -24,8 +24,8 @@ from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 from twinkle.sampler.torch_sampler.cache import KeyValueCache
 from twinkle.sampler.torch_sampler.layer_kernels import HeadNorms, add_and_norm, gated, rotate_and_store
-from twinkle.sampler.torch_sampler.slot_lora import SlotLora
-from twinkle.sampler.torch_sampler.slot_lora_kernels import Projected, Tiles, add_projected, project
+from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
+from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Projected, Tiles, add_projected, project
 
 logger = logging.getLogger(__name__)
 

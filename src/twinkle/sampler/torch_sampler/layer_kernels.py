@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twinkle.sampler.torch_sampler.cache import BLOCK
-from twinkle.sampler.torch_sampler.slot_lora_kernels import (
+from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     RANKS_AT_ONCE,
     TILE_ROWS,
     Projected,

@@ -17,7 +17,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
-from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, Tiles, add_lora, usual_tiles
+from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import MAX_RANK, TILE_ROWS, Tiles, add_lora, usual_tiles
 
 
 class SlotLora:

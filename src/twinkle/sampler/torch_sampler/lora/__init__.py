@@ -1,0 +1,1 @@
+"""LoRA of many versions in the passes of the torch sampler."""
