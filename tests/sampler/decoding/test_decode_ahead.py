@@ -175,8 +175,8 @@ def test_tokens_of_preempted_sequences_are_dropped(monkeypatch: pytest.MonkeyPat
         sampler.submit(each)
     for _ in range(2):
         sampler.step()
-    first = sampler._launch(captured, lambda _job: True, None)
-    second = sampler._launch(captured, lambda _job: True, first)
+    first = sampler._launch(captured, lambda _job: True, 3, None)
+    second = sampler._launch(captured, lambda _job: True, 8, first)
     assert first is not None
     assert second is not None
     before = [list(step.sequence.tokens) for step in first.steps]
