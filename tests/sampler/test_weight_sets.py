@@ -16,9 +16,11 @@ from tests.support.models.reference import assert_numbers_close, random_datum, t
 from tests.support.models.sampling import drain, next_logprobs, prompt, request, run, sample, toy_tokenizer
 from tests.support.models.tiny_models import tiny_model, tiny_trainer
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError
-from twinkle.model import Trainer
+from twinkle.model import Trainer, adopt_model
+from twinkle.model.decoder.joined import join_weights, joint
 from twinkle.sampler import Progress, SampleFailure, SampleRequest, SamplingParams, TorchSampler
 from twinkle.sampler.weight_sets import WeightVersions
+from twinkle.sampler.weight_sets.slots import WeightSlots
 
 LEARNING_RATE = 0.02
 
@@ -385,3 +387,25 @@ def test_two_samplers_share_nothing() -> None:
     with pytest.raises(InvalidInputError, match="version_id"):
         other.submit(greedy("one", "v", prompt(9)))
     assert_numbers_close(scores(other, None, prompt(9)), plain_scores(model, prompt(9)))
+
+
+def test_weights_that_are_joined_are_joined_in_every_set() -> None:
+    """Otherwise captured graphs of the sets would need separate products."""
+    model = base_model()
+    join_weights(model)
+    engine = Trainer(adopt_model(model), model_id="joined").engine
+    slots = WeightSlots(engine, 2)
+    attention = engine.layers[0].inner.self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    addresses = set()
+    for number in range(3):
+        slots.use(number)
+        whole = joint([linear.weight_OI for linear in linears])
+        assert whole is not None
+        addresses.add(whole.data_ptr())
+    assert len(addresses) == 3
+    slots.fill(1, [("model.layers.0.self_attn.k_proj.weight", torch.ones_like(attention.k_proj.weight_OI))])
+    slots.use(1)
+    assert (attention.k_proj.weight_OI == 1).all()
+    slots.use(0)
+    assert not (attention.k_proj.weight_OI == 1).all()

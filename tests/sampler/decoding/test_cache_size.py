@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from twinkle.sampler.torch_sampler.cache import BLOCK, default_budget
+from twinkle.sampler.torch_sampler.cache import BLOCK, default_budget, default_places
 from twinkle.sampler.torch_sampler.decode_graphs import block_table
 
 GIB = 2**30
@@ -29,6 +29,13 @@ def test_a_third_may_hold_more_than_is_usual() -> None:
 
 def test_no_more_than_all_sequences_can_fill() -> None:
     assert default_budget(90 * GIB, 1000, 64, 100) == (64 * (7 + 1) + 1) * 1000
+
+
+def test_a_small_cache_has_fewer_places() -> None:
+    assert default_places(512, 512 * 64) == 512
+    assert default_places(512, 300 * 32) == 300
+    assert default_places(512, 100) == 256
+    assert default_places(64, 100) == 64
 
 
 def test_a_block_table_is_filled_row_by_row() -> None:

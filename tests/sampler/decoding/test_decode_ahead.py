@@ -247,7 +247,7 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
-    kernels = SimpleNamespace(MAX_RANK=128, Tiles=None, add_lora=None, room=None, tile_rows=lambda rows: 16)
+    kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS=16, Tiles=None, add_lora=None, usual_tiles=None)
     monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.slot_lora_kernels", kernels)
     spec = find_spec("twinkle.sampler.torch_sampler.slot_lora")
     module = module_from_spec(spec)

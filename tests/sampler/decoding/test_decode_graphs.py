@@ -123,6 +123,7 @@ def test_joined_weights_give_what_separate_ones_give() -> None:
 def test_many_rows_in_one_pass() -> None:
     """512 sequences are one graph; draws that need much memory are made in parts."""
     trainer = trained()
+    trainer.engine.head.chunk_rows = 512
     sampler = TorchSampler(trainer, toy_tokenizer())
     assert sampler._graphs is not None
     assert sampler._graphs.max_rows == 512

@@ -212,3 +212,37 @@ def test_rows_that_are_not_finite_are_reported() -> None:
     values = draw_from_whole(logits.to(DEVICE), ones, 0 * ones, 0.5 * ones, 600).cpu()
     assert values[2].tolist() == [0, 0, 0, 1]
     assert ((values[0] >= 0) & (values[0] < 600)).all()
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (40, 3), (150, 4), (150, 60)])
+def test_lora_of_many_versions(rows: int, groups: int) -> None:
+    """There may be more tiles than programs."""
+    from twinkle.sampler.torch_sampler.slot_lora_kernels import TILE_ROWS, Tiles, add_projected, project, usual_tiles
+
+    torch.manual_seed(rows)
+    inputs, outputs = 520, 136
+    ends = sorted({rows, *np.random.default_rng(rows).choice(np.arange(1, max(rows, 2)), groups - 1, replace=False)})
+    x, y = (torch.randn(rows, size, device=DEVICE).to(DTYPE) for size in (inputs, outputs))
+    ranks = [(8, 32, 128)[group % 3] for group in range(groups)]
+    weights = [
+        tuple(
+            (torch.randn(*shape, device=DEVICE) * shape[1] ** -0.5).to(DTYPE)
+            for shape in ((rank, inputs), (outputs, rank))
+        )
+        for rank in ranks
+    ]
+    addresses = torch.zeros(1, 2, groups + 1, dtype=torch.int64)
+    table, expected, first = [], y.double(), 0
+    for group, (end, (a, b)) in enumerate(zip(ends, weights, strict=True)):
+        if group != 1:  # that one is without adapter
+            addresses[0, :, group] = torch.tensor([a.data_ptr(), b.data_ptr()])
+            expected[first:end] += x[first:end].double() @ a.double().T @ b.double().T
+        table += [[group, start, end, ranks[group]] for start in range(first, end, TILE_ROWS)]
+        first = end
+    tiles = Tiles(
+        torch.tensor(table, dtype=torch.int32, device=DEVICE),
+        torch.tensor([len(table)], dtype=torch.int32, device=DEVICE),
+        usual_tiles(rows),
+    )
+    add_projected(y, project(x, addresses.to(DEVICE), tiles), tiles, DTYPE)
+    assert close(y, expected)

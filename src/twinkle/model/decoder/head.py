@@ -129,9 +129,14 @@ class ChunkedHead:
             clipped = [part for each in lora if (part := clip_lora(each, rows.start, rows.stop)) is not None]
             yield rows, self._finished(logits_CV, _lora_logits(clipped, hidden_CH, logits_CV.shape)[1])
 
-    def few_logits(self, hidden_CH: Tensor, add_lora: Callable[[Tensor, Tensor], None] | None) -> Tensor:
-        """Return the logits of at most ``chunk_rows`` rows, (C, V) fp32; ``add_lora(hidden, logits)`` adds in place."""
-        logits_CV = self._base_logits(hidden_CH)
+    def few_logits(
+        self, hidden_CH: Tensor, add_lora: Callable[[Tensor, Tensor], None] | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits of at most ``chunk_rows`` rows, (C, V) fp32; if ``out`` is given, they are written there.
+
+        ``add_lora(hidden, logits)`` adds in place.
+        """
+        logits_CV = self._base_logits(hidden_CH, out)
         if add_lora is not None:
             add_lora(hidden_CH, logits_CV)
         return self._finished(logits_CV, None)
@@ -157,16 +162,20 @@ class ChunkedHead:
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
 
-    def _base_logits(self, hidden_CH: Tensor) -> Tensor:
+    def _base_logits(self, hidden_CH: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits without LoRA, (C, V) fp32.
 
         On CUDA they are the product's fp32 accumulator; elsewhere the product is rounded to the compute dtype first.
         """
         spec = self.spec
         if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
-            logits = torch.mm(hidden_CH, spec.weight_VH.t(), out_dtype=torch.float32)
+            if out is None:
+                logits = torch.mm(hidden_CH, spec.weight_VH.t(), out_dtype=torch.float32)
+            else:
+                logits = torch.ops.aten.mm.dtype_out(hidden_CH, spec.weight_VH.t(), torch.float32, out=out)
             return logits if spec.bias_V is None else logits.add_(spec.bias_V)
-        return linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
+        logits = linear(hidden_CH, spec.weight_VH, spec.bias_V).float()
+        return logits if out is None else out.copy_(logits)
 
     def _finished(self, logits_CV: Tensor, lora_CV: Tensor | None) -> Tensor:
         """Apply LoRA, scale and soft cap to the logits in place, and return them."""

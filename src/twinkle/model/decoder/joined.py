@@ -37,6 +37,8 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> int:
     whole = torch.cat([parameter.detach() for parameter in present])
     for parameter, part in zip(present, whole.split([len(each) for each in present]), strict=True):
         parameter.data = part
+    if whole.is_cuda:  # the old memory is in pieces that no later joint tensor could use
+        torch.cuda.empty_cache()
     return 1
 
 

@@ -23,6 +23,8 @@ from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
 _USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample
+_SHORT_LENGTH = 512
+_ALWAYS_PLACES = 256  # for sequences, however small the cache is
 _LEFT_FOR_ADAPTERS = 12 << 30  # 8 adapters of rank 32 on all linear layers of an 8B model, with optimizer states
 
 
@@ -58,6 +60,14 @@ def default_budget(available: int, per_block: int, max_sequences: int, max_lengt
         for length in (min(_USUAL_LENGTH, max_length), max_length)
     )
     return min(max(available // 3, min(usual, available - _LEFT_FOR_ADAPTERS)), most)
+
+
+def default_places(most: int, blocks: int) -> int:
+    """Return how many sequences run at once in a cache of this size, if no number was asked for: at most ``most``.
+
+    A cache in which many sequences have no room for ``_SHORT_LENGTH`` tokens would preempt some of them all the time.
+    """
+    return min(most, max(_ALWAYS_PLACES, blocks // blocks_for(_SHORT_LENGTH)))
 
 
 class KeyValueCache:

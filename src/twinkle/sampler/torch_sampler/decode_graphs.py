@@ -41,12 +41,6 @@ class DecodeRow:
     blocks: Sequence[int]
 
 
-@dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    logits_nV: Tensor
-
-
 class WeightSets(Protocol):
     """The sets of weights of a model, by number; 0 is the base model's own."""
 
@@ -86,7 +80,11 @@ class DecodeGraphs:
         self._fused: FusedDecoder | None = None
         if fuse:
             self._fused = fuse_decoder(engine, cache, self._nobodys, self._lora)
-        self._graphs: dict[tuple[int, int, bool], _Graph] = {}  # by set of weights, rows, and whether with LoRA
+        # All graphs write here. If each had logits of its own, they would take gigabytes.
+        vocabulary = len(engine.head.spec.weight_VH)
+        self._logits_NV = torch.empty(max_rows, vocabulary, dtype=torch.float32, device=device)
+        # By set of weights, rows, and whether with LoRA.
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # the memory that all graphs share
         self.weights = 0  # the set of weights with which to decode
         for number in sets.weight_sets():
@@ -128,18 +126,16 @@ class DecodeGraphs:
         if lora:
             self._lora.bind(runs, size)
         self._fill(rows, size, uniform_nS.shape[1])
-        captured = self._graphs[self.weights, size, lora]
+        graph = self._graphs[self.weights, size, lora]
         ids_n, positions_n = self._ids_and_positions_2N[:, : len(rows)]
         if carried is not None:
             ids_n.index_copy_(0, *carried)
         plans = [(part, DrawPlan.for_draws(draws[part], ids_n.device)) for part in self._together(draws)]
         parts = []
         for step in range(uniform_nS.shape[1]):
-            captured.graph.replay()
+            graph.replay()
             for part, plan in plans:
-                parts.append(
-                    plan.draw(captured.logits_nV[: len(rows)][part], uniform_nS[part, step : step + 1], choices)
-                )
+                parts.append(plan.draw(self._logits_NV[: len(rows)][part], uniform_nS[part, step : step + 1], choices))
                 ids_n[part].copy_(parts[-1].values_3M[0])
             positions_n += 1
         return parts
@@ -166,9 +162,9 @@ class DecodeGraphs:
             for lora in (False,) if weights else (True, False):
                 graph = self._capture(size, lora, self._pool)
                 self._graphs[weights, size, lora] = graph
-                self._pool = self._pool or graph.graph.pool()
+                self._pool = self._pool or graph.pool()
 
-    def _capture(self, size: int, lora: bool, pool: Any) -> _Graph:
+    def _capture(self, size: int, lora: bool, pool: Any) -> torch.cuda.CUDAGraph:
         self._lora.bind([(None, size)], size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -178,14 +174,14 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
-            logits_nV = self._pass(size, lora)
-        return _Graph(graph, logits_nV)
+            self._pass(size, lora)
+        return graph
 
-    def _pass(self, size: int, lora: bool) -> Tensor:
+    def _pass(self, size: int, lora: bool) -> None:
         """Compute logits from the token buffers, all on the device. This is the work that a graph captures."""
         ids, positions = self._ids_and_positions_2N[:, :size]
         hidden_nH = self._hidden(ids, positions, self._table_NB[:size], lora)
-        return self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None)
+        self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None, self._logits_NV[:size])
 
     def _hidden(self, ids_n: Tensor, positions_n: Tensor, table_nB: Tensor, lora: bool) -> Tensor:
         if self._fused is not None:

@@ -17,10 +17,11 @@ from torch import Tensor
 from twinkle.sampler.torch_sampler.cache import BLOCK
 from twinkle.sampler.torch_sampler.slot_lora_kernels import (
     RANKS_AT_ONCE,
+    TILE_ROWS,
     Projected,
     Tiles,
     operand,
-    tile_rows,
+    own_tiles,
     times_b,
 )
 
@@ -92,8 +93,8 @@ def rotate_and_store(
     projected, tiles = lora if lora is not None else (None, None)
     sums = qkv_TO if projected is None else projected.sums_PTSR
     addresses = qkv_TO if projected is None else projected.addresses_S2G
-    height = tile_rows(rows)
-    _rotate_and_store[(heads + 2 * kv_heads, triton.cdiv(rows, height) if tiles is None else tiles.room)](
+    blocks = heads + 2 * kv_heads
+    _rotate_and_store[(blocks, triton.cdiv(rows, TILE_ROWS) if tiles is None else tiles.programs(blocks))](
         q_THD,
         qkv_TO,
         cos_TD,
@@ -129,7 +130,7 @@ def rotate_and_store(
         NORMS=norms is not None,
         LORA=projected is not None,
         OPERAND=operand(qkv_TO.dtype),
-        ROWS=height,
+        ROWS=TILE_ROWS,
         RANKS=RANKS_AT_ONCE,
         PARTS=1 if projected is None else len(sums),
         num_warps=4,
@@ -185,10 +186,11 @@ def _rotate_and_store(
     own = head - tl.where(layer == 2, HEADS + KV_HEADS, tl.where(layer == 1, HEADS, 0))  # the head within its layer
     d = tl.arange(0, HALF)
     all_d = d < HALF
-    stop = tl.cdiv(rows, ROWS)
+    all_tiles = tl.cdiv(rows, ROWS)
     if LORA:
-        stop = tl.load(count)
-    for index in range(tl.program_id(1), stop, tl.num_programs(1)):
+        all_tiles = tl.load(count)
+    begin, stop = own_tiles(all_tiles)
+    for index in range(begin, stop):
         first, end = index * ROWS, rows
         if LORA:
             first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)
@@ -265,8 +267,8 @@ def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tenso
     projected, tiles = lora if lora is not None else (None, None)
     sums = gate_and_up_TO if projected is None else projected.sums_PTSR
     addresses = gate_and_up_TO if projected is None else projected.addresses_S2G
-    height = tile_rows(rows)
-    _gated[(triton.cdiv(size, _GATED_AT_ONCE), triton.cdiv(rows, height) if tiles is None else tiles.room)](
+    blocks = triton.cdiv(size, _GATED_AT_ONCE)
+    _gated[(blocks, triton.cdiv(rows, TILE_ROWS) if tiles is None else tiles.programs(blocks))](
         out_TI,
         gate_and_up_TO,
         sums,
@@ -283,11 +285,11 @@ def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tenso
         0 if projected is None else sums.stride(2),
         LORA=projected is not None,
         OPERAND=operand(gate_and_up_TO.dtype),
-        ROWS=height,
+        ROWS=TILE_ROWS,
         OUTER=_GATED_AT_ONCE,
         RANKS=RANKS_AT_ONCE,
         PARTS=1 if projected is None else len(sums),
-        num_warps=height // 4,
+        num_warps=4,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return out_TI
@@ -318,10 +320,11 @@ def _gated(
 ):
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     inside_n = n < size
-    stop = tl.cdiv(rows, ROWS)
+    all_tiles = tl.cdiv(rows, ROWS)
     if LORA:
-        stop = tl.load(count)
-    for index in range(tl.program_id(1), stop, tl.num_programs(1)):
+        all_tiles = tl.load(count)
+    begin, stop = own_tiles(all_tiles)
+    for index in range(begin, stop):
         first, end = index * ROWS, rows
         if LORA:
             first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, default_budget, token_bytes
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, default_budget, default_places, token_bytes
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
@@ -72,7 +72,7 @@ class TorchSampler:
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
         kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it, or
         more where that is too little for ``max_sequences`` sequences of 1024 tokens and adapters keep 12 GiB.
-        max_sequences: samples that run at the same time; None: 512 on CUDA, 64 on CPU.
+        max_sequences: samples that run at the same time; None: 512 on CUDA (256 where the cache is small), 64 on CPU.
         versions: what there is to sample from beside the base model; None: adapters of the trainer.
         """
         if max_sequences is not None and max_sequences < 1:
@@ -84,6 +84,8 @@ class TorchSampler:
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         architecture = trainer.architecture
         self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
+        if max_sequences is None and self._cache is not None:
+            places = default_places(places, self._cache.capacity)
         self._versions: Versions = AdapterVersions(trainer) if versions is None else versions
         self._places = places
         chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]

@@ -17,7 +17,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
-from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, Tiles, add_lora, room, tile_rows
+from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, Tiles, add_lora, usual_tiles
 
 
 class SlotLora:
@@ -61,7 +61,7 @@ class SlotLora:
             if version is not None:
                 addresses[:, :, group] = self._addresses(version)
             number, rank = (self.rows, 0) if version is None else (group, version.layout.rank)
-            for first in range(row, row + count, tile_rows(size)):
+            for first in range(row, row + count, TILE_ROWS):
                 tiles[used] = number, first, row + count, rank
                 used += 1
             row += count
@@ -87,7 +87,7 @@ class SlotLora:
 
     def tiles(self, rows: int) -> Tiles:
         """Return the tiles of a graph of ``rows`` rows."""
-        return Tiles(self._tiles_N4, self._count_1, tile_rows(rows), room(rows))
+        return Tiles(self._tiles_N4, self._count_1, usual_tiles(rows))
 
     def addresses(self, names: Sequence[str]) -> Tensor:
         """Return where the addresses of some linear layers will be, (S, 2, G). The layers must follow each other."""

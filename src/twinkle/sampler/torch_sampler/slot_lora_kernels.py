@@ -1,7 +1,8 @@
 """LoRA on a few rows of many versions as CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
-Rows are cut into tiles, each of one version. A grid has room for the usual number of tiles; where there are more, its
-programs compute several. Few rows mean few tiles, and each has to read a wide matrix, so the first product is also
+Rows are cut into tiles, each of one version. A grid has about as many programs as the device computes at the same time;
+where there are more tiles, a program computes several that follow each other, often of one version, whose B it finds in
+its own cache. Few rows mean few tiles, and each has to read a wide matrix, so the first product is also
 split along its inner dimension into parts that run in parallel. The kernels that read h add the fp32 sums of the parts
 in a fixed order.
 
@@ -19,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_RANK = 128
+TILE_ROWS = 16  # the smallest tile that tensor cores accept
 _INNER = 256  # inputs that a program multiplies at a time
 _OUTER = 128  # outputs of a program
 RANKS_AT_ONCE = 32
-_FEW_ROWS = 64
 _MOST_PARTS = 16
+_PROGRAMS = 528  # four for each multiprocessor of a large device
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -33,8 +35,11 @@ class Tiles:
 
     table_N4: Tensor  # int32: group, first row, end of the group's rows, rank
     count_1: Tensor  # how many tiles are in use; int32, on the device
-    rows: int  # of one tile
-    room: int  # tiles that a grid has programs for
+    most: int  # tiles that there are usually at most
+
+    def programs(self, others: int) -> int:
+        """Return how many programs share the tiles in a grid whose other dimensions have ``others`` programs."""
+        return max(1, min(self.most, _PROGRAMS // others))
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,9 @@ class Projected:
     addresses_S2G: Tensor
 
 
-def tile_rows(rows: int) -> int:
-    """Return how many rows a tile has: at least 16, which is the smallest tile that tensor cores accept."""
-    return 16 if rows < 128 else 32
-
-
-def room(rows: int) -> int:
-    """Return how many tiles to have programs for: those of full tiles, and a few that are not full."""
-    return min(rows, triton.cdiv(rows, tile_rows(rows)) + 8)
+def usual_tiles(rows: int) -> int:
+    """Return how many tiles there are usually at most: full ones, and a few that are not full."""
+    return min(rows, triton.cdiv(rows, TILE_ROWS) + 16)
 
 
 def operand(dtype: torch.dtype) -> tl.dtype:
@@ -62,11 +62,12 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 def project(x_TI: Tensor, addresses_S2G: Tensor, tiles: Tiles) -> Projected:
     """Compute x A.T for the linear layers of a set."""
     rows, inputs = x_TI.shape
-    at_least = _INNER if rows <= _FEW_ROWS else 4 * _INNER
+    # Every program that reads h reads all of its parts, so there are fewer where many programs read it.
+    at_least = _INNER * (1 if rows <= 32 else 4 if rows <= 128 else 8)
     part = max(at_least, triton.cdiv(triton.cdiv(inputs, _MOST_PARTS), _INNER) * _INNER)
     parts, layers = triton.cdiv(inputs, part), len(addresses_S2G)
     sums_PTSR = x_TI.new_empty(parts, rows, layers, MAX_RANK, dtype=torch.float32)
-    _times_a[(parts, tiles.room, layers)](
+    _times_a[(parts, tiles.programs(parts * layers), layers)](
         sums_PTSR,
         x_TI,
         addresses_S2G,
@@ -77,7 +78,7 @@ def project(x_TI: Tensor, addresses_S2G: Tensor, tiles: Tiles) -> Projected:
         addresses_S2G.stride(0),
         sums_PTSR.stride(0),
         sums_PTSR.stride(1),
-        ROWS=tiles.rows,
+        ROWS=TILE_ROWS,
         PART=part,
         INNER=_INNER,
         MAX_RANK=MAX_RANK,
@@ -97,7 +98,8 @@ def add_projected(y_TO: Tensor, projected: Projected, tiles: Tiles, dtype: torch
     """Add h B.T to y, for a set of one linear layer. ``dtype`` is that of B; y may have a wider one."""
     sums_PTSR = projected.sums_PTSR
     outputs = y_TO.shape[1]
-    _add_times_b[(triton.cdiv(outputs, _OUTER), tiles.room)](
+    blocks = triton.cdiv(outputs, _OUTER)
+    _add_times_b[(blocks, tiles.programs(blocks))](
         y_TO,
         sums_PTSR,
         projected.addresses_S2G[0, 1],
@@ -108,13 +110,21 @@ def add_projected(y_TO: Tensor, projected: Projected, tiles: Tiles, dtype: torch
         sums_PTSR.stride(0),
         sums_PTSR.stride(1),
         OPERAND=operand(dtype),
-        ROWS=tiles.rows,
+        ROWS=TILE_ROWS,
         OUTER=_OUTER,
         RANKS=RANKS_AT_ONCE,
         PARTS=len(sums_PTSR),
-        num_warps=tiles.rows // 4,
+        num_warps=4,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
+
+
+@triton.jit
+def own_tiles(count):
+    """Return the first of the tiles that a program computes, and the one after the last."""
+    share = tl.cdiv(count, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    return begin, tl.minimum(begin + share, count)
 
 
 @triton.jit
@@ -136,7 +146,8 @@ def _times_a(
     RANKS: tl.constexpr,
 ):
     part, layer = tl.program_id(0), tl.program_id(2)
-    for index in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
+    begin, stop = own_tiles(tl.load(count))
+    for index in range(begin, stop):
         tile = tiles + 4 * index
         address = tl.load(addresses + layer * address_layer + tl.load(tile))
         if address != 0:
@@ -211,7 +222,8 @@ def _add_times_b(
 ):
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     inside_n = n < outputs
-    for index in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
+    begin, stop = own_tiles(tl.load(count))
+    for index in range(begin, stop):
         tile = tiles + 4 * index
         address = tl.load(addresses + tl.load(tile))
         if address != 0:
