@@ -21,7 +21,7 @@ from tests.support.models.sampling import (
 from tests.support.models.tiny_models import tiny_model
 from twinkle.model import Trainer
 from twinkle.sampler import Finished, SampleResult, TorchSampler
-from twinkle.sampler.torch_sampler.model_pass import Computed, Piece
+from twinkle.sampler.torch_sampler.model_pass import PendingPass, Piece
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def trainer() -> Trainer:
 
 def watch(sampler: TorchSampler) -> list[list[Piece]]:
     """Record what goes through the model from now on, pass by pass."""
-    passes, run_pass = [], sampler._pass.run
+    passes, run_pass = [], sampler._pass.start
 
-    def watching(pieces: list[Piece]) -> list[Computed]:
+    def watching(pieces: list[Piece]) -> PendingPass:
         passes.append(list(pieces))
         return run_pass(pieces)
 
-    sampler._pass.run = watching
+    sampler._pass.start = watching
     return passes
 
 

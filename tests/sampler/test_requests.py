@@ -22,6 +22,7 @@ from tests.support.models.sampling import (
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.sampler import Sampler, SampleRequest, SamplingParams, TorchSampler
 from twinkle.sampler.torch_sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.model_pass import PendingPass
 from twinkle.sampler.validation import Limits, check_request
 
 
@@ -187,17 +188,17 @@ def test_samples_that_fit_one_by_one(sampler: TorchSampler) -> None:
 
 def test_a_prompt_is_computed_once_for_all_its_samples(sampler: TorchSampler) -> None:
     rows = []
-    run_pass = sampler._pass.run
+    run_pass = sampler._pass.start
 
-    def counting(pieces: list) -> list:
+    def counting(pieces: list) -> PendingPass:
         rows.append(sum(len(piece.tokens) for piece in pieces))
         return run_pass(pieces)
 
-    sampler._pass.run = counting
+    sampler._pass.start = counting
     try:
         run(sampler, [request("x", "a", prompt(50, seed=50), 16, max_tokens=4)])
     finally:
-        sampler._pass.run = run_pass
+        sampler._pass.start = run_pass
     assert rows == [50, 16, 16, 16]
 
 

@@ -43,7 +43,7 @@ class Captured:
         self.max_rows = max_rows
         self.runs: list[int] = []
         self._refused = refused
-        self._run = sampler._pass.run
+        self._start = sampler._pass.start
         self._nobodys = sampler._cache.set_aside()
         self.followed = 0  # rows that went on from a run whose tokens the host had not read
         self.unread = 0  # runs whose tokens the host has not read yet
@@ -61,7 +61,7 @@ class Captured:
         rows = [self._with_token(row, before) for row in rows]
         for step in range(steps):
             pieces = [self._piece(row, drawn, step) for row, drawn in zip(rows, results, strict=True)]
-            for drawn, computed in zip(results, self._run(pieces), strict=True):
+            for drawn, computed in zip(results, self._start(pieces).results(), strict=True):
                 drawn.append(computed.drawn[0])
         self.unread += 1
         return Drawing(self, results)
@@ -175,8 +175,8 @@ def test_tokens_of_preempted_sequences_are_dropped(monkeypatch: pytest.MonkeyPat
         sampler.submit(each)
     for _ in range(2):
         sampler.step()
-    first = sampler._launch(captured, lambda _job: True, None)
-    second = sampler._launch(captured, lambda _job: True, first)
+    first = sampler._launch(captured, lambda _job: True, 3, None)
+    second = sampler._launch(captured, lambda _job: True, 8, first)
     assert first is not None
     assert second is not None
     before = [list(step.sequence.tokens) for step in first.steps]

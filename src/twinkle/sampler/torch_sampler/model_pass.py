@@ -143,10 +143,6 @@ class ModelPass:
     def forget_versions(self) -> None:
         self._binder.forget()
 
-    def run(self, pieces: Sequence[Piece]) -> list[Computed]:
-        """Compute pieces, all of one length class, and return their results in the same order."""
-        return self.start(pieces).results()
-
     @torch.no_grad()
     def start(self, pieces: Sequence[Piece]) -> PendingPass:
         """Start to compute pieces, all of one length class. Only scores are waited for here."""

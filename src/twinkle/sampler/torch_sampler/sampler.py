@@ -33,6 +33,8 @@ _TURN_SECONDS = 0.05  # a turn starts no new pass after this time
 _CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # prompt tokens computed in one pass
 _MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host checks them
+# The same while most sequences wait for their prompts: a token costs almost as much for few sequences as for many.
+_AHEAD_OF_PROMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class _Flight:
 
     steps: list[Step]
     rows: list[Ahead]
+    tokens: int  # of each row
     pending: PendingAhead
 
     def continuing(self) -> dict[Sequence, int]:
@@ -273,13 +276,14 @@ class TorchSampler:
             return eligible(job) and graphs.takes(job.adapter) and not job.request.params.penalises
 
         if self._flight is None:
-            self._flight = self._launch(graphs, captured, None)
+            tokens = _AHEAD_OF_PROMPTS if self._schedule.mostly_prompts else _AHEAD
+            self._flight = self._launch(graphs, captured, tokens, None)
         flown, flight, following = self._flight is not None, self._flight, None
         # Sequences of the flight must not be preempted, so prompts that need their room wait until it has landed.
         overlap = self._schedule.room_for_prompts
         prompts = self._start_all(self._schedule.prompt_steps(eligible)) if overlap else []
         if flight is not None and overlap and not prompts and perf_counter() < deadline:
-            following = self._launch(graphs, captured, flight)
+            following = self._launch(graphs, captured, _AHEAD, flight)
         self._land()
         self._flight = following
         prompted = self._finish_all(prompts) if overlap else self._compute_all(self._schedule.prompt_steps(eligible))
@@ -287,40 +291,40 @@ class TorchSampler:
         others = self._schedule.decode_steps(lambda job: eligible(job) and (crowded or not captured(job)))
         return self._compute_all(others) or flown or prompted
 
-    def _launch(self, graphs: DecodeGraphs, captured: Eligible, before: _Flight | None) -> _Flight | None:
+    def _launch(self, graphs: DecodeGraphs, captured: Eligible, tokens: int, before: _Flight | None) -> _Flight | None:
         """Start to draw several tokens for each decoding sequence, without waiting for the device.
 
         Return None if there is none, or no memory. before: the flight that is under way, behind which this one starts.
         """
-        if not self._schedule.room_ahead(_AHEAD):
+        if not self._schedule.room_ahead(tokens):
             return None
-        places = {} if before is None else before.continuing()
-        steps = self._schedule.decode_steps(captured, _AHEAD, dict.fromkeys(places, _AHEAD))
-        if before is not None and len(steps) > graphs.max_rows:
+        drawing = {} if before is None else dict.fromkeys(before.continuing(), before.tokens)
+        steps, most = self._schedule.decode_steps(captured, tokens, drawing), graphs.max_rows
+        if before is not None and len(steps) > most:
             return None
-        for start in range(graphs.max_rows, len(steps), graphs.max_rows):
-            self._flight = self._start_flight(steps[start : start + graphs.max_rows], {}, None)
+        for start in range(most, len(steps), most):
+            self._flight = self._start_flight(steps[start : start + most], tokens, None)
             self._land()  # which may end other samples of a request that fails
-        first = [step for step in steps[: graphs.max_rows] if self._is_live(step.sequence.job)]
-        return self._start_flight(first, places, before) if first else None
+        first = [step for step in steps[:most] if self._is_live(step.sequence.job)]
+        return self._start_flight(first, tokens, before) if first else None
 
-    def _start_flight(
-        self, steps: list[Step], places: Mapping[Sequence, int], before: _Flight | None
-    ) -> _Flight | None:
+    def _start_flight(self, steps: list[Step], tokens: int, before: _Flight | None) -> _Flight | None:
+        places = {} if before is None else before.continuing()
+        ahead = 0 if before is None else before.tokens
         rows = [
-            step.sequence.job.ahead(step.sequence, _AHEAD, places[step.sequence])
+            step.sequence.job.ahead(step.sequence, ahead, places[step.sequence])
             if step.sequence in places
             else step.sequence.job.ahead(step.sequence)
             for step in steps
         ]
         try:
-            pending = self._pass.start_ahead(rows, _AHEAD, None if before is None else before.pending)
+            pending = self._pass.start_ahead(rows, tokens, None if before is None else before.pending)
         except torch.OutOfMemoryError:
             self._free_memory()
             if before is None:
                 self._compute_all(steps)  # one token each, in batches that are halved until they fit
             return None
-        return _Flight(steps, rows, pending)
+        return _Flight(steps, rows, tokens, pending)
 
     def _land(self) -> None:
         """Wait for the flight, if there is one, and store its tokens."""

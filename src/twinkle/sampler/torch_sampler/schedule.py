@@ -190,6 +190,12 @@ class Schedule:
         return self._cache is not None and self._cache.free >= len(self._running) * (blocks_for(tokens) + 1)
 
     @property
+    def mostly_prompts(self) -> bool:
+        """Return whether more running sequences wait for their prompts than decode."""
+        decoding = sum(each.job.prompt_done and each.cached == len(each.tokens) - 1 for each in self._running)
+        return decoding < len(self._running) - decoding
+
+    @property
     def room_for_prompts(self) -> bool:
         """Return whether there is surely room for the prompts of a pass without preempting any sequence."""
         if self._cache is None:
