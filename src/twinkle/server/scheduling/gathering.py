@@ -10,8 +10,8 @@ on they are out of step. A short wait keeps them together, where it pays:
 - Only passes that are expected are waited for. When a session's next pass arrives is estimated from its earlier rounds:
   from the end of its samples, or from their beginning, or from the end of its last pass, whatever was last. A session
   that has no regular rounds, is overdue, or would come too late is not waited for.
-- The wait is bounded: by ``LONGEST`` seconds, by the time that the batch will take, and, while sampling does not use
-  the device, by the fixed cost, which is all that one batch less can save. A batch never waits twice.
+- The wait is bounded: by ``LONGEST`` seconds; while samples use the device, by the time that the batch will take; and
+  from when the device is idle, by the fixed cost, which is all that one batch less can save. A batch never waits twice.
 - After a wait in which nobody came, some batches do not wait.
 - A tenant alone never waits, and a batch that is full, or before which other work is due, does not wait either.
 
@@ -143,7 +143,8 @@ class Gathering:
         self.times = PassTimes()
         self._sessions: dict[str, _Session] = {}
         self._since: float | None = None  # since when the passes that are ready now wait for more
-        self._ready = 0  # how many of them there were then
+        self._idle_since: float | None = None  # since when the device has been idle during that wait
+        self._ready = 0  # how many passes were ready when the wait began
         self._vain = 0  # waits in vain in a row
         self._skip = 0  # batches that do not wait
 
@@ -180,7 +181,7 @@ class Gathering:
 
     def started(self, now: float) -> None:
         """Note that a batch of passes starts, with all passes that are ready and fit."""
-        self._since = None
+        self._since = self._idle_since = None
         self._skip = max(0, self._skip - 1)
         for name in [name for name, session in self._sessions.items() if now - session.seen_at > _REMEMBERED]:
             del self._sessions[name]
@@ -198,10 +199,14 @@ class Gathering:
         if fixed <= _LEAST_FIXED * (fixed + token * ready.cost / max(1, len(ready.sessions))):
             return None
         others, since = self._others(ready), now if self._since is None else self._since
-        bound = LONGEST if sampling else min(LONGEST, fixed)
-        coming = sum(each.cost for each in others if each.expected(now, since + bound) is not None)
-        cost = ready.cost + min(ready.room, coming)
-        deadline = since + min(bound, fixed + token * cost)
+        deadline = since + LONGEST
+        if sampling:  # the wait costs the device nothing: it may take as long as the batch itself
+            coming = sum(each.cost for each in others if each.expected(now, deadline) is not None)
+            deadline = min(deadline, since + fixed + token * (ready.cost + min(ready.room, coming)))
+            self._idle_since = None
+        else:
+            self._idle_since = now if self._idle_since is None else self._idle_since
+            deadline = min(deadline, self._idle_since + fixed)
         expected = [latest for each in others if (latest := each.expected(now, deadline)) is not None]
         if not expected or now >= deadline:
             self._judge(ready)
@@ -229,4 +234,4 @@ class Gathering:
             return
         self._vain = 0 if len(ready.sessions) > self._ready else self._vain + 1
         self._skip = min(_MOST_SKIPPED, 2**self._vain) if self._vain else 0
-        self._since = None
+        self._since = self._idle_since = None
