@@ -78,9 +78,8 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
 
 
 @pytest.fixture
-def asked(server, monkeypatch):
+def asked(cluster, monkeypatch):
     """Returns the outcome of a call whose ranks give these answers, each (answer, seconds)."""
-    ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
 
     class Scripted:
         """A rank that gives a scripted answer."""
@@ -101,8 +100,7 @@ def asked(server, monkeypatch):
         ranks = [ray.remote(Scripted).options(num_cpus=0).remote() for _ in script]
         return trainer_group._answers([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
 
-    yield ask
-    ray.shutdown()
+    return ask
 
 
 def test_an_error_of_all_is_raised_and_one_of_some_ends_the_group(asked):

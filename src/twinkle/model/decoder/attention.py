@@ -109,9 +109,10 @@ def attend_packed(
         if packing.tiles_n3 is not None and window is None and size in own.HEAD_SIZES:
             scale = size**-0.5 if scale is None else scale
             return own.attend(q_THD, k_TJD, v_TJD, packing.tiles_n3, scale).unsqueeze(0)
-        if not packing.lengths:
-            raise UnsupportedError(f"captured attention with heads of {size} and a window of {window}")
-        return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
+        if packing.lengths:
+            return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
+    if not packing.lengths:
+        raise UnsupportedError(f"a captured pass cannot compute attention with window={window} and softcap={softcap}")
     return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap)
 
 

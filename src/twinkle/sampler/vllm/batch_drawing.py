@@ -56,10 +56,10 @@ class DrawSettings:
         return None if values is None else cls(*values)  # type: ignore[arg-type]  # as to_extra_args wrote them
 
     @cached_property
-    def row(self) -> tuple[float, float, float, float]:
-        """Return the divisor of the logits, top_k, top_p and min_p, as :class:`DrawPlan` has them."""
+    def row(self) -> tuple[float, float, float, float, bool]:
+        """Return the divisor of the logits, top_k, top_p, min_p and whether greedy, as :class:`DrawPlan` has them."""
         # The log-probabilities of a greedy draw are those of the untempered distribution.
-        return (divisor(self.temperature or 1.0), self.top_k, self.top_p, self.min_p)
+        return (divisor(self.temperature or 1.0), self.top_k, self.top_p, self.min_p, self.temperature <= 0)
 
     @cached_property
     def kind(self) -> int:
@@ -138,7 +138,7 @@ class BatchDrawing:
 
     def _prepare(self, logits_MV: Tensor) -> None:
         """Copy the settings of the rows to the device."""
-        settings_M4 = np.array([row.row for row in self._rows])
+        settings_M5 = np.array([row.row for row in self._rows])
         kinds_M = np.array([row.kind for row in self._rows])
         tops = [row.top for row in self._rows]
         elements = _SORTED_ELEMENTS if (kinds_M == _TRUNCATED).any() else _ELEMENTS
@@ -146,7 +146,7 @@ class BatchDrawing:
         device = logits_MV.device
         for rows in (slice(start, start + at_once) for start in range(0, len(tops), at_once)):
             plan = DrawPlan(
-                to_device(torch.from_numpy(settings_M4[rows]), device),
+                to_device(torch.from_numpy(settings_M5[rows]), device),
                 _index(kinds_M[rows] == _PLAIN, device),
                 _index(kinds_M[rows] == _TRUNCATED, device),
                 tops[rows],
