@@ -32,13 +32,13 @@ _LARGEST_KERNEL_HEAD = 256
 class Packing:
     """Where the sequences of a packed batch begin and end. ``longest`` is an upper bound of their lengths.
 
-    In a captured pass this is known on the device only, by ``tiles_n3``: ``lengths`` and ``ends_N1`` are empty.
+    In a captured pass only ``tiles_n3`` says where sequences are, on the device; ``lengths`` and ``ends_N1`` are empty.
     """
 
     lengths: tuple[int, ...]
     ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
     longest: int
-    tiles_n3: Tensor | None  # the tiles of our own kernels, where these run on the device
+    tiles_n3: Tensor | None  # the tiles of our own kernels; None where these do not run on the device
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":

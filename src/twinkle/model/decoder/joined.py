@@ -1,8 +1,8 @@
 """Weights of linear layers that have the same input, side by side in memory, so that one product serves them all.
 
 Every layer keeps its own parameter, which becomes a view of the joint tensor: there is no second copy, and checkpoints,
-copies in place and the layers themselves do not notice. Whoever wants one product asks :func:`joint` whether the
-weights still follow each other, because a parameter may be pointed to other memory at any time.
+copies in place and the layers themselves work as before. Code that computes one product calls :func:`joint` each time,
+because a parameter may be pointed to other memory, and then the weights no longer follow each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names o
 def join_weights(model: nn.Module) -> int:
     """Move the weights of layers with the same input together, and return how many joint weights there are now.
 
-    Only for a model whose parameters belong to nobody else: tensors that shared their memory do not do so afterwards.
+    Only for a model whose parameters no other code uses: tensors that shared memory with them do not do so afterwards.
     """
     count = 0
     for module in model.modules():
@@ -37,7 +37,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> int:
     whole = torch.cat([parameter.detach() for parameter in present])
     for parameter, part in zip(present, whole.split([len(each) for each in present]), strict=True):
         parameter.data = part
-    if whole.is_cuda:  # the old memory is in pieces that no later joint tensor could use
+    if whole.is_cuda:  # give back the old memory: it is in pieces that are too small for the next joint tensors
         torch.cuda.empty_cache()
     return 1
 

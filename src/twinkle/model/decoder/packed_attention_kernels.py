@@ -193,7 +193,7 @@ def _keys_gradient(
 ):
     """Compute the gradients of one block of keys and values, from all query heads that use it."""
     head = tl.program_id(1)
-    # The first tiles of sequences, which are last in the table, begin: most queries see their keys.
+    # Begin with the first tiles of the sequences, which are last in the table: the most queries see their keys.
     tile = tiles + 3 * (tl.num_programs(0) - 1 - tl.program_id(0))
     first, length, start = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     start = start // TILE * TILE

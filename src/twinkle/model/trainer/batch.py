@@ -187,7 +187,8 @@ def _segments(
 ) -> Iterator[tuple[list[Part], list[Adapter], Segment, Segment]]:
     """Yield neighbouring parts of one stack, their adapters, and their rows: in the decoder, and in the head.
 
-    ``rows_per_sequence``: that of a padded batch, in which sequences have more rows in the decoder than in the head.
+    ``rows_per_sequence``: of a padded batch, in which sequences have more rows in the decoder than in the head; else
+    None.
     """
     row = head_row = 0
     for _, run in groupby(parts, key=_segment_key):

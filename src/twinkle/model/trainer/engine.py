@@ -84,6 +84,8 @@ class CapturedPass(Protocol):
 
 
 class CapturedPasses(Protocol):
+    """The captured passes of an engine, of several sizes."""
+
     def find(self, parts: Sequence[Part]) -> CapturedPass | None:
         """Return the smallest captured pass that can compute these parts; None if there is none."""
         ...

@@ -13,8 +13,8 @@ from twinkle.model.types import DeviceMemory
 
 # Shares of the memory that is left beside the model's weights.
 _ACTIVATION_SHARE = 0.6  # of activations, at most
-_SHARE_WITHOUT_NEED = 0.3  # of activations beyond _ENOUGH_TOKENS: smaller batches are about as fast per token
-_ENOUGH_TOKENS = 4096
+_SHARE_WITHOUT_NEED = 0.3  # of activations, at most, if they are for more than _ENOUGH_TOKENS tokens
+_ENOUGH_TOKENS = 4096  # larger batches are hardly faster per token
 _RESERVE_SHARE = 0.08  # fragmentation, library workspaces
 _CPU_SHARE = 0.5  # of the host memory that is free: other processes need some too
 _DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
@@ -115,9 +115,10 @@ def divide(
 ) -> MemoryPlan:
     """Divide ``free``, the bytes beside the weights, less a reserve of 8 %, between adapters and activations.
 
-    Activations get what ``max_tokens`` tokens need, at most 60 %. Without ``max_tokens`` the aim is 16384 tokens on
-    CUDA and 4096 on CPU; what they need beyond 4096 tokens is given up to 30 % of the memory, because adapters and a
-    sampler's cache, which are taken from the rest, need it more. others: whether anything is taken from the rest.
+    Activations get what ``max_tokens`` tokens need, but at least 25 % and at most 60 %. Without ``max_tokens`` the aim
+    is 16384 tokens on CUDA and 4096 on CPU; what 4096 tokens need is given up to 60 %, what more tokens need only up to
+    30 %, because adapters and a sampler's cache, which get the rest, need it more. others: whether there are adapters
+    or a cache; if not, the limit of 30 % does not apply.
     """
     usable = int(free * (1 - _RESERVE_SHARE))
     wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]

@@ -6,7 +6,7 @@ uses the smallest bucket that its requests fit into. What differs between passes
 (:mod:`twinkle.model.trainer.pass_tables`), so tenants, ranks and lengths may change without a new capture. The head and
 the losses, whose kernels are few, run between the two graphs as in other passes.
 
-All graphs share one block of memory, for the activations of the largest.
+All graphs share one block of memory, which has room for the activations of the largest.
 """
 
 import gc
@@ -133,7 +133,7 @@ def _record(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) -> 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Freeing objects of CUDA during a capture would spoil it."""
+    """Turn garbage collection off: if it freed objects of CUDA during a capture, the capture would fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,8 +146,8 @@ def _without_garbage_collection() -> Iterator[None]:
 def capture_passes(engine: Engine, dtype: torch.dtype, most_rows: int) -> PassGraphs | None:
     """Capture the passes of up to ``most_rows`` rows. Return None, with a warning in the log, if that fails.
 
-    Return None without a warning where passes are not captured at all: off Hopper GPUs, for models that are not bf16,
-    padded or sharded, and where there is no memory for the smallest bucket.
+    Return None without a warning where passes are never captured: on devices other than Hopper GPUs, for models that
+    are padded, sharded or not in bf16, and where there is no memory for the smallest bucket.
     """
     buckets = [bucket for bucket in BUCKETS if bucket.rows <= most_rows]
     can_run = runs_own_kernels(engine.device) and dtype == torch.bfloat16

@@ -56,7 +56,7 @@ class Bucket:
         return self.rows // TILE + self.sequences
 
     def takes(self, parts: Sequence[Part]) -> bool:
-        """Return whether the pass can compute these parts, as far as their numbers are concerned."""
+        """Return whether the numbers of rows, requests and sequences of these parts are within the limits."""
         sequences = sum(len(part.data) for part in parts)
         rows = sum(sum(part.lengths) for part in parts)
         return rows <= self.rows and len(parts) <= self.requests and sequences <= self.sequences
@@ -81,6 +81,7 @@ class PassTables:
         self._shapes: dict[str, tuple[type[np.integer[Any]], tuple[int, ...]]] = {
             "ids": (np.int64, (largest.rows,)),
             "positions": (np.int64, (largest.rows,)),
+            # One more column is for rows without adapter. 8 more, not one, keep each layer's addresses aligned.
             "addresses": (np.int64, (len(names), 4, largest.requests + 8)),
             "spans": (np.int32, (largest.requests, 4)),
             "lora_tiles": (np.int32, (largest.lora_tiles, 4)),
@@ -178,4 +179,4 @@ class TableLora(LayerLora):
         return True
 
     def covers(self, name: str, rows: int) -> bool:
-        return True  # the tiles cover all rows; those without adapter become 0
+        return True  # the tiles cover all rows; LoRA of rows without adapter is 0

@@ -19,7 +19,9 @@ from twinkle.model.trainer.memory import measure_per_token
 from twinkle.model.types import LoraSpec
 
 _RANK = 32
-_ROUNDING = 0.1  # by how much gradients in bf16 may differ: both round at every layer, in different places
+# How much values and gradients of two passes in bf16 may differ, relative to their norm: the passes round at every
+# layer, in different places.
+_ROUNDING = 0.1
 _PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
 
 

@@ -4,8 +4,8 @@ A kernel finds the matrices of a group by their addresses, so groups of differen
 One dimension of every product is a rank, so the products are bound by memory bandwidth.
 
 A group's A is (rank, wide) and its B is (wide, rank), both row-major. ``wide`` is the number of features of the layer's
-input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer. A tile or span of
-zeros has no rows.
+input (for A) or output (for B). An address of 0 means that the group has no adapter on this layer. A tile or span whose
+numbers are all 0 has no rows.
 """
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from twinkle.model.decoder.lora.table import TILE_ROWS
 
-_FEW_ROWS = 1024
-_LONG_SUM, _SUMS = 4096, 4
+_FEW_ROWS = 1024  # up to this many rows, several programs share a tile
+_LONG_SUM, _SUMS = 4096, 4  # few rows: a sum over this many features or more is computed in so many parts
 
 
 def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool) -> None:
@@ -128,8 +128,8 @@ def _lora_mm(
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
-    PARTS: tl.constexpr,  # programs that share the rows of a tile …
-    SUMS: tl.constexpr,  # … and those that share the sum of a product
+    PARTS: tl.constexpr,  # how many programs share the rows of a tile
+    SUMS: tl.constexpr,  # how many programs share the sum of a product
 ):
     tile = tiles + 4 * tl.program_id(1)
     group, end = tl.load(tile), tl.load(tile + 2)
@@ -169,7 +169,7 @@ def _lora_mm(
 
 @triton.jit
 def _add_up(out, parts, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the sums of a product, always in the same order."""
+    """Add up the partial sums of a product, always in the same order, and store the total."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for number in range(SUMS):

@@ -117,11 +117,11 @@ def _addresses(segment: SegmentLora, names: Sequence[str]) -> np.ndarray:
 
 
 def module_offsets(layout: RowLayout, names: Sequence[str]) -> NDArray[np.int64]:
-    """Return where A and B of each layer begin in an adapter's row, (M, 2), in numbers, not bytes; -1: none there."""
+    """Return where A and B of each layer begin in an adapter's row, (M, 2), in elements; -1: the layer has none."""
     return np.array([layout.offsets(name) if layout.has(name) else (-1, -1) for name in names], np.int64)
 
 
 def addresses_in(starts_G: NDArray[np.int64], offsets_M2: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
-    """Return the addresses (M, 2, G) of A and B of each layer in rows that begin at these addresses; 0: none there."""
+    """Return the addresses (M, 2, G) of A and B of each layer in rows that begin at ``starts_G``; 0: it has none."""
     offsets_M21 = offsets_M2[:, :, None]
     return np.where(offsets_M21 >= 0, starts_G + offsets_M21 * itemsize, 0)
