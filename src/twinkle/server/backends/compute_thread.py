@@ -94,8 +94,8 @@ class Compute:
     no two turns in a row are optimizer steps. If the caller says that a step follows a pass, pass and step are one
     turn.
 
-    Sampling is a piece that repeats: the next turn begins at once, without waiting for the event loop, and other work
-    runs between its turns.
+    The sampler's work is a piece that repeats: as soon as a turn has ended, the next one is in the queue. It does not
+    wait for the event loop. Other work may run between two turns.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Compute:
         if piece.repeats(result):
             piece.submitted_at = self._clock()
             self._lanes[lane].append(piece)
-            if not within:  # otherwise the call that was made for this piece is still to come
+            if not within:  # otherwise the call of _run_one that was submitted for this piece is still to come
                 self._executor.submit(self._run_one)
             return piece.shares
         piece.done.set_result(result)

@@ -7,13 +7,14 @@ on they are out of step. A short wait keeps them together, where it pays:
 - A pass must have a considerable fixed cost, the time that it takes however few tokens it has. It is estimated from the
   measured times of small and large batches. On a GPU small passes take nearly as long as larger ones; on a CPU the time
   grows with the tokens, so that nothing is gained, and no batch waits.
-- Only passes that are expected are waited for. When a session's next pass arrives is estimated from its earlier rounds:
-  from the end of its samples, or from their beginning, or from the end of its last pass, whatever was last. A session
-  that has no regular rounds, is overdue, or would come too late is not waited for.
+- A batch waits only for passes that are expected. The time at which a session's next pass arrives is estimated from its
+  earlier rounds: how long the pass came after the end of its samples, after their beginning, or after the end of its
+  last pass, whichever happened last. A batch does not wait for a session that has no regular rounds, is overdue, or
+  would come too late.
 - The wait is bounded: by ``LONGEST`` seconds; while samples use the device, by the time that the batch will take; and
-  from when the device is idle, by the fixed cost, which is all that one batch less can save. A batch never waits twice.
-- After a wait in which nobody came, some batches do not wait.
-- A tenant alone never waits, and a batch that is full, or before which other work is due, does not wait either.
+  while the device is idle, by the fixed cost, which is all that one batch less can save. A batch never waits twice.
+- After a wait in which no pass arrived, some batches do not wait.
+- A tenant alone never waits. A batch that is full, or that has a pass which is overdue, does not wait either.
 
 Plain Python; the caller gives the times, in seconds of one clock. Belongs to one thread.
 """
@@ -25,22 +26,22 @@ from enum import Enum, auto
 from itertools import pairwise
 
 LONGEST = 0.2  # seconds that a batch waits at most
-_LEAST_FIXED = 0.1  # of the time of one session's pass: a smaller fixed cost is not worth a wait
+_LEAST_FIXED = 0.1  # fraction of the time of one session's pass: for a smaller fixed cost no batch waits
 _ROUNDS = 3  # of a session, from which the arrival of its next pass is estimated
 _LEAST_ERROR = 0.005  # seconds: no estimate is better
-_FIRST_ERROR = 0.1  # of the delay: the error that is assumed during a session's first rounds
+_FIRST_ERROR = 0.1  # fraction of the delay: the error that is assumed during a session's first rounds
 _SPREAD = 3  # a pass counts as overdue so many times the error after its estimate
 _REMEMBERED = 60.0  # seconds for which a session without any activity is remembered
-_MOST_SKIPPED = 8  # batches that do not wait after several waits in vain; the one that has waited counts
+_MOST_SKIPPED = 8  # batches that do not wait after several waits in vain, including the one that has just waited
 _KEPT_TIMES = 5  # measured times of batches of about one size; the shortest counts
 
 
 class _Event(Enum):
-    """What was last known of a session that has no pass here."""
+    """The kinds of events after which the next pass of a session is expected."""
 
-    TRAINED = auto()  # its last pass ended
-    SAMPLES = auto()  # it began to sample
-    SAMPLED = auto()  # its last sample ended
+    TRAINED = auto()  # the session's last pass ended
+    SAMPLES = auto()  # the session began to sample
+    SAMPLED = auto()  # the session's last sample ended
 
 
 class _Delay:
@@ -55,8 +56,8 @@ class _Delay:
     def estimate(self) -> tuple[float, float]:
         """Return the delay that is expected, and its uncertainty.
 
-        It is the median of the last rounds: one that differs, such as one beside a save, has no effect. During the
-        first rounds it is that of the last one.
+        The delay is the median of the last rounds, so one round that differs, such as one with a save, has no effect.
+        During the first rounds it is the delay of the last one.
         """
         if len(self._last) < _ROUNDS:
             return self._last[-1], max(_LEAST_ERROR, _FIRST_ERROR * self._last[-1])
@@ -104,7 +105,7 @@ class _Session:
 
 
 class PassTimes:
-    """The measured times of batches of passes: a fixed cost, and a cost for each token."""
+    """The measured times of batches of passes, from which it estimates a fixed cost and a cost for each token."""
 
     def __init__(self) -> None:
         self._measured: dict[int, deque[tuple[float, int]]] = {}  # (seconds, cost), by the size of the cost
@@ -191,7 +192,7 @@ class Gathering:
     def wait_until(self, ready: ReadyPasses, now: float, *, sampling: bool) -> float | None:
         """Return until when the ready passes wait for more, unless more come before; None: they start now.
 
-        ``sampling``: samples use the device meanwhile.
+        ``sampling``: whether samples use the device meanwhile.
         """
         if self._skip or not self._has_company():
             return None
@@ -229,7 +230,7 @@ class Gathering:
         return [each for each in others if each.cost <= ready.room]
 
     def _judge(self, ready: ReadyPasses) -> None:
-        """After a wait in which nobody came, let some batches start without a wait: more after each such wait."""
+        """End a wait. If no pass arrived in it, let some batches start without a wait: more after each such wait."""
         if self._since is None:
             return
         self._vain = 0 if len(ready.sessions) > self._ready else self._vain + 1

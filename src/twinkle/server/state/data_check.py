@@ -132,7 +132,7 @@ def _directories(
         is_active = sessions.get(row["session_id"]) == "active"
         if row["directory"] is not None and row["directory"] not in named and is_active:
             if row["session_id"] in publishing and not (data_dir / row["directory"] / CHECKSUMS).exists():
-                continue  # its files were not written yet when the server was killed: the next start does it
+                continue  # the server was killed before it wrote the files: the replay of the next start writes them
             about = Finding(f"sampler version {row['sampling_session_id']}", row["tenant_id"], None, "publish it again")
             yield from _directory(data_dir / row["directory"], about)
 

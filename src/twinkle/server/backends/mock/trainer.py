@@ -128,8 +128,8 @@ class _Adapter:
 
 
 class MockTrainer(TrainingBackend):
-    """A trainer without a model. ``pause``: seconds that every batch of passes sleeps; ``token_pause``: for how much
-    longer it sleeps for each token.
+    """A trainer without a model. Every batch of passes sleeps for ``pause`` seconds, and ``token_pause`` seconds more
+    for each of its tokens.
 
     ``full``: it trains all parameters, of one run at a time, and not adapters.
     """

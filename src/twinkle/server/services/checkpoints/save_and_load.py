@@ -3,10 +3,11 @@
 A checkpoint exists once its record is in the database; the record is written after the files. An op that is replayed
 after a crash finds its own record, or writes the same files again.
 
-A sampler version that has no name is different, because a client in a loop waits for it in every round. It can be
-sampled from as soon as the sampler has a copy, so its client is answered when its record is in the database; its files
-follow (:data:`UnwrittenFiles`). Until they are on disk, the journal has no outcome of the op, and no snapshot covers
-it: after a crash the replay publishes the same weights again and writes the files.
+A sampler version that has no name is different, because a client in a loop waits for one in every round. It can be
+sampled from as soon as the sampler has a copy. So, from the second version of a run on, the client is answered when the
+record is in the database, and the files are written later (:data:`UnwrittenFiles`). Until they are on disk, the journal
+has no outcome of the op, and no snapshot covers it: after a crash the replay publishes the same weights again and
+writes the files.
 """
 
 import asyncio
@@ -55,8 +56,9 @@ _EVICTION = 0  # the sequence number of the save that the server itself makes wh
 
 
 UnwrittenFiles = Callable[[Callable[[], bool]], Awaitable[bool]]
-"""Writes the files of a version whose client was answered before, and returns whether they are on disk. It tries again
-after an error until its argument, which says whether the server stops, returns True.
+"""Writes the files of a version whose client was answered before, and returns whether they are on disk.
+
+After an error it tries again. Its argument is a function that says whether the server stops; then it gives up.
 """
 
 
@@ -73,8 +75,8 @@ class Checkpoints:
         self.threads = context.tenants.pools.saving
         self._publishing: set[str] = set()  # ids of sampling sessions that are being created
         self._unwritten: dict[str, UnwrittenFiles] = {}  # by request id, until the runner takes them
-        self._unsaved: dict[str, str] = {}  # versions whose files are not on disk yet, each with its run
-        self._version_bytes: dict[str, int] = {}  # the size of a version's files, by run; all of a run have the same
+        self._unsaved: dict[str, str] = {}  # ids of versions whose files are not on disk yet, each with its run's id
+        self._version_bytes: dict[str, int] = {}  # size of a version's files, by run; each version has the same
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
         """Run an op and return its outcome. An error becomes a failed outcome; nothing is raised."""
@@ -96,7 +98,7 @@ class Checkpoints:
             return failure_of(error, op.request_id)
 
     def take_unwritten(self, request_id: str) -> UnwrittenFiles | None:
-        """Return the function that writes the files of an op that was answered before they are on disk, once."""
+        """Return, once, the function that writes the files of an op whose client need not wait for them; else None."""
         return self._unwritten.pop(request_id, None)
 
     def is_unsaved(self, version_id: str) -> bool:
@@ -218,8 +220,8 @@ class Checkpoints:
     async def _publish(self, op: Op, run: RunRecord, session_seq: int) -> Outcome:
         """Publish the adapter's present weights as a new sampling session.
 
-        The sampler gets them at once; the client is answered when their record is in the database, and for the first
-        version of a run when their files are on disk.
+        The sampler gets them at once. The client is answered when their record is in the database; for some versions,
+        such as the first of a run, the files are on disk before that (:meth:`_make_version`).
         """
         sampler = self._model.sampler
         if sampler is None:
@@ -259,10 +261,10 @@ class Checkpoints:
     ) -> SamplingSessionRecord:
         """Publish the weights, write their files, and return the record that the database has for this session.
 
-        The files are left to :meth:`take_unwritten` if their size is known from an earlier version of the run, so that
-        the tenant's limit can be checked before, unless the files of an earlier version are still being written. If
-        another op has created the session first, its record is returned. Then, as after an error, the version and files
-        of this op are removed again.
+        The files of an adapter are written later, by the function that :meth:`take_unwritten` returns, if two things
+        hold: their size is known from an earlier version of the run, so that the tenant's limit can be checked now, and
+        no earlier version of the run is still unwritten. If another op has created the session first, its record is
+        returned. Then, as after an error, the version and files of this op are removed again.
         """
         version_id, directory = record.sampling_session_id, self._directory(record)
         most = self.context.tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant

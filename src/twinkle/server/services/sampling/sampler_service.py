@@ -57,7 +57,7 @@ class SamplerService:
     """The sampling service of one base model.
 
     Belongs to one event loop; only ``_turn`` and the methods that it calls run in the compute thread, and ``_deliver``
-    in a thread of its own. While the engine has work, one turn follows the other: the compute thread does not wait
+    runs in a thread of its own. While the engine has work, one turn follows the other: the compute thread does not wait
     until the event loop has handled the events of a turn.
     """
 
@@ -90,8 +90,8 @@ class SamplerService:
         completion_streams: whether clients may wait for all of their samples with one poll.
         computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
         own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
-        gathering: is told when a session samples, because its next training pass comes after that.
-        is_unsaved: whether a version is not on disk yet, so that it must stay in memory.
+        gathering: is told when a session begins and ends to sample, because its next training pass comes after that.
+        is_unsaved: returns whether a version is not on disk yet, so that it must stay in memory.
         """
         self._sampler = sampler
         self._computes_here = computes_here
@@ -510,7 +510,7 @@ class SamplerService:
         return busy
 
     def _obey(self, orders: _Orders) -> list[SampleEvent]:
-        """Cancel, release and begin; return the events of requests that the engine refuses."""
+        """Cancel, release and begin what the orders name; return the events of requests that the engine refuses."""
         for request_id in orders.cancelled:
             if request_id in self._running:
                 self._stop(request_id)

@@ -32,7 +32,7 @@ class SamplerVersions:
         idle_seconds: float,
         is_unsaved: Callable[[str], bool] = lambda _version_id: False,
     ) -> None:
-        """``is_unsaved``: whether the files of a version are not on disk yet."""
+        """``is_unsaved``: returns whether the files of a version are not on disk yet."""
         self._sampler = sampler
         self._files = files
         self._most = most

@@ -103,8 +103,9 @@ class LiveAdapter:
 
     @property
     def is_on_record(self) -> bool:
-        """Return whether the journal has the outcomes of all ops that have ended: only then a snapshot may cover them,
-        because until then only a replay of the op could bring back what its client has seen.
+        """Return whether the journal has the outcomes of all ops that have ended.
+
+        Only then may a snapshot cover these ops: before, only a replay could bring back what their clients have seen.
         """
         return not self.unrecorded and not self.unsaved
 

@@ -37,5 +37,5 @@ class TrainingContext:
     measurements: RunMeasurements
     running: RunningOps  # the file that says which ops run
     snapshot_seconds: float = Timings.snapshot  # from an op to the next snapshot of its adapter
-    gathering: Gathering = field(default_factory=Gathering)  # whether a batch waits for more passes
+    gathering: Gathering = field(default_factory=Gathering)  # decides whether a batch waits for more passes
     background: BackgroundTasks = field(default_factory=BackgroundTasks)  # finished before the service ends

@@ -364,8 +364,9 @@ class ModelService:
             return Outcome.failure(message, "server")
 
     async def rebuild_version(self, session: SamplingSessionRecord) -> None:
-        """Wait until a version that has no name can be sampled from: after a crash, until the replay has published it
-        again if its files were not on disk.
+        """Wait until a version that has no name can be sampled from.
+
+        It always can, except after a crash: if its files were not on disk, the replay has to publish it again.
         """
         if session.version_id != session.sampling_session_id or session.directory is None:
             return

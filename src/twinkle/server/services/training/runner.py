@@ -49,8 +49,9 @@ class Settlement:
 
     @event_loop
     def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome, unwritten: UnwrittenFiles | None = None) -> None:
-        """Settle the op's future at once, and write the outcome to the journal in the background, after the files of
-        the op that are ``unwritten``.
+        """Settle the op's future at once, and write the outcome to the journal in the background.
+
+        ``unwritten``: writes files of the op that are not on disk yet; the outcome is written after them.
 
         If the process dies in between, the next one runs the op again. An op that had ended before a restart and was
         only replayed keeps its first outcome, which its client may have seen; it is neither settled nor counted again.
@@ -128,7 +129,7 @@ class OpRunner:
         checkpoints: Checkpoints,
     ) -> None:
         self.busy_seconds = 0.0
-        self._batch_seconds = 0.0  # of the last batch that ran at once
+        self._batch_seconds = 0.0  # how long the last batch took that ran in one piece
         self.loop = ServiceLoop(f"training on {context.model.name}")
         self._context = context
         self._model = context.model
@@ -232,8 +233,8 @@ class OpRunner:
         """Return until when the ready passes are held back; None: they start now, or there are none.
 
         They wait a moment if more are about to arrive (:mod:`~twinkle.server.scheduling.gathering`). If more may come
-        while a turn of sampling runs, it is decided at its end which passes start. Meanwhile sampling has the device,
-        and barriers run. The passes of a tenant alone are not held back.
+        while a turn of sampling runs, the passes that start are chosen at the end of that turn. While passes are held
+        back, sampling has the device, and barriers run. The passes of a tenant alone are not held back.
         """
         ready = self._scheduler.ready_passes()
         if ready is None:
