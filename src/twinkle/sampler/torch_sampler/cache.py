@@ -22,9 +22,9 @@ from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
-_USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample
-_SHORT_LENGTH = 512
-_ALWAYS_PLACES = 256  # for sequences, however small the cache is
+_USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample: the default cache has room for so many, where it can
+_SHORT_LENGTH = 512  # tokens of a sequence for which the cache must have room, if more than _ALWAYS_PLACES run at once
+_ALWAYS_PLACES = 256  # sequences that may run at once, however small the cache is
 _LEFT_FOR_ADAPTERS = 12 << 30  # 8 adapters of rank 32 on all linear layers of an 8B model, with optimizer states
 
 
@@ -65,7 +65,7 @@ def default_budget(available: int, per_block: int, max_sequences: int, max_lengt
 def default_places(most: int, blocks: int) -> int:
     """Return how many sequences run at once in a cache of this size, if no number was asked for: at most ``most``.
 
-    A cache in which many sequences have no room for ``_SHORT_LENGTH`` tokens would preempt some of them all the time.
+    If more sequences ran than have room for ``_SHORT_LENGTH`` tokens each, some would be preempted again and again.
     """
     return min(most, max(_ALWAYS_PLACES, blocks // blocks_for(_SHORT_LENGTH)))
 

@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._fused: FusedDecoder | None = None
         if fuse:
             self._fused = fuse_decoder(engine, cache, self._nobodys, self._lora)
-        # All graphs write here. If each had logits of its own, they would take gigabytes.
+        # All graphs write their logits here. Separate ones for each graph would take gigabytes.
         vocabulary = len(engine.head.spec.weight_VH)
         self._logits_NV = torch.empty(max_rows, vocabulary, dtype=torch.float32, device=device)
         # By set of weights, rows, and whether with LoRA.
@@ -245,7 +245,7 @@ def capture_decoding(
 ) -> DecodeGraphs | None:
     """Capture decode graphs for the model. Return None, with a warning in the log, if the capture fails.
 
-    Return None without a warning where graphs are not used at all: off CUDA, and for models that are not bf16.
+    Return None without a warning where graphs are never used: on other devices than CUDA, and for models not in bf16.
     """
     if engine.device.type != "cuda" or cache.keys[0].dtype != torch.bfloat16:
         return None

@@ -75,7 +75,7 @@ class Draw:
 
     @property
     def plain(self) -> bool:
-        """Return whether the token is drawn from the whole distribution and nothing else is asked for."""
+        """Return whether there is no truncation, no penalty, and no list of likeliest tokens; it may be greedy."""
         return not self.truncated and not self.top and self.penalties is None
 
 
@@ -187,7 +187,7 @@ class PendingDraws:
     """Drawn tokens on their way to the host."""
 
     _values_3M: HostCopy
-    _tops: Sequence[tuple[Sequence[int], HostCopy | None]]  # of each part: how many tokens its rows report, and which
+    _tops: Sequence[tuple[Sequence[int], HostCopy | None]]  # of each part: how many likeliest tokens per row, and which
 
     @classmethod
     def start(cls, parts: Sequence[DrawnRows]) -> "PendingDraws":

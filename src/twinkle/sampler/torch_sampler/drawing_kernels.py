@@ -1,8 +1,8 @@
 """Drawing from whole distributions as two CUDA kernels (Triton), which read the logits once.
 
-Written with torch's operations a draw passes over the logits a dozen times, which takes as long as two decoder layers,
-and holds several copies of them. The rule is that of ``drawing.pick``: the first token at which the running sum of the
-weights exceeds u · total, with chunks summed in fp32 and float64 across chunks.
+Written with torch's operations, a draw passes over the logits a dozen times and holds several copies of them. The rule
+is that of ``drawing.pick``: the first token at which the running sum of the weights exceeds u · total. The weights of a
+chunk are summed in fp32, the sums of chunks in float64.
 
 Shapes: M rows, V vocabulary, C chunks of the vocabulary.
 """
@@ -74,8 +74,9 @@ def _sum_chunks(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Store for each chunk: its highest logit, the sums of exps below it of all tokens and of those that may be drawn,
-    and the highest logit of the latter."""
+    """Store four numbers for each chunk: the highest logit, the sum of exp((logit − highest) / divisor) over all its
+    tokens, the same sum over the tokens that may be drawn, and the highest logit of those tokens.
+    """
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]

@@ -57,8 +57,8 @@ class AttentionOptions:
 class _Beside:
     """Computes LoRA's small first products at the same time as the model's large ones, on a stream of its own.
 
-    Memory is safe without further precautions: the stream begins only after everything before it, so it never reuses a
-    tensor that is still read, and the current stream goes on only after it.
+    No further synchronisation is needed for memory: the second stream begins after all earlier work of the current one,
+    so it never overwrites a tensor that is still read, and the current stream goes on only after it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class _Layer:
 
 
 def _with_lora(x_nI: Tensor, linear: LoraLinear, lora: _Lora | None) -> Tensor:
-    """Return the output of a linear layer."""
+    """Return the output of a linear layer, including LoRA if there are adapters."""
     y_nO, projection = _with_projection(x_nI, [linear], lora)
     if projection is not None:
         add_projected(y_nO, *projection, x_nI.dtype)
@@ -197,9 +197,10 @@ class FusedDecoder:
 
 
 def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLora) -> FusedDecoder | None:
-    """Return a decoder that gives the hidden states of the model's own code with fewer launches; None if there is none.
+    """Return a decoder that gives the hidden states of the model's own code with fewer launches.
 
-    block: a cache block that no sequence owns. The options of attention are those that the model's own code passes.
+    Return None if the model's layers do not have the Llama shape, or if the hidden states differ. block: a cache block
+    that no sequence owns. The options of attention are those that the model's own code passes.
     """
     if not _has_shape(engine, slots):
         return None

@@ -177,8 +177,8 @@ class Job:
     def ahead(self, sequence: Sequence, pending: int = 0, follows: int | None = None) -> Ahead:
         """Return the current state of the sequence, for drawing several tokens in a row.
 
-        pending: how many tokens the device is drawing now, as row ``follows`` of its run; their number is known, but
-        not they themselves.
+        pending: how many tokens the device is drawing for it now, as row ``follows`` of that run. The host knows how
+        many they are, but not yet which.
         """
         request = self.request
         return Ahead(
@@ -214,7 +214,7 @@ class Job:
 
     def absorb_ahead(self, sequence: Sequence, drawn: list[Drawn]) -> int:
         """Store drawn tokens up to the end of the sample. Return how many were stored."""
-        if self._all_go_on(sequence, drawn):  # most calls, while the device waits
+        if self._all_go_on(sequence, drawn):  # the usual case, made fast because the device may be waiting
             tokens, logprobs, _, _ = zip(*drawn, strict=True)
             sequence.tokens += tokens
             sequence.logprobs += logprobs

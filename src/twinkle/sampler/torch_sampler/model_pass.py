@@ -68,8 +68,8 @@ class Ahead:
     """The newest token of a sequence, at ``position``, from which several more tokens are drawn in a row.
 
     Random numbers depend on the seed of the request, the number of the sample, and the number of the generated token;
-    ``drawn`` is the number of the first token to draw. ``follows``: the row of the run before this one whose newest
-    token is meant, which only the device knows yet, instead of ``token``.
+    ``drawn`` is the number of the first token to draw. ``follows``: a row of the run before this one. If it is given,
+    the newest token is that row's, which only the device knows yet, and ``token`` is not used.
     """
 
     version: Adapter | None

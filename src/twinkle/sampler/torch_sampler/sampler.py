@@ -33,7 +33,8 @@ _TURN_SECONDS = 0.05  # a turn starts no new pass after this time
 _CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # prompt tokens computed in one pass
 _MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host checks them
-# The same while most sequences wait for their prompts: a token costs almost as much for few sequences as for many.
+# The same while most sequences wait for their prompts: a step takes almost as long for few sequences as for many, so
+# it is better to take most steps when more sequences decode.
 _AHEAD_OF_PROMPTS = 2
 
 
@@ -47,9 +48,9 @@ class _Flight:
     pending: PendingAhead
 
     def continuing(self) -> dict[Sequence, int]:
-        """Return the sequences whose tokens will be taken, with their rows.
+        """Return the sequences whose drawn tokens will be stored, with their rows.
 
-        A sequence that ended, was cancelled or was preempted meanwhile has other blocks.
+        A sequence that ended, was cancelled or was preempted meanwhile no longer has the blocks of its row.
         """
         pairs = enumerate(zip(self.steps, self.rows, strict=True))
         return {step.sequence: place for place, (step, row) in pairs if step.sequence.blocks is row.blocks}
@@ -71,8 +72,9 @@ class TorchSampler:
 
         tokenizer: needed for stop strings, which are refused without one; its end token is used beside the model's own.
         kv_budget_bytes: taken from the memory that the trainer set aside for adapters; None: up to a third of it, or
-        more where that is too little for ``max_sequences`` sequences of 1024 tokens and adapters keep 12 GiB.
-        max_sequences: samples that run at the same time; None: 512 on CUDA (256 where the cache is small), 64 on CPU.
+        more if a third does not hold ``max_sequences`` sequences of 1024 tokens, as long as adapters keep 12 GiB.
+        max_sequences: samples that run at the same time; None: 64 on CPU, and 512 on CUDA, or fewer, at least 256, if
+        the cache has too little room for 512.
         versions: what there is to sample from beside the base model; None: adapters of the trainer.
         """
         if max_sequences is not None and max_sequences < 1:
@@ -294,7 +296,8 @@ class TorchSampler:
     def _launch(self, graphs: DecodeGraphs, captured: Eligible, tokens: int, before: _Flight | None) -> _Flight | None:
         """Start to draw several tokens for each decoding sequence, without waiting for the device.
 
-        Return None if there is none, or no memory. before: the flight that is under way, behind which this one starts.
+        Return None if no sequence decodes, or if there is no memory. before: the flight that is under way, after which
+        this one starts.
         """
         if not self._schedule.room_ahead(tokens):
             return None
@@ -304,7 +307,7 @@ class TorchSampler:
             return None
         for start in range(most, len(steps), most):
             self._flight = self._start_flight(steps[start : start + most], tokens, None)
-            self._land()  # which may end other samples of a request that fails
+            self._land()  # if a request fails here, its samples among the first rows end too
         first = [step for step in steps[:most] if self._is_live(step.sequence.job)]
         return self._start_flight(first, tokens, before) if first else None
 
@@ -382,7 +385,7 @@ class TorchSampler:
             self._finish_pass(steps, self._start(steps))
 
     def _start(self, steps: list[Step]) -> PendingPass | None:
-        """Start a pass. Return None if the device ran out of memory, and again after freeing what can be freed."""
+        """Start a pass. Return None if the device runs out of memory even after freeing what can be freed."""
         for _ in range(2):
             try:
                 return self._pass.start(
@@ -393,7 +396,7 @@ class TorchSampler:
         return None
 
     def _finish_pass(self, steps: list[Step], pending: PendingPass | None) -> None:
-        """Wait for a pass and store its results. None: it did not fit into memory, and smaller ones may."""
+        """Wait for a pass and store its results. None: it did not fit into memory, so smaller passes are tried."""
         if pending is not None:
             for step, result in zip(steps, pending.results(), strict=True):
                 self._absorb(step, result)

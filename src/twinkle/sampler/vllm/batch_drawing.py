@@ -24,8 +24,8 @@ from twinkle.sampler.torch_sampler.drawing import DrawnRows, DrawPlan, Penalties
 
 _KEY = "twinkle_draw"
 _GREEDY, _PLAIN, _TRUNCATED = range(3)
-# Logits drawn from at once. vLLM reserves memory for its own drawing from a batch of any size that it may run, which is
-# enough for this many; a draw from a part of the distribution sorts, and takes twice as much.
+# Logits that are drawn from at once. vLLM reserves memory for its own drawing from the largest batch that it may run,
+# which is enough for so many. A draw from a part of the distribution sorts the logits, and needs twice as much.
 _ELEMENTS = 2**25
 _SORTED_ELEMENTS = 2**24
 

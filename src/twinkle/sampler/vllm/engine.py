@@ -188,8 +188,8 @@ class Engine:
 
     async def _serve(self, args: AsyncEngineArgs, ready: "Future[AsyncLLM]") -> None:
         try:
-            # vLLM's defaults for throughput: most sequences and tokens of a step. Its defaults for an engine alone are
-            # 128 sequences and 2048 tokens on any device.
+            # This context selects vLLM's defaults for throughput, that is, how many sequences and tokens a step has at
+            # most. In the context of an engine alone they would be 128 sequences and 2048 tokens on any device.
             llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for it
             ready.set_exception(error)

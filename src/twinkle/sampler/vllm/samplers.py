@@ -3,9 +3,9 @@
 vLLM's log-probabilities are either raw or renormalised over the tokens that ``top_k`` and ``top_p`` leave. Ours are
 those of the tempered distribution over the whole vocabulary, and a seed must give the same tokens as the torch sampler.
 So the model runner gets a sampler of ours, which draws the tokens of the whole batch at once and returns them with
-exactly the log-probabilities that were asked for. A logits processor, vLLM's own way to change sampling, would cost
-more than half of the throughput: vLLM then waits for every token before it prepares the next step, and computes
-log-probabilities and ranks over the whole vocabulary once more.
+exactly the log-probabilities that were asked for. A logits processor, vLLM's own way to change sampling, would be
+slower: vLLM then waits for every token before it prepares the next step, and computes log-probabilities and ranks over
+the whole vocabulary once more.
 
 vLLM has two model runners, and chooses by model and version. Each has its own interface of a sampler. Batches with
 requests that are not ours, such as those of vLLM's own warm-up, go to vLLM's own sampler.
@@ -123,7 +123,7 @@ class DrawingSamplerV2:
         return self._output(drawn, input_batch)
 
     def _output(self, drawn: DrawnBatch, input_batch: Any) -> Any:
-        # Importing these would load Triton where runner V1 needs none.
+        # Imported here, because at the top they would load Triton, which runner V1 does not need.
         from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 

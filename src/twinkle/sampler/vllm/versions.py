@@ -2,8 +2,8 @@
 
 vLLM's caches go by name: if a version changed under the same name, vLLM would use cached prefixes of the old weights.
 Files stay as long as vLLM may need them, because it reads them again after it has dropped a version from its memory.
-Weights are written once, in the precision in which vLLM computes: it would round them in the same way while it reads,
-and nothing is decoded meanwhile.
+Weights are written once, in the precision in which vLLM computes. Otherwise vLLM would round them in the same way while
+it reads them, and it does not decode meanwhile.
 """
 
 import json
@@ -124,7 +124,7 @@ def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:
 def _without_modules(
     adapter: AdapterWeights, unapplied: frozenset[str]
 ) -> tuple[Mapping[str, object], Mapping[str, torch.Tensor]]:
-    """Remove modules on which vLLM cannot apply LoRA and whose LoRA has no effect, which it has not while B is zero.
+    """Remove modules on which vLLM cannot apply LoRA, if their LoRA has no effect because B is zero.
 
     Raise UnsupportedError if LoRA on one of these modules has an effect.
     """

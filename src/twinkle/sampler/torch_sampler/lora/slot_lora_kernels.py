@@ -1,8 +1,8 @@
 """LoRA on a few rows of many versions as CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
-Rows are cut into tiles, each of one version. A grid has about as many programs as the device computes at the same time;
-where there are more tiles, a program computes several that follow each other, often of one version, whose B it finds in
-its own cache. Few rows mean few tiles, and each has to read a wide matrix, so the first product is also
+Rows are cut into tiles, each of one version. A grid has about as many programs as the device runs at the same time.
+Where there are more tiles, a program computes several that follow each other; often they are of one version, so that B
+is in the cache already. Few rows mean few tiles, each of which has to read a wide matrix, so the first product is also
 split along its inner dimension into parts that run in parallel. The kernels that read h add the fp32 sums of the parts
 in a fixed order.
 
@@ -35,7 +35,7 @@ class Tiles:
 
     table_N4: Tensor  # int32: group, first row, end of the group's rows, rank
     count_1: Tensor  # how many tiles are in use; int32, on the device
-    most: int  # tiles that there are usually at most
+    most: int  # the largest number of tiles in usual passes; there may be more
 
     def programs(self, others: int) -> int:
         """Return how many programs share the tiles in a grid whose other dimensions have ``others`` programs."""
@@ -51,7 +51,7 @@ class Projected:
 
 
 def usual_tiles(rows: int) -> int:
-    """Return how many tiles there are usually at most: full ones, and a few that are not full."""
+    """Return the largest number of tiles in usual passes: full ones, and a few that are not full."""
     return min(rows, triton.cdiv(rows, TILE_ROWS) + 16)
 
 
@@ -62,7 +62,7 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 def project(x_TI: Tensor, addresses_S2G: Tensor, tiles: Tiles) -> Projected:
     """Compute x A.T for the linear layers of a set."""
     rows, inputs = x_TI.shape
-    # Every program that reads h reads all of its parts, so there are fewer where many programs read it.
+    # Every program that reads h reads all of its parts, so with more rows, which more programs read, there are fewer.
     at_least = _INNER * (1 if rows <= 32 else 4 if rows <= 128 else 8)
     part = max(at_least, triton.cdiv(triton.cdiv(inputs, _MOST_PARTS), _INNER) * _INNER)
     parts, layers = triton.cdiv(inputs, part), len(addresses_S2G)

@@ -24,7 +24,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def add_lora(x_TI: Tensor, y_TO: Tensor, weights_G4: Tensor, tiles_n4: Tensor, tile_rows: int) -> None:
     """Compute ``y[t] += x[t] @ A.T @ B.T`` with the A and B of row t's version. y may have a wider dtype than x.
 
-    weights_G4: the addresses of A and B, the rank, and a number that makes rows of 32 bytes. tiles_n4: see
+    weights_G4: the addresses of A and B, the rank, and an unused number, which makes rows of 32 bytes. tiles_n4: see
     :class:`~.tables.Bucket`.
     """
     inputs, outputs = x_TI.shape[1], y_TO.shape[1]

@@ -21,7 +21,7 @@ from twinkle.sampler.torch_sampler.cached_attention import Span
 ATTENTION_ROWS = 64  # rows of one span that an attention program takes
 HEAD_ROWS = 16  # last rows of one version that a LoRA program of the head takes
 MOST_SPANS = 64
-MOST_VERSIONS = 16  # this many versions fit into any pass
+MOST_VERSIONS = 16  # of a pass
 MOST_BLOCKS = 2**15  # cache blocks of all spans together
 TILE = 4  # columns of a tile
 
