@@ -39,7 +39,7 @@ from typing import Any
 from compare_tables import markdown
 
 HERE = Path(__file__).parent
-# sampler_rates.py and overhead.py know the same names.
+# The same names as in one_gpu.py, which is not imported here because it loads torch.
 MODELS = {"tiny": "random://llama-tiny-wide", "1b": "random://llama-1b", "8b": "random://llama-8b"}
 # "spawn", because a part has used torch's threads before vLLM starts its processes.
 DEFAULT_VARIABLES = {

@@ -25,7 +25,7 @@ def _with_result(parts: dict[str, list[Entry]], part: str) -> list[Entry]:
 
 
 def _machine(parts: dict[str, list[Entry]]) -> str:
-    """Return a line for each machine and versions that a part found; normally there is one."""
+    """Return one line for each combination of machine and versions that the parts report; normally there is one."""
     lines: dict[str, None] = {}
     for entries in parts.values():
         for entry in entries:

@@ -19,7 +19,7 @@ from twinkle.sampler import Finished, SampleFailure, Sampler, SampleRequest, Sam
 
 # "tiny" is for a CPU. It is the wide one because vLLM on a CPU supports no heads narrower than 32.
 MODELS = {"tiny": "random://llama-tiny-wide", "1b": "random://llama-1b", "8b": "random://llama-8b"}
-_B_SCALE = 0.2  # of noise(), whose standard deviation is 0.01
+_B_SCALE = 0.2  # factor of noise(), whose standard deviation is 0.01
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_adapters(trainer: Trainer, count: int, rank: int) -> list[str]:
-    """Create adapters without LoRA on the head, whose B is not zero: what has no effect could be skipped."""
+    """Create adapters without LoRA on the head. Their B is not zero, because a sampler may skip LoRA without effect."""
     names = [f"a{number}" for number in range(count)]
     for number, name in enumerate(names):
         trainer.create_adapter(name, LoraSpec(rank, seed=number, train_unembed=False))

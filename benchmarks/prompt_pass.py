@@ -1,7 +1,7 @@
 """Time from a request to its first token on CUDA, for prompts that arrive together, with and without captured graphs.
 
 Every request draws one token, so the time is that of the prompt passes and the host's work around them. The prompts
-differ in every repetition, so that none is found in the cache. *GPU ms* and *kernels* are those of one repetition.
+differ in every repetition, so that none is found in the cache. GPU time and kernels are those of one repetition.
 
     python benchmarks/prompt_pass.py --model 1b --prompts 1 4 16 64 --length 256
     python benchmarks/prompt_pass.py --model 1b --prompts 1 --length 256 --kernels 25

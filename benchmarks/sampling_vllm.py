@@ -1,7 +1,7 @@
-"""vLLM by itself, for sampling.py and sampler_rates.py. It is the only file here that imports vLLM.
+"""vLLM by itself, for sampling.py and sampler_rates.py. It needs an interpreter with vLLM.
 
-As a program, it is the vLLM column of sampling.py, run by an interpreter with vLLM: it reads a task (JSON) on stdin and
-prints the rates as the last line of stdout that starts with ``{"tokens_per_second"``.
+As a program, it measures the vLLM column of sampling.py: it reads a task (JSON) on stdin and prints the rates as the
+last line of stdout that starts with ``{"tokens_per_second"``.
 """
 
 import json

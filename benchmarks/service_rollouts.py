@@ -12,7 +12,7 @@ time of its step shows whether it waits for others.
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
 
-With `--mock`, the server has a mock instead of a model, which takes the given times and hardly any CPU, as if a GPU
+With --mock, the server has a mock instead of a model. It takes the given times and hardly any CPU, as if a GPU
 computed: milliseconds of a batch of passes, microseconds of each token in it, and milliseconds of a turn of sampling,
 in which each sample gains 16 tokens.
 
