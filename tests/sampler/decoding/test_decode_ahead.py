@@ -124,7 +124,8 @@ def test_samples_that_end_or_arrive_while_the_device_draws(monkeypatch: pytest.M
     sampler = toy_sampler(trainer)
     captured = Captured(sampler, max_rows=64)
     outcomes, waiting = {}, list(asked)
-    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler.perf_counter", count().__next__)  # time as it is asked
+    # Every call of the clock returns one second more.
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler.perf_counter", count().__next__)
     for seconds in [0, 3, 12] * 400:
         monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", seconds)
         if waiting:

@@ -109,7 +109,7 @@ def test_what_fits_a_bucket() -> None:
 
 @pytest.mark.parametrize("rows", [*SIZES, 100, 1000])
 def test_the_largest_layouts_fit(rows: int) -> None:
-    """Each of the most versions has rows that fill no tile, and so has each span."""
+    """As many versions as a pass may have, each with a span whose last tile is usually not full."""
     bucket = Bucket(rows)
     lengths = np.full(MOST_VERSIONS, rows // MOST_VERSIONS)
     lengths[: rows % MOST_VERSIONS] += 1

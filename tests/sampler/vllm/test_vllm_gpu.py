@@ -86,7 +86,7 @@ def test_the_reported_logprobs_are_the_trainers(sampler: "VllmSampler", trainer:
 
 
 def test_a_seed_gives_the_same_tokens_again(sampler: "VllmSampler") -> None:
-    """The same requests in the same company; other company may round differently in bf16."""
+    """The request is alone both times: beside other requests, bf16 may round differently."""
     one = request("r", "a0", prompt(30, 5), max_tokens=32, seed=11)
     first = run(sampler, [one])["r"].sequences[0].tokens
     np.testing.assert_array_equal(run(sampler, [one])["r"].sequences[0].tokens, first)

@@ -36,7 +36,7 @@ SPECS = {
     "b": LoraSpec(rank=4, seed=2, train_mlp=False, train_unembed=True),
     "c": LoraSpec(rank=16, seed=3, train_unembed=True),
 }
-# On a GPU the share only says how much memory the engine's own check and the trainer's copy may count on.
+# On a GPU, vLLM checks at its start that this share of the memory is free; the cache has the size below.
 _SHARE = {"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}
 ENGINE_ARGS = {"kv_cache_memory_bytes": 2**26, "max_loras": 4, "max_num_seqs": 64, **_SHARE}
 

@@ -25,7 +25,7 @@ class Session:
     think: float  # seconds from the end of a pass to the samples, and from the last sample to the next pass
     left: int = 0
     ready_at: float = 0.0
-    publishes: bool = False  # it publishes, and will sample then
+    publishes: bool = False  # it has trained, and is publishing before it samples
 
 
 @dataclass

@@ -92,7 +92,7 @@ def directory(service: ModelService, number: int, seq: int) -> Path:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Return a function after which the files of versions can be written no longer, or again."""
+    """Return a function that makes every write of version files fail (True) or work again (False)."""
     write, full = save_and_load._write_files, [False]
 
     def write_files(write_to: Callable[[Path], None], place: Path) -> None:
@@ -108,7 +108,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def test_a_replay_rebuilds_a_version_whose_files_were_not_written(
     tmp_path: Path, full_disk: Callable[[bool], None]
 ) -> None:
-    """Its client was answered, and has trained on since."""
+    """The client of the version was answered, and has trained on since."""
 
     async def before() -> FloatArray:
         async with serving(tmp_path) as service:
