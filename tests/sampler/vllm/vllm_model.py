@@ -36,7 +36,8 @@ SPECS = {
     "b": LoraSpec(rank=4, seed=2, train_mlp=False, train_unembed=True),
     "c": LoraSpec(rank=16, seed=3, train_unembed=True),
 }
-# On a GPU, vLLM checks at its start that this share of the memory is free; the cache has the size below.
+# On a GPU, vLLM checks that this share of the memory is free, and a trainer beside it counts on the rest. It is not the
+# size of the cache, which is set below.
 _SHARE = {"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}
 ENGINE_ARGS = {"kv_cache_memory_bytes": 2**26, "max_loras": 4, "max_num_seqs": 64, **_SHARE}
 
