@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -263,6 +264,27 @@ def test_a_piece_that_repeats_takes_turns_with_other_work() -> None:
 
     assert asyncio.run(main()) == 4
     assert gate.done == ["sample", "pass0", "sample", "pass1", "sample", "sample"]
+
+
+def test_calls_do_not_pile_up_beside_a_piece_that_repeats() -> None:
+    """A step that runs right after its pass leaves its own call of the thread over. The next turn uses it."""
+    compute, steps = Compute(), 40
+
+    async def main() -> int:
+        over = False
+        turns = asyncio.create_task(
+            compute.run(lambda: time.sleep(0.0005), Lane.SAMPLING, repeats=lambda _result: not over)
+        )
+        for _ in range(steps):
+            await compute.run(lambda: None, follows=lambda _result: Lane.STEPS)
+            await compute.run(lambda: None, Lane.STEPS)
+        waiting = compute._executor._work_queue.qsize()
+        over = True
+        await turns
+        compute.close()
+        return waiting
+
+    assert asyncio.run(main()) < steps // 4
 
 
 def test_an_error_ends_a_piece_that_repeats() -> None:

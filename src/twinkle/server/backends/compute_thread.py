@@ -112,6 +112,7 @@ class Compute:
         self._stepped_last = False  # the last turn was an optimizer step
         self._counted_until = 0.0  # the time up to which ``_share`` knows who computed
         self._sampled_within = 0.0  # seconds of sampling in the middle of pieces of training
+        self._spare_calls = 0  # submitted calls of _run_one that have no piece, because it ran with another one
 
     async def run(
         self,
@@ -192,8 +193,9 @@ class Compute:
         self._executor.shutdown(wait=True)
 
     def _run_one(self) -> None:
+        self._spare_calls -= 1  # this call; _run_next counts that of the piece
         lane = self._next_lane()
-        if lane is None:  # the piece for this call already ran in the middle of another one
+        if lane is None:  # the piece for this call already ran in the middle of another one, or right after it
             return
         self._stepped_last = lane is Lane.STEPS
         self._counted_until = self._clock()
@@ -211,6 +213,7 @@ class Compute:
     def _run_next(self, lane: Lane, *, within: bool = False) -> Mapping[str, float]:
         """Run the next piece of a lane. ``within``: in the middle of a piece of training."""
         piece = self._lanes[lane].popleft()
+        self._spare_calls += 1
         if not piece.may_run():
             return piece.shares
         self._step_began = started = self._clock()
@@ -225,7 +228,9 @@ class Compute:
         if piece.repeats(result):
             piece.submitted_at = self._clock()
             self._lanes[lane].append(piece)
-            if not within:  # otherwise the call of _run_one that was submitted for this piece is still to come
+            if self._spare_calls > 0:  # one of them will run it
+                self._spare_calls -= 1
+            else:
                 self._executor.submit(self._run_one)
             return piece.shares
         piece.done.set_result(result)

@@ -457,8 +457,6 @@ class Gateway:
             record = await self.store.sampling_sessions.get(sampling_session_id)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("sampling session", sampling_session_id)
-        if sampling_session_id not in self._samplers and record.model_name in self.services:
-            await self.services[record.model_name].training.rebuild_version(record)
         self._samplers[sampling_session_id] = record
         return record
 

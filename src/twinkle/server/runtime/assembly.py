@@ -129,7 +129,6 @@ class Process:
                 computes_here=sampling is None or sampling.sampler_type != "vllm",
                 recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
                 gathering=context.gathering,
-                is_unsaved=training.is_unsaved,
             )
         self.services[model.name] = Services(model, training, sampler, native)
         return self.services[model.name]

@@ -153,6 +153,8 @@ class Gathering:
 
     def arrived(self, session_id: str, tenant_id: str, cost: int, now: float) -> None:
         """Note that a pass has arrived."""
+        if session_id not in self._sessions:
+            self._forget_old(now)
         session = self._sessions.setdefault(session_id, _Session(tenant_id, cost, now))
         session.cost = cost
         session.arrive(now)
@@ -184,6 +186,9 @@ class Gathering:
         """Note that a batch of passes starts, with all passes that are ready and fit."""
         self._since = self._idle_since = None
         self._skip = max(0, self._skip - 1)
+        self._forget_old(now)
+
+    def _forget_old(self, now: float) -> None:
         for name in [name for name, session in self._sessions.items() if now - session.seen_at > _REMEMBERED]:
             del self._sessions[name]
 
@@ -218,7 +223,9 @@ class Gathering:
 
     def more_come(self, ready: ReadyPasses, now: float) -> bool:
         """Return whether passes of further sessions are expected within ``LONGEST`` seconds."""
-        return self._has_company() and any(each.expected(now, now + LONGEST) for each in self._others(ready))
+        return self._has_company() and any(
+            each.expected(now, now + LONGEST) is not None for each in self._others(ready)
+        )
 
     def _has_company(self) -> bool:
         """Return whether several tenants train: one alone never waits, not even for its own passes."""

@@ -15,7 +15,7 @@ from twinkle.errors import CheckpointError
 from twinkle.server.state.database.journal import Journal
 from twinkle.server.state.database.sqlite import as_sql
 from twinkle.server.state.errors import JournalError
-from twinkle.server.state.files.file_checksums import CHECKSUMS, damaged_files
+from twinkle.server.state.files.file_checksums import damaged_files
 from twinkle.server.state.integrity.copies import copied_database, secret_problem
 from twinkle.server.state.integrity.sqlite_check import check_structure, connect, is_whole, read_table, row_tables
 from twinkle.server.state.integrity.wal_check import check_wal
@@ -126,13 +126,9 @@ def _directories(
         remedy = "load another checkpoint, or take it from a backup"
         yield from _directory(data_dir / row["directory"], Finding(name, row["tenant_id"], row["run_id"], remedy))
     sessions = {row["session_id"]: row["state"] for row in read_table(connection, "sessions").good}
-    unfinished = (op for op in read_table(connection, "ops").good if op["kind"] == "publish" and not op["finished_at"])
-    publishing = {owners.get(op["adapter_id"], {}).get("session_id") for op in unfinished}
     for row in read_table(connection, "sampling_sessions").good:
         is_active = sessions.get(row["session_id"]) == "active"
         if row["directory"] is not None and row["directory"] not in named and is_active:
-            if row["session_id"] in publishing and not (data_dir / row["directory"] / CHECKSUMS).exists():
-                continue  # the server was killed before it wrote the files: the replay of the next start writes them
             about = Finding(f"sampler version {row['sampling_session_id']}", row["tenant_id"], None, "publish it again")
             yield from _directory(data_dir / row["directory"], about)
 

@@ -2,27 +2,18 @@
 
 A checkpoint exists once its record is in the database; the record is written after the files. An op that is replayed
 after a crash finds its own record, or writes the same files again.
-
-A sampler version that has no name is different, because a client in a loop waits for one in every round. It can be
-sampled from as soon as the sampler has a copy. So, from the second version of a run on, the client is answered when the
-record is in the database, and the files are written later (:data:`UnwrittenFiles`). Until they are on disk, the journal
-has no outcome of the op, and no snapshot covers it: after a crash the replay publishes the same weights again and
-writes the files.
 """
 
-import asyncio
 import errno
 import itertools
-import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from twinkle.errors import CheckpointError, InvalidInputError, StorageQuotaError, UnsupportedError
 from twinkle.sampler.types import Sampler, TakesFiles
-from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export, prepare_full_export
@@ -31,7 +22,7 @@ from twinkle.server.services.training.execution import failure_of
 from twinkle.server.services.training.run_kind import Copy
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir, make_parents, seal_written, size_of
-from twinkle.server.state.files.file_checksums import CHECKSUMS, check_files
+from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (
@@ -48,18 +39,8 @@ from twinkle.server.types import (
 )
 from twinkle.server.wire import responses
 
-logger = logging.getLogger(__name__)
-
-_RETRY_SECONDS = 5.0  # between two tries to write the files of a version whose client was answered
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _EVICTION = 0  # the sequence number of the save that the server itself makes when it evicts a run
-
-
-UnwrittenFiles = Callable[[Callable[[], bool]], Awaitable[bool]]
-"""Writes the files of a version whose client was answered before, and returns whether they are on disk.
-
-After an error it tries again. Its argument is a function that says whether the server stops; then it gives up.
-"""
 
 
 class Checkpoints:
@@ -74,9 +55,6 @@ class Checkpoints:
         self._writing = TenantTurns()  # limits a tenant's concurrent saves, each of which holds a copy of an adapter
         self.threads = context.tenants.pools.saving
         self._publishing: set[str] = set()  # ids of sampling sessions that are being created
-        self._unwritten: dict[str, UnwrittenFiles] = {}  # by request id, until the runner takes them
-        self._unsaved: dict[str, str] = {}  # ids of versions whose files are not on disk yet, each with its run's id
-        self._version_bytes: dict[str, int] = {}  # size of a version's files, by run; each version has the same
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
         """Run an op and return its outcome. An error becomes a failed outcome; nothing is raised."""
@@ -97,17 +75,6 @@ class Checkpoints:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
             return failure_of(error, op.request_id)
 
-    def take_unwritten(self, request_id: str) -> UnwrittenFiles | None:
-        """Return, once, the function that writes the files of an op whose client need not wait for them; else None."""
-        return self._unwritten.pop(request_id, None)
-
-    def is_unsaved(self, version_id: str) -> bool:
-        """Return whether the version is only in the sampler's memory, because its files are still to be written.
-
-        Called in any thread.
-        """
-        return version_id in self._unsaved
-
     async def save_before_eviction(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
         """Save the last state of an adapter as a checkpoint; then remove the adapter from the trainer, even if the save
         failed. Only a run that trains all parameters stays there then, so that its save can be tried again.
@@ -127,7 +94,6 @@ class Checkpoints:
 
         if not outcome.failed or run.lora is not None:
             await self._compute.run(remove)
-            self._version_bytes.pop(run.run_id, None)
         if outcome.failed:
             return None
         days = keep_seconds / 86400
@@ -220,8 +186,7 @@ class Checkpoints:
     async def _publish(self, op: Op, run: RunRecord, session_seq: int) -> Outcome:
         """Publish the adapter's present weights as a new sampling session.
 
-        The sampler gets them at once. The client is answered when their record is in the database; for some versions,
-        such as the first of a run, the files are on disk before that (:meth:`_make_version`).
+        The sampler gets them at once; the client is answered when their files and their record are on disk.
         """
         sampler = self._model.sampler
         if sampler is None:
@@ -246,10 +211,7 @@ class Checkpoints:
         self._publishing.add(session)
         try:
             made = await self.store.sampling_sessions.get(session)
-            if made is None:
-                made = await self._make_version(record, op, run, sampler)
-            elif made.directory == record.directory:  # this op is replayed
-                await self._rebuild(record, op.adapter_id, sampler)
+            made = made or await self._make_version(record, op.adapter_id, sampler)
         finally:
             self._publishing.remove(session)
         if made.directory != record.directory:  # another op made this session, from other weights
@@ -257,96 +219,42 @@ class Checkpoints:
         return responses.published(session)
 
     async def _make_version(
-        self, record: SamplingSessionRecord, op: Op, run: RunRecord, sampler: Sampler
+        self, record: SamplingSessionRecord, adapter_id: str, sampler: Sampler
     ) -> SamplingSessionRecord:
         """Publish the weights, write their files, and return the record that the database has for this session.
 
-        The files of an adapter are written later, by the function that :meth:`take_unwritten` returns, if two things
-        hold: their size is known from an earlier version of the run, so that the tenant's limit can be checked now, and
-        no earlier version of the run is still unwritten. If another op has created the session first, its record is
-        returned. Then, as after an error, the version and files of this op are removed again.
+        If another op has created the session first, its record is returned. Then, as after an error, the version and
+        files of this op are removed again.
         """
-        version_id, directory = record.sampling_session_id, self._directory(record)
+        version_id, directory = record.sampling_session_id, record.directory
+        assert directory is not None, "a version has files"
         most = self.context.tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(record.tenant_id, most)
-        size = self._version_bytes.get(run.run_id)
-        later = size is not None and run.lora is not None and run.run_id not in self._unsaved.values()
-        if later:
-            self._unsaved[version_id] = run.run_id  # before it is published: the sampler must not drop it
+
+        def publish() -> Callable[[Path], None]:
+            """Copy and publish the weights in the compute thread; return a function that writes the files.
+
+            Writing takes far longer than the rest, so it happens in another thread.
+            """
+            write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
+            sampler.publish(version_id, adapter_id)
+            return write
+
+        write = await self._compute.run(publish)
         made = None
         try:
-            write = await self._compute.run(partial(self._copy, record, op.adapter_id, sampler))
-            if not later:
-                await self._write_version(record, write)
-                size = self._version_bytes[run.run_id] = size_of(directory)
-            assert size is not None, "it is known"
-            made = await self.store.sampling_sessions.create(replace(record, size_bytes=size), most_bytes=most)
-            if made.directory == record.directory and later:
-                self._unwritten[op.request_id] = partial(self._write_later, record, write, sampler)
-            elif made.directory == record.directory:
-                await self._tell_saved(record, sampler)
+            async with self._writing.turn(record.tenant_id):
+                files = partial(_write_files, write, self.files.root / directory)
+                await self.threads.in_thread(record.tenant_id, files)
+            record = replace(record, size_bytes=size_of(self.files.root / directory))
+            made = await self.store.sampling_sessions.create(record, most_bytes=most)
+            if isinstance(sampler, TakesFiles) and made.directory == directory:
+                await self._compute.run(partial(sampler.version_saved, version_id, str(self.files.root / directory)))
             return made
         finally:
-            if made is None or made.directory != record.directory:
-                self._unsaved.pop(version_id, None)
+            if made is None or made.directory != directory:
                 await self._compute.run(partial(sampler.retire, version_id))
-                await self.threads.in_thread(
-                    record.tenant_id, partial(self.files.remove, self.files.relative(directory))
-                )
-
-    async def _rebuild(self, record: SamplingSessionRecord, adapter_id: str, sampler: Sampler) -> None:
-        """Publish a version again and write its files, if the last process died before they were on disk."""
-        if await asyncio.to_thread((self._directory(record) / CHECKSUMS).exists):  # the last file that is written
-            return
-        write = await self._compute.run(partial(self._copy, record, adapter_id, sampler))
-        await self._write_version(record, write)
-        await self._tell_saved(record, sampler)
-
-    def _directory(self, record: SamplingSessionRecord) -> Path:
-        assert record.directory is not None, "a version has files"
-        return self.files.root / record.directory
-
-    @compute_thread
-    def _copy(self, record: SamplingSessionRecord, adapter_id: str, sampler: Sampler) -> Callable[[Path], None]:
-        """Copy and publish the weights in the compute thread; return a function that writes the files.
-
-        Writing takes far longer than the rest, so it happens in another thread.
-        """
-        write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
-        if record.sampling_session_id not in sampler.version_ids():
-            sampler.publish(record.sampling_session_id, adapter_id)
-        return write
-
-    async def _write_version(self, record: SamplingSessionRecord, write: Callable[[Path], None]) -> None:
-        async with self._writing.turn(record.tenant_id):
-            files = partial(_write_files, write, self._directory(record))
-            await self.threads.in_thread(record.tenant_id, files)
-
-    async def _write_later(
-        self,
-        record: SamplingSessionRecord,
-        write: Callable[[Path], None],
-        sampler: Sampler,
-        stopping: Callable[[], bool],
-    ) -> bool:
-        """Write the files of a version whose client was answered (see :data:`UnwrittenFiles`)."""
-        while True:
-            try:
-                await self._write_version(record, write)
-                break
-            except Exception:  # an edge of the service: the sampler has the version, and a replay could rebuild it
-                logger.exception("the files of %s could not be written yet", record.sampling_session_id)
-                if stopping():
-                    return False
-                await asyncio.sleep(_RETRY_SECONDS)
-        del self._unsaved[record.sampling_session_id]
-        await self._tell_saved(record, sampler)
-        return True
-
-    async def _tell_saved(self, record: SamplingSessionRecord, sampler: Sampler) -> None:
-        if isinstance(sampler, TakesFiles):
-            directory = str(self._directory(record))
-            await self._compute.run(partial(sampler.version_saved, record.sampling_session_id, directory))
+                await self.threads.in_thread(record.tenant_id, partial(self.files.remove, directory))
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
         """Load a checkpoint into the adapter. If the op creates the adapter and the load fails, the adapter is removed

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -78,7 +78,6 @@ class SamplerService:
         computes_here: bool = True,
         recorder: SamplingRecorder | None = None,
         gathering: Gathering | None = None,
-        is_unsaved: Callable[[str], bool] = lambda _version_id: False,
     ) -> None:
         """Make a service that is not started yet.
 
@@ -91,7 +90,6 @@ class SamplerService:
         computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
         own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
         gathering: is told when a session begins and ends to sample, because its next training pass comes after that.
-        is_unsaved: returns whether a version is not on disk yet, so that it must stay in memory.
         """
         self._sampler = sampler
         self._computes_here = computes_here
@@ -126,9 +124,7 @@ class SamplerService:
         self._rate = RecentRate(time.time())
         # State of the compute thread:
         self._running: dict[str, SampleJob] = {}
-        self._versions = SamplerVersions(
-            sampler, files, most=max_versions, idle_seconds=idle_version_seconds, is_unsaved=is_unsaved
-        )
+        self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
         self.loop.start(self._run())

@@ -2,12 +2,10 @@
 
 A saved version is also on disk, so that one that was dropped is read again with the next request for it. A version that
 running requests use is pinned. Others are dropped when they are released, when they were not used for a while, when
-there are too many (least recently used first), and when memory is short (all of them). A version whose files are still
-being written stays.
+there are too many (least recently used first), and when memory is short (all of them).
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from twinkle.errors import CheckpointError, GoneError, TwinkleError
@@ -23,21 +21,11 @@ class SamplerVersions:
     drops a version that was not used for ``idle_seconds``.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        files: DataDir,
-        *,
-        most: int,
-        idle_seconds: float,
-        is_unsaved: Callable[[str], bool] = lambda _version_id: False,
-    ) -> None:
-        """``is_unsaved``: returns whether the files of a version are not on disk yet."""
+    def __init__(self, sampler: Sampler, files: DataDir, *, most: int, idle_seconds: float) -> None:
         self._sampler = sampler
         self._files = files
         self._most = most
         self._idle_seconds = idle_seconds
-        self._is_unsaved = is_unsaved
         self._pins: Counter[str] = Counter()  # running requests, by version
         self._last_used: dict[str, float] = {}
         self._unwanted: set[str] = set()  # versions whose sampling sessions have ended
@@ -80,8 +68,7 @@ class SamplerVersions:
         loaded = self._sampler.version_ids()
         for version_id in loaded:  # a version that was just published has not been used yet
             self._last_used.setdefault(version_id, now)
-        droppable = (one for one in loaded if not self._pins[one] and not self._is_unsaved(one))
-        idle = sorted(droppable, key=self._last_used.__getitem__)
+        idle = sorted((one for one in loaded if not self._pins[one]), key=self._last_used.__getitem__)
         too_many = max(0, len(loaded) - (0 if memory_is_short else self._most))
         for place, version_id in enumerate(idle):
             old = now - self._last_used[version_id] > self._idle_seconds

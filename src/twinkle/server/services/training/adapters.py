@@ -36,7 +36,7 @@ from twinkle.server.services.training.recovery import Plan, Replay
 from twinkle.server.services.training.run_kind import RunKind
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.files.data_dir import read_snapshot, read_state_beside
-from twinkle.server.types import Budget, Ending, Op, OpKind, Outcome, RunRecord
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,6 @@ class LiveAdapter:
     last_request_at: float = 0.0
     highest_seq: int = 0
     unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written to the journal yet
-    unsaved: set[int] = field(default_factory=set)  # ops that were answered and whose files are not on disk yet
     ops: dict[int, Op] = field(default_factory=dict)  # ops in the scheduler that have not ended, by sequence number
     replays: dict[int, Replay] = field(default_factory=dict)  # journalled ops still to be replayed, in order
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
@@ -102,22 +101,9 @@ class LiveAdapter:
     refusing: str | None = None  # why it accepts no new ops; None while it does
 
     @property
-    def is_on_record(self) -> bool:
-        """Return whether the journal has the outcomes of all ops that have ended.
-
-        Only then may a snapshot cover these ops: before, only a replay could bring back what their clients have seen.
-        """
-        return not self.unrecorded and not self.unsaved
-
-    @property
     def repeats(self) -> bool:
         """Return whether ops that had ended before a restart are still to be replayed."""
         return any(replay.ended for replay in self.replays.values())
-
-    @property
-    def publishes_again(self) -> bool:
-        """Return whether a replay is still to publish versions that may not have been on disk before the restart."""
-        return any(each.record.kind is OpKind.PUBLISH and not each.ended for each in self.replays.values())
 
     @property
     def unfinished(self) -> set[int]:
@@ -367,7 +353,7 @@ class LiveAdapters:
         """
         run_id = adapter.run.run_id
         is_idle = self._scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
-        return is_idle and adapter.is_on_record and adapter.kind.is_settled(run_id)
+        return is_idle and not adapter.unrecorded and adapter.kind.is_settled(run_id)
 
     async def offload(self, adapter: LiveAdapter) -> None:
         """Bring the snapshot up to date and remove the adapter from the trainer.
@@ -407,9 +393,9 @@ class LiveAdapters:
             self._snapshots.forget(run_id)
             return
         position = self._scheduler.position(run_id)
-        # The state is incomplete while an op runs (position is None), while an outcome is not in the journal, and
-        # between a forward pass and its backward pass.
-        if position is None or not adapter.is_on_record or not adapter.kind.is_settled(run_id):
+        # The state is incomplete while an op runs (position is None); while an outcome is not in the journal, because
+        # only a replay of the op could compute it again; and between a forward pass and its backward pass.
+        if position is None or adapter.unrecorded or not adapter.kind.is_settled(run_id):
             self._snapshots.postpone(run_id, time.monotonic())
             return
         try:
@@ -500,7 +486,7 @@ class LiveAdapters:
         """Save a checkpoint of an adapter that is evicted. Its waiting ops fail, whether the save succeeds or not."""
         adapter = eviction.adapter
         try:
-            while adapter.ops or adapter.unsaved:
+            while adapter.ops:
                 await adapter.next_end()
             if await self.load(adapter):
                 eviction.note = await self._checkpoints.save_before_eviction(adapter.run, why, keep_seconds)

@@ -5,7 +5,6 @@ outcome. If the process dies in between, the ``start`` of the next process resto
 replays the ops behind it in order. Clients find the same futures under the same ids.
 """
 
-import asyncio
 import itertools
 import logging
 import time
@@ -27,24 +26,13 @@ from twinkle.server.services.training.replay_feed import ReplayFeed
 from twinkle.server.services.training.runner import OpRunner, Settlement
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DamagedRecordError, JournalError, ReplicaHeldError
-from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.telemetry.readings import queue_readings, trainer_readings
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
-from twinkle.server.types import (
-    NUMBERED_HERE,
-    UNNUMBERED,
-    Budget,
-    Ending,
-    Op,
-    Outcome,
-    Refused,
-    RunRecord,
-    SamplingSessionRecord,
-)
+from twinkle.server.types import NUMBERED_HERE, UNNUMBERED, Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +59,6 @@ class ModelService:
         self._is_ours = is_ours
         self.journal = JournalQuota(context.store, context.tenants)
         snapshots, checkpoints = Snapshots(context), Checkpoints(context)
-        self.is_unsaved = checkpoints.is_unsaved
         settlement = Settlement(context, snapshots, self.journal)
         self._settle = settlement.settle
         self.adapters = LiveAdapters(context, snapshots, checkpoints, settlement.settle, memory.adapter_bytes)
@@ -362,21 +349,6 @@ class ModelService:
             logger.error("damaged: the result of request %s: %s", request, error)
             message = f"request {request}: its result was damaged on the server's disk; send the request again"
             return Outcome.failure(message, "server")
-
-    async def rebuild_version(self, session: SamplingSessionRecord) -> None:
-        """Wait until a version that has no name can be sampled from.
-
-        It always can, except after a crash: if its files were not on disk, the replay has to publish it again.
-        """
-        if session.version_id != session.sampling_session_id or session.directory is None:
-            return
-        complete = (self.context.files.root / session.directory / CHECKSUMS).exists
-        for adapter in self.adapters:
-            while adapter.run.session_id == session.session_id and adapter.publishes_again:
-                if self.adapters.stopping or await asyncio.to_thread(complete):
-                    return
-                if adapter.publishes_again:  # it may have ended since it was asked before
-                    await adapter.next_end()
 
     async def finish_accepted(self, run_id: str) -> None:
         """Wait until all ops that were accepted for a run before this call have ended, or until the server stops."""

@@ -18,7 +18,7 @@ from functools import partial
 from twinkle.server.backends.compute_thread import Lane, compute_thread, event_loop
 from twinkle.server.scheduling.gathering import ReadyPasses
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
-from twinkle.server.services.checkpoints.save_and_load import Checkpoints, UnwrittenFiles
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.running_ops import MOST_DEATHS
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
@@ -48,10 +48,8 @@ class Settlement:
         self._journal = journal
 
     @event_loop
-    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome, unwritten: UnwrittenFiles | None = None) -> None:
+    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Settle the op's future at once, and write the outcome to the journal in the background.
-
-        ``unwritten``: writes files of the op that are not on disk yet; the outcome is written after them.
 
         If the process dies in between, the next one runs the op again. An op that had ended before a restart and was
         only replayed keeps its first outcome, which its client may have seen; it is neither settled nor counted again.
@@ -66,9 +64,7 @@ class Settlement:
             if outcome.failed and not replay.record.failed:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)
         else:
-            if unwritten is not None:
-                adapter.unsaved.add(op.seq)
-            self._context.background.start(self._record(adapter, op, outcome, unwritten))
+            self._context.background.start(self._record(adapter, op, outcome))
             if not outcome.failed:
                 used = UsageCounts(trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1)
                 self._context.tenants.usage.add(adapter.run.tenant_id, used)
@@ -80,15 +76,10 @@ class Settlement:
         stepped = op.is_step and not outcome.failed
         self._snapshots.schedule(op.adapter_id, time.monotonic(), changed=changed, step=stepped)
 
-    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome, unwritten: UnwrittenFiles | None) -> None:
+    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Write an outcome to the journal. While the disk is full or the database is unavailable, retry until the
         server stops.
         """
-        if unwritten is not None:
-            if not await unwritten(lambda: self.stopping):
-                return
-            adapter.unsaved.discard(op.seq)
-            adapter.op_ended.set()
         while True:
             try:
                 await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
@@ -411,7 +402,7 @@ class OpRunner:
             if task.op.kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
                 await self._compute.run(partial(self._measurements.dropped, task.op.adapter_id))
                 await self._keep_loaded(task.op, outcome)
-            self._finish(task, outcome, unwritten=self._checkpoints.take_unwritten(task.op.request_id))
+            self._finish(task, outcome)
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Write the outcome and a snapshot of an adapter that has just loaded a checkpoint, before its client is told.
@@ -466,10 +457,8 @@ class OpRunner:
         return Task(adapter, op)
 
     @event_loop
-    def _finish(
-        self, task: Task, outcome: Outcome, *, ran: bool = True, unwritten: UnwrittenFiles | None = None
-    ) -> None:
-        """End an op of a batch. ``unwritten``: see :meth:`Settlement.settle`.
+    def _finish(self, task: Task, outcome: Outcome, *, ran: bool = True) -> None:
+        """End an op of a batch.
 
         If it was to create the adapter and failed, the adapter is removed. ``ran`` is False if a bug failed the whole
         batch: then a failed creation says nothing about the adapter, which is kept.
@@ -483,7 +472,7 @@ class OpRunner:
         if op.kind.creates and not outcome.failed:
             adapter.place = Place.TRAINER
         self._scheduler.finish(op, failed=outcome.failed)
-        self._settlement.settle(adapter, op, outcome, unwritten)
+        self._settlement.settle(adapter, op, outcome)
         if ran and op.kind.creates and outcome.failed:
             self._adapters.fail(adapter, f"model {op.adapter_id} could not be created")
         self._wake.set()
