@@ -9,7 +9,8 @@ import torch
 from tests.support.models.reference import random_datum, toy_llama, wide_llama, with_random_weights
 from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.model.decoder.attention import runs_own_kernels
-from twinkle.model.decoder.packed_attention import TILE, tile_table
+from twinkle.model.decoder.packed_attention import tile_table
+from twinkle.model.decoder.tiles import TILE_ROWS
 from twinkle.model.trainer import probe
 from twinkle.model.trainer.batch import GradientRows, Part
 from twinkle.model.trainer.pass_graphs import BUCKETS
@@ -24,15 +25,15 @@ def parts_of(trainer: Trainer, ranks: list[int], lengths: list[int]) -> list[Par
     return probe._parts(engine, probe._adapters(engine, torch.float32, ranks, init=False), lengths)
 
 
-@pytest.mark.parametrize("lengths", [[1], [TILE], [TILE + 1, 3], [5, 200, 64, 1, 129]])
+@pytest.mark.parametrize("lengths", [[1], [TILE_ROWS], [TILE_ROWS + 1, 3], [5, 200, 64, 1, 129]])
 def test_every_row_is_in_one_tile_of_its_sequence(lengths: list[int]) -> None:
     found = np.zeros(sum(lengths), int)
     ends = np.cumsum(lengths)
     for first, length, start in tile_table(lengths):
         assert first in [0, *ends[:-1]]
         assert lengths[list(ends - lengths).index(first)] == length
-        assert start % TILE == 0
-        found[first + start : first + min(start + TILE, length)] += 1
+        assert start % TILE_ROWS == 0
+        found[first + start : first + min(start + TILE_ROWS, length)] += 1
     assert (found == 1).all()
 
 
@@ -64,9 +65,9 @@ def test_tables_say_where_rows_and_adapters_are(make_trainer: MakeTrainer) -> No
 
 def test_a_bucket_has_room_for_the_most_tiles() -> None:
     for bucket in BUCKETS:
-        assert bucket.rows % TILE == 0
+        assert bucket.rows % TILE_ROWS == 0
         sizes = [bucket.rows // bucket.requests] * bucket.requests
-        assert sum(-(-size // TILE) for size in sizes) <= bucket.lora_tiles
+        assert sum(-(-size // TILE_ROWS) for size in sizes) <= bucket.lora_tiles
         lengths = [bucket.rows // bucket.sequences] * bucket.sequences
         assert len(tile_table(lengths)) <= bucket.attention_tiles
 

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twinkle.model.decoder.tiles import TILE_ROWS
+
 HEAD_SIZES = (64, 128)  # the sizes for which the kernels were measured
-TILE = 64  # queries, and keys, that a program of a kernel computes at a time
 
 
 def tile_table(lengths: Sequence[int]) -> NDArray[np.int32]:
@@ -21,9 +22,9 @@ def tile_table(lengths: Sequence[int]) -> NDArray[np.int32]:
     The tiles furthest from the start of their sequence come first: they see the most keys, and take longest.
     """
     lengths_N = np.asarray(lengths, np.int64)
-    counts_N = -(-lengths_N // TILE)
+    counts_N = -(-lengths_N // TILE_ROWS)
     sequence_n = np.repeat(np.arange(len(lengths_N)), counts_N)
-    start_n = (np.arange(counts_N.sum()) - (counts_N.cumsum() - counts_N)[sequence_n]) * TILE
+    start_n = (np.arange(counts_N.sum()) - (counts_N.cumsum() - counts_N)[sequence_n]) * TILE_ROWS
     first_N = lengths_N.cumsum() - lengths_N
     tiles_n3 = np.stack([first_N[sequence_n], lengths_N[sequence_n], start_n], 1)
     return tiles_n3[np.argsort(-start_n, kind="stable")].astype(np.int32)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinkle.model.decoder.packed_attention import TILE
+from twinkle.model.decoder.tiles import TILE_ROWS
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -47,7 +47,7 @@ def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale:
         HEADS=heads,
         GROUP=heads // k_TJD.shape[1],
         SIZE=size,
-        TILE=TILE,
+        TILE=TILE_ROWS,
         num_warps=4,
         num_stages=3,
     )
@@ -84,7 +84,7 @@ def attend_backward(
         HEADS=heads,
         GROUP=heads // kv_heads,
         SIZE=size,
-        TILE=TILE,
+        TILE=TILE_ROWS,
         num_warps=4,
         num_stages=2,
     )
@@ -97,7 +97,7 @@ def attend_backward(
         HEADS=heads,
         GROUP=heads // kv_heads,
         SIZE=size,
-        TILE=TILE,
+        TILE=TILE_ROWS,
         num_warps=4,
         num_stages=2,
     )

@@ -24,7 +24,8 @@ from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.lora.lora import LayerLora
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.lora.table import LoraTable, TableRows, addresses_in, module_offsets, tiles_of
-from twinkle.model.decoder.packed_attention import TILE, tile_table
+from twinkle.model.decoder.packed_attention import tile_table
+from twinkle.model.decoder.tiles import TILE_ROWS
 from twinkle.model.trainer.batch import GradientRows, Part
 
 LARGEST_RANK = 128  # of adapters in captured passes
@@ -49,11 +50,11 @@ class Bucket:
     @property
     def lora_tiles(self) -> int:
         """Return the most tiles of LoRA: every request, and the padding, may end with a tile that is not full."""
-        return self.rows // TILE + self.requests + 1
+        return self.rows // TILE_ROWS + self.requests + 1
 
     @property
     def attention_tiles(self) -> int:
-        return self.rows // TILE + self.sequences
+        return self.rows // TILE_ROWS + self.sequences
 
     def takes(self, parts: Sequence[Part]) -> bool:
         """Return whether the numbers of rows, requests and sequences of these parts are within the limits."""

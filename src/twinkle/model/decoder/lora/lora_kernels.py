@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinkle.model.decoder.lora.table import TILE_ROWS
+from twinkle.model.decoder.tiles import TILE_ROWS
 
 _FEW_ROWS = 1024  # up to this many rows, several programs share a tile
 _LONG_SUM, _SUMS = 4096, 4  # few rows: a sum over this many features or more is computed in so many parts

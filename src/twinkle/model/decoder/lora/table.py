@@ -13,9 +13,9 @@ from torch import Tensor
 
 from twinkle.model.decoder.lora.segments import SegmentLora
 from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.decoder.tiles import TILE_ROWS
 from twinkle.model.decoder.transfer import to_device
 
-TILE_ROWS = 64  # rows of one group that a kernel takes at a time
 _A, _B, _DA, _DB = range(4)
 
 
