@@ -35,6 +35,11 @@ def scores(sampler: TorchSampler, version: str | None, tokens: np.ndarray | None
     return run(sampler, [asked])["score"].prompt_logprobs[1:]
 
 
+def assert_same_scores(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Weights at another address are added up in another order on some CPUs, so the last digits may differ."""
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
 def train(trainer: Trainer, adapter_id: str, seed: int = 0) -> None:
     take_step(trainer, TrainItem(adapter_id, [random_datum(BASE, "cross_entropy", 12, seed)]), learning_rate=0.05)
 
@@ -44,13 +49,13 @@ def test_training_on_does_not_change_a_version() -> None:
     sampler = toy_sampler(trainer)
     before = scores(sampler, "a")
     train(trainer, "a")
-    np.testing.assert_array_equal(scores(sampler, "a"), before)
+    assert_same_scores(scores(sampler, "a"), before)
     sampler.publish("a2", "a")
     after = scores(sampler, "a2")
     assert np.abs(after - before).max() > 0.01
-    np.testing.assert_array_equal(scores(sampler, "a"), before)
+    assert_same_scores(scores(sampler, "a"), before)
     trainer.remove_adapter("a")
-    np.testing.assert_array_equal(scores(sampler, "a2"), after)
+    assert_same_scores(scores(sampler, "a2"), after)
 
 
 def test_weights_from_another_process() -> None:
@@ -63,7 +68,7 @@ def test_weights_from_another_process() -> None:
     sampler.receive_version("received", trainer.peft_config("a"), as_tensors(arrays))
     here = toy_sampler(trainer)
     here.publish("new", "a")
-    np.testing.assert_array_equal(scores(sampler, "received"), scores(here, "new"))
+    assert_same_scores(scores(sampler, "received"), scores(here, "new"))
 
 
 def test_turns_of_training_and_sampling_do_not_disturb_each_other() -> None:
@@ -113,7 +118,7 @@ def test_what_is_saved_and_loaded_is_the_same_version(tmp_path: Path) -> None:
     for name in SPECS:
         trainer.save(name, tmp_path / name, optimizer=name == "a")
         sampler.load_version(f"{name} again", str(tmp_path / name))
-        np.testing.assert_array_equal(scores(sampler, f"{name} again"), scores(sampler, name))
+        assert_same_scores(scores(sampler, f"{name} again"), scores(sampler, name))
 
 
 def test_a_directory_of_peft(tmp_path: Path) -> None:
@@ -121,7 +126,7 @@ def test_a_directory_of_peft(tmp_path: Path) -> None:
     sampler = toy_sampler(trainer)
     reference(BASE, trainer, "a").save_pretrained(tmp_path / "peft")
     sampler.load_version("peft", str(tmp_path / "peft"))
-    np.testing.assert_array_equal(scores(sampler, "peft"), scores(sampler, "a"))
+    assert_same_scores(scores(sampler, "peft"), scores(sampler, "a"))
 
 
 def test_names_are_used_once() -> None:
@@ -258,7 +263,7 @@ def test_compiled_layers_are_for_training() -> None:
 
     for layer in trainer.engine.layers:
         layer.compiled = compiled
-    np.testing.assert_array_equal(scores(sampler, "a"), before)
+    assert_same_scores(scores(sampler, "a"), before)
 
 
 def test_gradients_of_an_open_window_survive_sampling() -> None:
