@@ -20,7 +20,7 @@ from twinkle.errors import (
 )
 from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.backends.mock import MockSampler, MockTrainer
 from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.ids import RequestId
@@ -112,13 +112,14 @@ def running(sampler, check: Callable[[SamplerService], Awaitable[None]], root: P
 
 
 async def turns(service: SamplerService, count: int = 3) -> None:
-    """Let the service run a few turns."""
+    """Let the service run a few turns, and wait until the results of each are handed over."""
     for _ in range(count):
         service.sweep(0.0)
-        for _ in range(100):
+        while service._turn_due or service._orders:  # the turn has not begun
             await asyncio.sleep(0.0005)
-            if not service._turn_due:
-                break
+        await service._compute.run(lambda: None, Lane.SAMPLING)  # the turn is over
+        await asyncio.get_running_loop().run_in_executor(service._encoding, lambda: None)
+        await asyncio.sleep(0)
 
 
 def mock_sampler() -> MockSampler:
