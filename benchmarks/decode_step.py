@@ -8,13 +8,13 @@ draw, and nothing of the host's work between passes. The rows of the adapters fo
 """
 
 import argparse
-import json
 import statistics
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
+from one_gpu import MODELS, machine, write_json
 from torch.profiler import ProfilerActivity, profile
 
 from twinkle import LoraSpec, Trainer
@@ -24,7 +24,6 @@ from twinkle.sampler.torch_sampler.cache import blocks_for
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, DecodeRow
 from twinkle.sampler.torch_sampler.drawing import Draw
 
-MODELS = {"1b": "random://llama-1b", "8b": "random://llama-8b"}
 STEPS = 8
 
 
@@ -48,9 +47,7 @@ def main() -> None:
             for name, which in (("base", []), ("lora", versions)):
                 print(f"  {name}:")
                 case.print_kernels(which, args.kernels)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, {"machine": machine("cuda"), "rows": report})
 
 
 def parse_arguments() -> argparse.Namespace:

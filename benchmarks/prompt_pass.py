@@ -8,7 +8,6 @@ differ in every repetition, so that none is found in the cache. GPU time and ker
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections import Counter
@@ -16,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from one_gpu import MODELS, machine, write_json
 from torch.profiler import ProfilerActivity, profile
 
 from twinkle import LoraSpec, Trainer
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
 from twinkle.sampler.torch_sampler.model_pass import ModelPass
-
-MODELS = {"1b": "random://llama-1b", "8b": "random://llama-8b"}
 
 
 def main() -> None:
@@ -51,9 +49,7 @@ def main() -> None:
             print(f"{count:4} × {args.length}, {how:6}: {wall * 1e3:7.1f} ms, GPU {gpu:7.1f} ms, {launches} kernels")
             for name, (micros, launched) in sorted(kernels.items(), key=lambda each: -each[1][0])[: args.kernels]:
                 print(f"      {micros / 1e3:7.2f} ms {launched:5} × {name[:90]}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, {"machine": machine("cuda"), "rows": report})
 
 
 def parse_arguments() -> argparse.Namespace:
