@@ -17,6 +17,12 @@ computed: milliseconds of a batch of passes, microseconds of each token in it, a
 in which each sample gains 16 tokens.
 
     python benchmarks/service_rollouts.py --mock 60 12 60 --tenants 16 --samples 1
+
+With --simulate, the server has a simulated H200 instead of a model (simulated_device.py), and the report has its busy
+seconds, batches and sequences per decode step. All times except those of the gateway are divided by the given stretch.
+
+    python benchmarks/service_rollouts.py --simulate 4 --tenants 16 --steps 8 --len 512 --samples 8 \
+        --prompt 256 --tokens 128
 """
 
 import argparse
@@ -24,6 +30,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -43,6 +50,7 @@ from tinker import types
 LONE_WARM_UPS = 3  # steps
 TENANTS_PER_PROCESS = 4
 PROBE_SECONDS = 0.02
+TIMELINE = "timeline.jsonl"
 MOCK_CONFIG = """
 runtime: embedded
 data_dir: {data_dir}
@@ -65,19 +73,23 @@ main(["launch", "-c", sys.argv[1], "--log-level", "warning"],
 def main() -> None:
     args = parse_arguments()
     os.environ["NO_PROXY"] = "127.0.0.1"
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        server(args, Path(directory) / "server") as url,
-    ):
-        idle = Probe(url)
-        time.sleep(args.idle_seconds)
-        report = {
-            "arguments": vars(args) | {"json": str(args.json)},
-            "gateway_idle_ms": idle.stop(),
-            **rollouts(args, url),
-        }
-        if args.lone_steps:
-            report["lone_step_ms"] = lone_step_ms(args, url)
+    with tempfile.TemporaryDirectory() as directory:
+        with server(args, Path(directory) / "server") as url:
+            idle = Probe(url)
+            time.sleep(args.idle_seconds)
+            report = {
+                "arguments": vars(args) | {"json": str(args.json)},
+                "gateway_idle_ms": idle.stop(),
+                **rollouts(args, url),
+            }
+            if args.lone_steps:
+                report["lone_step_ms"] = lone_step_ms(args, url)
+        if args.simulate:
+            timeline = Path(directory) / "server" / TIMELINE
+            report["device"] = device_report(timeline, args.simulate, report["interval"])
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(timeline, args.json.with_suffix(".jsonl"))
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -98,10 +110,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to draw per sample")
     parser.add_argument("--mock", type=float, nargs=3, metavar=("PASS_MS", "TOKEN_US", "TURN_MS"))
+    parser.add_argument("--simulate", type=float, default=0.0, metavar="STRETCH")
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
-    if args.mock:
+    if args.mock or args.simulate:
         args.model = "mock"
     return args
 
@@ -109,17 +122,21 @@ def parse_arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def server(args: argparse.Namespace, directory: Path) -> Iterator[str]:
     """Run the server, and yield its address."""
-    if not args.mock:
+    if not args.mock and not args.simulate:
         with serving(args, directory, merge=True, sampler=True) as url:
             yield url
         return
     port, config = free_port(), directory / "config.yaml"
     directory.mkdir()
     config.write_text(MOCK_CONFIG.format(data_dir=directory / "data", port=port))
-    batch, token, turn = args.mock
-    seconds = [str(batch / 1e3), str(token / 1e6), str(turn / 1e3)]
     url = f"http://127.0.0.1:{port}"
-    with running([sys.executable, "-c", MOCK_SERVER, str(config), *seconds], url):
+    if args.simulate:
+        script = Path(__file__).with_name("simulated_device.py")
+        command = [sys.executable, str(script), str(config), str(args.simulate), str(directory / TIMELINE)]
+    else:
+        batch, token, turn = args.mock
+        command = [sys.executable, "-c", MOCK_SERVER, str(config), str(batch / 1e3), str(token / 1e6), str(turn / 1e3)]
+    with running(command, url):
         yield url
 
 
@@ -141,9 +158,10 @@ def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
 def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: Any) -> dict[str, Any]:
     """Start the load in all client processes, and report on it when they are done."""
     ready.wait()  # every tenant has trained and sampled once, or has finished the repeat before
-    before, probe, started = status(url), Probe(url), time.perf_counter()
+    before, probe, started = status(url), Probe(url), time.monotonic()
     seconds_waited = [wait for _ in range(workers) for wait in waits.get()]
-    seconds = time.perf_counter() - started
+    ended, unit = time.monotonic(), args.simulate or 1.0  # unit: seconds of this machine for a second of the device
+    seconds = (ended - started) / unit
     after, gateway = status(url), probe.stop()
     rounds = args.tenants * args.steps
     if len(seconds_waited) != rounds:
@@ -153,15 +171,26 @@ def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: 
         "seconds": seconds,
         "training_tokens_per_s": rounds * args.sequences * args.length / seconds,
         "sampled_tokens_per_s": rounds * args.samples * args.tokens / seconds,
-        "server": {key: _difference(before, after, key) for key in ("training_seconds", "sampling_seconds", "batches")},
+        "server": {
+            "training_seconds": _difference(before, after, "training_seconds", unit),
+            "sampling_seconds": _difference(before, after, "sampling_seconds", unit),
+            "batches": _difference(before, after, "batches"),
+        },
         "passes_per_batch": rounds / (after["batches"] - before["batches"]),
-        "publish_to_samples_s": {"median": statistics.median(seconds_waited), "worst": max(seconds_waited)},
+        "sequences_per_decode_step": decode_rows(before, after),
+        "publish_to_samples_s": {
+            "median": statistics.median(seconds_waited) / unit,
+            "worst": max(seconds_waited) / unit,
+        },
         "gateway_busy_ms": gateway,
+        "interval": (started, ended),
     }
 
 
 def lone_step_ms(args: argparse.Namespace, url: str) -> dict[str, float]:
-    """Return the milliseconds of a training step (forward_backward and optim_step) of one tenant alone."""
+    """Return the milliseconds of a training step (forward_backward and optim_step) of one tenant alone, not divided by
+    the stretch.
+    """
     tenant = Tenant(args, url, args.tenants)
     times = []
     for number in range(args.lone_steps + LONE_WARM_UPS):
@@ -172,8 +201,34 @@ def lone_step_ms(args: argparse.Namespace, url: str) -> dict[str, float]:
     return {"median": statistics.median(times), "worst": max(times)}
 
 
-def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> float | None:
-    return after[key] - before[key] if key in after else None
+def decode_rows(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Return the sequences in a decode step, on average between two reports of the server; None: it does not count."""
+    tokens, steps = (_difference(before, after, key) for key in ("decoded_tokens", "decode_steps"))
+    return tokens / steps if tokens and steps else None
+
+
+def device_report(timeline: Path, stretch: float, interval: tuple[float, float]) -> dict[str, Any]:
+    """Return what the simulated device did in an interval, in its own seconds: how often, for how long, how much."""
+    calls = [json.loads(line) for line in timeline.read_text().splitlines()]
+    report: dict[str, Any] = {}
+    for kind in dict.fromkeys(kind for kind, *_ in calls):
+        own = [
+            (size, end - start)
+            for name, size, start, end in calls
+            if name == kind and interval[0] <= start < interval[1]
+        ]
+        if own:
+            report[kind] = {
+                "calls": len(own),
+                "seconds": sum(seconds for _, seconds in own) / stretch,
+                "mean_size": statistics.mean(size for size, _ in own),
+            }
+    report["busy_seconds"] = sum(each["seconds"] for kind, each in report.items() if kind != "files")
+    return report
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any], key: str, unit: float = 1.0) -> float | None:
+    return (after[key] - before[key]) / unit if key in after else None
 
 
 def work(args: argparse.Namespace, url: str, tenants: list[int], ready: Any, waits: Any) -> None:

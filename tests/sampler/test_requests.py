@@ -21,8 +21,10 @@ from tests.support.models.sampling import (
 )
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.sampler import Sampler, SampleRequest, SamplingParams, TorchSampler
+from twinkle.sampler.torch_sampler import sampler as sampler_module
 from twinkle.sampler.torch_sampler.cache import BLOCK
 from twinkle.sampler.torch_sampler.model_pass import PendingPass
+from twinkle.sampler.types import SamplerNumbers
 from twinkle.sampler.validation import Limits, check_request
 
 
@@ -214,3 +216,32 @@ def test_the_cache_comes_out_of_the_adapters_memory() -> None:
         TorchSampler(trainer, None, kv_budget_bytes=100)
     with pytest.raises(InvalidInputError, match="max_sequences"):
         TorchSampler(trainer, None, max_sequences=0)
+
+
+def test_a_turn_ends_when_other_work_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn then draws one token. The samples are the same."""
+    monkeypatch.setattr(sampler_module, "_TURN_SECONDS", 1e6)
+    wanted = [
+        request("a", "a", prompt(20), 2, max_tokens=6, seed=1),
+        request("b", None, prompt(9), max_tokens=6, seed=2),
+    ]
+    sampler = toy_sampler(toy_trainer(SPECS))
+    expected = run(sampler, wanted)
+    sampler.end_turns_when(lambda: True)
+    for each in wanted:
+        sampler.submit(each)
+    turns, outcomes = 0, {}
+    while sampler.busy:
+        outcomes |= {event.request_id: event.outcome for event in sampler.step()}
+        turns += 1
+    assert turns >= 6, "the prompts give the first token"
+    for name, outcome in outcomes.items():
+        assert_same_samples(outcome, expected[name])
+
+
+def test_decode_steps_and_their_sequences_are_counted() -> None:
+    sampler = toy_sampler(toy_trainer(SPECS))
+    run(sampler, [request("a", "a", prompt(20), 3, max_tokens=6, seed=1, stop_at_eos=False)])
+    assert sampler.numbers() == SamplerNumbers(decode_steps=5, decoded_tokens=15)
+    run(sampler, [request("b", "a", prompt(20), 1, max_tokens=1, seed=1, stop_at_eos=False)])
+    assert sampler.numbers() == SamplerNumbers(5, 15), "the prompt's own pass gives the first token"

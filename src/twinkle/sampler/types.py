@@ -1,5 +1,6 @@
 """The types of sampling: a sampler's requests and results, as plain dataclasses over numpy, without torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -148,6 +149,32 @@ class Progress:
     logprobs: FloatArray
     topk_logprobs: TopLogprobs | None = None
     stop_reason: StopReason | None = None
+
+
+@dataclass(frozen=True)
+class SamplerNumbers:
+    """Counters of a sampler since it was built. A decode step draws one token for each of its sequences."""
+
+    decode_steps: int
+    decoded_tokens: int  # drawn in these steps, including those that were drawn in vain behind the end of a sample
+
+
+@runtime_checkable
+class CountsSteps(Protocol):
+    """A sampler that counts its decode steps."""
+
+    def numbers(self) -> SamplerNumbers:
+        """Return the counters. Called in any thread."""
+        ...
+
+
+@runtime_checkable
+class EndsTurns(Protocol):
+    """A sampler that can end a turn early, because other work is to have the device next."""
+
+    def end_turns_when(self, other_work_is_next: Callable[[], bool]) -> None:
+        """Have ``step`` call this function between its passes, and return soon after the function returns True."""
+        ...
 
 
 @runtime_checkable

@@ -327,6 +327,84 @@ def test_what_training_computes_is_decided_when_its_turn_has_come(monkeypatch: p
     assert gate.done == ["sample", "train ab", "sample", "sample"]
 
 
+@pytest.mark.parametrize("lane", [Lane.TRAINING, Lane.STEPS])
+def test_a_turn_of_sampling_learns_that_training_is_next(lane: Lane) -> None:
+    """It is next once sampling has used its share, and an optimizer step at once."""
+    clock, came, asked = Clock(), threading.Event(), []
+
+    async def main() -> None:
+        compute = Compute(0.5, clock)
+
+        def turn() -> None:
+            clock.now += 1.0
+            asked.append(compute.training_is_next())
+            begun.set()
+            came.wait(10)
+            asked.append(compute.training_is_next())
+            clock.now += 0.5
+            asked.append(compute.training_is_next())
+
+        begun = threading.Event()
+        assert not compute.training_is_next(), "no turn runs"
+        sampling = asyncio.create_task(compute.run(turn, Lane.SAMPLING))
+        await asyncio.to_thread(begun.wait, 10)
+        training = asyncio.create_task(compute.run(compute.training_is_next, lane))
+        await asyncio.sleep(0)
+        came.set()
+        assert await training is False, "a turn of training runs"
+        await sampling
+        compute.close()
+
+    asyncio.run(main())
+    assert asked == [False, lane is Lane.STEPS, True]
+
+
+def test_a_turn_in_the_middle_of_a_pass_is_not_ended_early() -> None:
+    clock, asked = Clock(), []
+
+    async def main() -> None:
+        compute, ready = Compute(0.5, clock), threading.Event()
+
+        def turn() -> None:
+            clock.now += 5.0
+            asked.append(compute.training_is_next())
+
+        def train() -> None:
+            ready.wait(10)
+            clock.now += 1.0
+            compute.let_sampling_run()
+
+        tasks = [asyncio.create_task(compute.run(train)), asyncio.create_task(compute.run(turn, Lane.SAMPLING))]
+        tasks.append(asyncio.create_task(compute.run(lambda: None)))
+        await asyncio.sleep(0)
+        ready.set()
+        await asyncio.gather(*tasks)
+        compute.close()
+
+    asyncio.run(main())
+    assert asked == [False]
+
+
+def test_sampling_that_is_put_off_waits_for_all_training() -> None:
+    """Until so many seconds of its share are due."""
+    clock = Clock()
+    gate = Gate(clock)
+
+    async def main() -> None:
+        compute = Compute(0.5, clock)
+        compute.put_off_sampling(3.0)
+        pieces = [("s0", Lane.SAMPLING), *((f"t{number}", Lane.TRAINING) for number in range(5)), ("s1", Lane.SAMPLING)]
+        first = asyncio.create_task(compute.run(gate.piece("first", 0.0)))
+        tasks = [asyncio.create_task(compute.run(gate.piece(name, 1.0), lane)) for name, lane in pieces]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(first, *tasks)
+        compute.close()
+
+    asyncio.run(main())
+    assert gate.done == ["first", "t0", "t1", "t2", "s0", "s1", "t3", "t4"]
+
+
 def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
     """The event loop sends the step a moment after the pass has ended; work that arrived in between waits."""
     gate = Gate()

@@ -86,3 +86,34 @@ def test_debt_is_repaid_while_the_other_works_alone() -> None:
     assert not share.sampling_is_due
     share.count_training(60.0, 121.0, None)
     assert share.sampling_is_due
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.3, 2.0])
+def test_patience_makes_turns_longer_and_leaves_the_shares(patience: float) -> None:
+    device = Device(0.4)
+    device.share.patience = patience
+    turns = "".join(device.run(0.06, 0.04)[0] for _ in range(5000))
+    assert abs(device.sampled - 0.4 * device.now) <= 2 * patience + 0.2
+    bursts = [len(burst) for burst in turns.replace("s", " ").split()]
+    assert max(bursts) * 0.04 >= patience, (
+        "sampling waits until so much is due: 0.04 seconds with each 0.06 of training"
+    )
+
+
+def test_sampling_is_put_off_until_enough_is_due_and_then_gets_it_at_once() -> None:
+    device = Device(0.5)
+    device.share.patience = 2.0
+    assert [device.run(1.0, 1.0)[0] for _ in range(10)] == ["t", "t", "s", "s", "s", "t", "t", "t", "s", "s"]
+    device.share.patience = 0.0
+    assert device.run(1.0, 1.0) == "sample", "what was due is still due"
+
+
+def test_what_would_be_due_later_is_not_counted() -> None:
+    share = DeviceShare(0.5)
+    share.count_training(0.0, 3.0, 0.0)
+    assert share.is_due_after(3.0, 5.0, 0.0)
+    assert not share.is_due_after(3.0, 6.5, 0.0)
+    assert share.is_due_after(3.0, 5.0, None)
+    assert not share.is_due_after(3.0, 7.0, 6.9), "it computed alone until training came"
+    share.count_sampling(3.0, 5.0, 0.0)
+    assert share.sampling_is_due

@@ -232,6 +232,47 @@ def test_a_session_that_has_left_is_forgotten() -> None:
     assert gathering.wait_until(ReadyPasses({"a"}, COST, BUDGET), 100.0, sampling=True) is None
 
 
+def looping(sessions: str = "ab", *, fixed: float = 0.06, samples: str = "ab") -> Gathering:
+    """Return the state after two rounds of one second, in which ``samples`` also sampled. All train again now."""
+    gathering = Gathering()
+    gathering.times.measure(COST, fixed + 0.009)
+    gathering.times.measure(8 * COST, fixed + 8 * 0.009)
+    for now in (0.0, 1.0, 2.0):
+        for session in sessions:
+            gathering.arrived(session, f"tenant-{session}", COST, now)
+        for session in sessions if now < 2 else "":
+            gathering.ended(session, now + 0.1)
+        for session in samples if now < 2 else "":
+            gathering.sampling(session, now + 0.2)
+            gathering.sampled(session, now + 0.9)
+    return gathering
+
+
+def test_samples_are_put_off_where_all_train_and_sample_in_rounds() -> None:
+    gathering = looping()
+    assert gathering.patience() == pytest.approx(LONGEST)
+    for session in "ab":
+        gathering.arrived(session, f"tenant-{session}", COST, 2.0)  # a second pass in the same round
+        gathering.ended(session, 2.0)
+        gathering.ended(session, 2.0)
+        gathering.sampling(session, 2.1)
+        gathering.arrived(session, f"tenant-{session}", COST, 2.4)
+    assert gathering.patience() == pytest.approx(0.25 * 0.4), "a quarter of the shorter round"
+
+
+def test_samples_are_not_put_off_for_or_by_others() -> None:
+    assert looping("a", samples="a").patience() == 0, "a tenant alone"
+    assert looping(samples="a").patience() == 0, "session b only trains, so its passes bring no samples"
+    assert looping(fixed=0.0).patience() == 0, "as on a CPU, where nothing is gained"
+    gathering = looping()
+    gathering.sampling("chat", 2.0)
+    gathering.sampling("chat", 2.0)
+    gathering.sampled("chat", 2.1)
+    assert gathering.patience() == 0, "a session that does not train waits for a sample"
+    gathering.sampled("chat", 2.2)
+    assert gathering.patience() > 0
+
+
 def ready_for_waiting() -> Gathering:
     """Return the state in which session a's pass is ready at 10.52, and b's is expected at 10.53."""
     gathering = Gathering()

@@ -19,11 +19,20 @@ from twinkle.errors import (
     TwinkleServerError,
 )
 from twinkle.model.types import LoraSpec
-from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
+from twinkle.sampler.types import (
+    Finished,
+    Progress,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplerNumbers,
+    SamplingParams,
+)
 from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.backends.mock import MockSampler, MockTrainer
 from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.ids import RequestId
+from twinkle.server.scheduling.gathering import Gathering
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
@@ -531,3 +540,59 @@ def test_weights_that_are_gone(tmp_path: Path) -> None:
             await anext(generated(service, session(version="v", directory="v"), request(1, "v")))
 
     running(ScriptedSampler(), check, tmp_path)
+
+
+class CountingSampler(ScriptedSampler):
+    """A sampler that asks in its turns whether other work is next, and counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks: Callable[[], bool] | None = None
+        self.told: list[bool] = []
+
+    def end_turns_when(self, other_work_is_next: Callable[[], bool]) -> None:
+        self.asks = other_work_is_next
+
+    def numbers(self) -> SamplerNumbers:
+        return SamplerNumbers(2, 6)
+
+    def step(self) -> list[Finished | Progress]:
+        assert self.asks is not None
+        self.told.append(self.asks())
+        return super().step()
+
+
+def test_a_sampler_that_can_end_its_turns_asks_the_compute_thread() -> None:
+    sampler = CountingSampler()
+
+    async def check(service: SamplerService) -> None:
+        assert sampler.asks == service._compute.training_is_next
+        await turns(service)
+        assert sampler.told[-1] is False
+
+    running(sampler, check)
+
+
+def test_decode_steps_are_reported_where_the_sampler_counts_them() -> None:
+    async def counted(service: SamplerService) -> None:
+        assert (service.status()["decode_steps"], service.status()["decoded_tokens"]) == (2, 6)
+        read = {reading.instrument.name: reading.value for reading in service.readings("m")}
+        assert (read["twinkle_decode_steps_total"], read["twinkle_decoded_tokens_total"]) == (2, 6)
+
+    async def uncounted(service: SamplerService) -> None:
+        assert "decode_steps" not in service.status()
+        assert not any("decode" in reading.instrument.name for reading in service.readings("m"))
+
+    running(CountingSampler(), counted)
+    running(ScriptedSampler(), uncounted)
+
+
+def test_samples_are_put_off_as_long_as_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gathering, "patience", lambda _self: 0.125)
+
+    async def check(service: SamplerService) -> None:
+        service.sample(session(), request(0))
+        await turns(service)
+        assert service._compute._share.patience == 0.125
+
+    running(ScriptedSampler(), check)

@@ -8,7 +8,7 @@ Between turns only the tokens and the cache remain. The sampler is used from one
 with training.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -26,7 +26,7 @@ from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, ModelPass,
 from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, capture_prompts
 from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.torch_sampler.versions import AdapterVersions, Versions
-from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
+from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplerNumbers
 from twinkle.sampler.validation import Limits, check_request
 
 _TURN_SECONDS = 0.05  # a turn starts no new pass after this time
@@ -108,6 +108,8 @@ class TorchSampler:
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
         self._events: list[Finished | Progress] = []
+        self._other_work_is_next: Callable[[], bool] = lambda: False
+        self._numbers_so_far = SamplerNumbers(0, 0)
         self._flight: _Flight | None = None  # always None between turns
 
     @property
@@ -218,6 +220,12 @@ class TorchSampler:
         if request_id in self._jobs:
             self._remove(self._jobs[request_id])
 
+    def end_turns_when(self, other_work_is_next: Callable[[], bool]) -> None:
+        self._other_work_is_next = other_work_is_next
+
+    def numbers(self) -> SamplerNumbers:
+        return self._numbers_so_far
+
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
@@ -235,7 +243,7 @@ class TorchSampler:
             self._prompts.weights = turn.weights
         try:
             while self._advance(turn.eligible, deadline):
-                if perf_counter() >= deadline:
+                if self._is_over(deadline):
                     break
             self._land()
         finally:
@@ -249,6 +257,16 @@ class TorchSampler:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _is_over(self, deadline: float) -> bool:
+        """Return whether the turn is to start no further pass."""
+        return perf_counter() >= deadline or self._other_work_is_next()
+
+    def _count_decoded(self, sequences: int, tokens: int = 1) -> None:
+        """Count decode steps that have started: one for each token of the sequences."""
+        before = self._numbers_so_far
+        steps = before.decode_steps + (tokens if sequences else 0)
+        self._numbers_so_far = SamplerNumbers(steps, before.decoded_tokens + sequences * tokens)
+
     def _fail_lost(self, lost: Mapping[int, TwinkleError]) -> None:
         for job in list(self._jobs.values()):
             if job.version is not None and id(job.version) in lost:
@@ -261,7 +279,7 @@ class TorchSampler:
             return self._advance_ahead(self._graphs, eligible, deadline)
         # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
         # frees room for the second.
-        decoded = self._compute_all(self._schedule.decode_steps(eligible))
+        decoded = self._decode(self._schedule.decode_steps(eligible))
         prompted = self._compute_all(self._schedule.prompt_steps(eligible))
         return decoded or prompted
 
@@ -284,14 +302,14 @@ class TorchSampler:
         # Sequences of the flight must not be preempted, so prompts that need their room wait until it has landed.
         overlap = self._schedule.room_for_prompts
         prompts = self._start_all(self._schedule.prompt_steps(eligible)) if overlap else []
-        if flight is not None and overlap and not prompts and perf_counter() < deadline:
+        if flight is not None and overlap and not prompts and not self._is_over(deadline):
             following = self._launch(graphs, captured, _AHEAD, flight)
         self._land()
         self._flight = following
         prompted = self._finish_all(prompts) if overlap else self._compute_all(self._schedule.prompt_steps(eligible))
         crowded = not flown and not self._schedule.room_ahead(_AHEAD)
         others = self._schedule.decode_steps(lambda job: eligible(job) and (crowded or not captured(job)))
-        return self._compute_all(others) or flown or prompted
+        return self._decode(others) or flown or prompted
 
     def _launch(self, graphs: DecodeGraphs, captured: Eligible, tokens: int, before: _Flight | None) -> _Flight | None:
         """Start to draw several tokens for each decoding sequence, without waiting for the device.
@@ -325,8 +343,9 @@ class TorchSampler:
         except torch.OutOfMemoryError:
             self._free_memory()
             if before is None:
-                self._compute_all(steps)  # one token each, in batches that are halved until they fit
+                self._decode(steps)  # one token each, in batches that are halved until they fit
             return None
+        self._count_decoded(len(steps), tokens)
         return _Flight(steps, rows, tokens, pending)
 
     def _land(self) -> None:
@@ -347,6 +366,10 @@ class TorchSampler:
             return
         self._schedule.computed(Step(sequence, step.start, step.start + count))
         self._end(sequence)
+
+    def _decode(self, steps: list[Step]) -> bool:
+        self._count_decoded(len(steps))
+        return self._compute_all(steps)
 
     def _compute_all(self, steps: list[Step]) -> bool:
         for batch in self._batches(steps):

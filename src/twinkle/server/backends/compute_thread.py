@@ -110,6 +110,7 @@ class Compute:
         # State of the compute thread:
         self._share = DeviceShare(sampling_share)
         self._stepped_last = False  # the last turn was an optimizer step
+        self._turn_began: float | None = None  # when the present turn of sampling began, if it can be ended early
         self._counted_until = 0.0  # the time up to which ``_share`` knows who computed
         self._sampled_within = 0.0  # seconds of sampling in the middle of pieces of training
         self._spare_calls = 0  # submitted calls of _run_one that have no piece, because it ran with another one
@@ -143,6 +144,13 @@ class Compute:
         """
         await self.run(lambda: None, follows=lambda _result: Lane.TRAINING)
 
+    def put_off_sampling(self, patience: float) -> None:
+        """Let sampling wait, while training has work, until so many seconds of its share are due. 0: it does not wait.
+
+        Sampling still gets its share of the time.
+        """
+        self._share.patience = patience
+
     @property
     def samples(self) -> bool:
         """Return whether sampling has a turn to run, or runs one now, so that the device is not idle."""
@@ -153,6 +161,23 @@ class Compute:
         """Return for how long the present piece of work has run; 0 if none runs. Does not wait for the thread."""
         began = self._step_began
         return 0.0 if began is None else self._clock() - began
+
+    @compute_thread
+    def training_is_next(self) -> bool:
+        """Return whether training waits and will compute next. The sampler asks it in the middle of a turn.
+
+        If so, the sampler ends its turn, so that samples of other tenants come sooner and decode together with its own.
+        While sampling has not used its share, training does not compute next. A turn in the middle of a piece of
+        training ends when the sampler likes.
+        """
+        if self._turn_began is None:
+            return False
+        if self._lanes[Lane.STEPS]:
+            return True
+        training = self._lanes[Lane.TRAINING]
+        return bool(training) and not self._share.is_due_after(
+            self._turn_began, self._clock(), training[0].submitted_at
+        )
 
     @compute_thread
     def training_clock(self) -> float:
@@ -218,6 +243,7 @@ class Compute:
             return piece.shares
         self._step_began = started = self._clock()
         self._sampling = lane is Lane.SAMPLING
+        self._turn_began = started if self._sampling and not within else None
         try:
             result = piece.work()
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited

@@ -20,6 +20,8 @@ from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import ServedModelConfig
+from twinkle.server.config.timings import Timings
 from twinkle.server.gateway.fleet import Services
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.operator_requests import answer_operators
@@ -35,27 +37,29 @@ logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 65_536
 
+LoadModel = Callable[[ServedModelConfig, Timings], ServedModel]
 
-def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
+
+def serve_embedded(config: ServerConfig, notes: Sequence[str] = (), load: LoadModel = load_served_model) -> None:
     """Serve until SIGTERM or SIGINT, then finish the work that runs and write snapshots of changed adapters.
 
-    TwinkleServerError if a service loop ends with an error: then the server stops, too.
+    TwinkleServerError if a service loop ends with an error: then the server stops, too. ``load`` loads each model.
     """
     let_threads_alternate()
     _allow_many_connections()
     listener = listen(config.http_options.host, config.http_options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, notes, listener))
+            runner.run(_serve(config, notes, listener, load))
     finally:
         listener.close()
 
 
-async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
+async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket, load: LoadModel) -> None:
     process = await Process.open(config)
     try:
         about_key = await prepare_key(config, process.store, may_show=True)
-        models = [await asyncio.to_thread(load_served_model, served, config.timings) for served in config.served_models]
+        models = [await asyncio.to_thread(load, served, config.timings) for served in config.served_models]
         connections = Connections(
             connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
             lambda limit: process.telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),

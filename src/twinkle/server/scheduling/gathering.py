@@ -1,4 +1,5 @@
-"""Decides whether a batch of passes waits a moment for passes that are about to arrive.
+"""Decides whether a batch of passes waits a moment for passes that are about to arrive, and whether samples wait for
+training.
 
 Tenants in a loop (train, publish, sample, train again) that are in step could share every batch, but their requests
 arrive over some tens of milliseconds: a batch that starts with the first of them leaves out the others, and from then
@@ -16,10 +17,16 @@ on they are out of step. A short wait keeps them together, where it pays:
 - After a wait in which no pass arrived, some batches do not wait.
 - A tenant alone never waits. A batch that is full, or that has a pass which is overdue, does not wait either.
 
+Samples wait, too. A decode step takes nearly as long for few sequences as for many, so it pays to train and publish for
+all sessions in step before their samples begin. While all that the device has to do is for such sessions, samples may
+be put off until ``LONGEST`` seconds of their share of the time are due, or a quarter of a round, if that is less. They
+still get their share. Samples of sessions that do not train, such as chats, are never put off, nor those of a tenant
+alone, nor those that would wait for a session that does not sample.
+
 Plain Python; the caller gives the times, in seconds of one clock. Belongs to one thread.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -31,6 +38,7 @@ _ROUNDS = 3  # of a session, from which the arrival of its next pass is estimate
 _LEAST_ERROR = 0.005  # seconds: no estimate is better
 _FIRST_ERROR = 0.1  # fraction of the delay: the error that is assumed during a session's first rounds
 _SPREAD = 3  # a pass counts as overdue so many times the error after its estimate
+_PUT_OFF = 0.25  # fraction of a session's round: the most of their share for which samples are put off
 _REMEMBERED = 60.0  # seconds for which a session without any activity is remembered
 _MOST_SKIPPED = 8  # batches that do not wait after several waits in vain, including the one that has just waited
 _KEPT_TIMES = 5  # measured times of batches of about one size; the shortest counts
@@ -73,6 +81,9 @@ class _Session:
     seen_at: float  # the time of its last event
     passes: int = 0  # passes that have arrived and not ended
     samples: int = 0  # samples that have begun and not ended
+    arrived_at: float | None = None  # when the first pass of its present round arrived
+    round: float = 0.0  # seconds of its last round, from pass to pass
+    samples_too: bool = False  # it sampled in its last round
     events: dict[_Event, float] = field(default_factory=dict)  # the last event of each kind since its last pass arrived
     delays: dict[_Event, _Delay] = field(default_factory=dict)
 
@@ -81,6 +92,10 @@ class _Session:
         self.events[event] = self.seen_at = now
 
     def arrive(self, now: float) -> None:
+        if not self.passes:
+            self.samples_too = _Event.SAMPLES in self.events
+            self.round = 0.0 if self.arrived_at is None else now - self.arrived_at
+            self.arrived_at = now
         for event, at in self.events.items() if not self.passes else ():
             delay = self.delays.get(event)
             if delay is None:
@@ -143,6 +158,7 @@ class Gathering:
     def __init__(self) -> None:
         self.times = PassTimes()
         self._sessions: dict[str, _Session] = {}
+        self._strangers: Counter[str] = Counter()  # samples of sessions that do not train, by session
         self._since: float | None = None  # since when the passes that are ready now wait for more
         self._idle_since: float | None = None  # since when the device has been idle during that wait
         self._ready = 0  # how many passes were ready when the wait began
@@ -167,17 +183,22 @@ class Gathering:
             session.note(_Event.TRAINED, now)
 
     def sampling(self, session_id: str, now: float) -> None:
-        """Note that a sample was accepted. Sessions that do not train are ignored."""
+        """Note that a sample was accepted."""
         session = self._sessions.get(session_id)
-        if session is not None:
-            if not session.samples:
-                session.note(_Event.SAMPLES, now)
-            session.samples += 1
+        if session is None:
+            self._strangers[session_id] += 1
+            return
+        if not session.samples:
+            session.note(_Event.SAMPLES, now)
+        session.samples += 1
 
     def sampled(self, session_id: str, now: float) -> None:
         """Note that a sample has ended, or was cancelled."""
         session = self._sessions.get(session_id)
-        if session is not None and session.samples:
+        if self._strangers[session_id]:
+            self._strangers[session_id] -= 1
+            self._strangers = +self._strangers
+        elif session is not None and session.samples:
             session.samples -= 1
             if not session.samples:
                 session.note(_Event.SAMPLED, now)
@@ -202,7 +223,7 @@ class Gathering:
         if self._skip or not self._has_company():
             return None
         fixed, token = self.times.estimate()
-        if fixed <= _LEAST_FIXED * (fixed + token * ready.cost / max(1, len(ready.sessions))):
+        if not _pays(fixed, token, ready.cost / max(1, len(ready.sessions))):
             return None
         others, since = self._others(ready), now if self._since is None else self._since
         deadline = since + LONGEST
@@ -227,6 +248,15 @@ class Gathering:
             each.expected(now, now + LONGEST) is not None for each in self._others(ready)
         )
 
+    def patience(self) -> float:
+        """Return how many seconds of their share samples are put off while training has work; 0: they are not."""
+        active = [session for session in self._sessions.values() if session.passes or session.samples]
+        if self._strangers or not active or not all(session.samples_too for session in active):
+            return 0.0
+        if not self._has_company() or not _pays(*self.times.estimate(), max(session.cost for session in active)):
+            return 0.0
+        return min(LONGEST, _PUT_OFF * min(session.round for session in active))
+
     def _has_company(self) -> bool:
         """Return whether several tenants train: one alone never waits, not even for its own passes."""
         return len({session.tenant_id for session in self._sessions.values()}) > 1
@@ -243,3 +273,8 @@ class Gathering:
         self._vain = 0 if len(ready.sessions) > self._ready else self._vain + 1
         self._skip = min(_MOST_SKIPPED, 2**self._vain) if self._vain else 0
         self._since = self._idle_since = None
+
+
+def _pays(fixed: float, token: float, cost: float) -> bool:
+    """Return whether the fixed seconds of a batch are a considerable part of the time of one pass of this cost."""
+    return fixed > _LEAST_FIXED * (fixed + token * cost)

@@ -147,6 +147,18 @@ PROMPT_TOKENS = _counter(
     "model source",
     "Tokens of the prompts of requests that succeeded. source: computed, or cached (found from an earlier request).",
 )
+DECODE_STEPS = _counter(
+    "twinkle_decode_steps_total",
+    "model",
+    "Decode steps of the torch sampler; each draws one token for each of its sequences.",
+    read=True,
+)
+DECODED_TOKENS = _counter(
+    "twinkle_decoded_tokens_total",
+    "model",
+    "Tokens drawn in decode steps; divided by the steps: sequences per step. Some lie behind the end of a sample.",
+    read=True,
+)
 
 # --- the process ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from twinkle.model.types import TrainerNumbers
+from twinkle.sampler.types import SamplerNumbers
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Reading
 
@@ -33,6 +34,11 @@ def trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.allocated, (model, "allocated"))
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.reserved, (model, "reserved"))
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
+
+
+def sampler_readings(model: str, numbers: SamplerNumbers) -> Iterator[Reading]:
+    yield Reading(instruments.DECODE_STEPS, numbers.decode_steps, (model,))
+    yield Reading(instruments.DECODED_TOKENS, numbers.decoded_tokens, (model,))
 
 
 def machine_readings(data_dir: Path) -> list[Reading]:

@@ -16,7 +16,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from twinkle.errors import GoneError, InvalidInputError, ShuttingDownError, TwinkleError
-from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
+from twinkle.sampler.types import (
+    CountsSteps,
+    EndsTurns,
+    Finished,
+    Progress,
+    SampleFailure,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    SamplerNumbers,
+)
 from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.ids import RequestId
@@ -30,7 +40,7 @@ from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
-from twinkle.server.telemetry.readings import queue_readings
+from twinkle.server.telemetry.readings import queue_readings, sampler_readings
 from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
@@ -94,6 +104,8 @@ class SamplerService:
         self._sampler = sampler
         self._computes_here = computes_here
         self._compute = compute
+        if isinstance(sampler, EndsTurns):
+            sampler.end_turns_when(compute.training_is_next)
         self._recorder = recorder or SamplingRecorder("sampler")
         self._gathering = gathering or Gathering()
         memory = memory or ProcessMemory()
@@ -350,10 +362,18 @@ class SamplerService:
         """Yield the metrics that are computed when /metrics is read."""
         polls = self._futures.polls + (0 if self.completions is None else self.completions.polls)
         unfetched, waiting = self._futures.all_unfetched_bytes, len(self._jobs)
-        return queue_readings(model, "sampling", waiting, polls, unfetched, self.busy_seconds)
+        yield from queue_readings(model, "sampling", waiting, polls, unfetched, self.busy_seconds)
+        if (numbers := self._numbers_of_sampler()) is not None:
+            yield from sampler_readings(model, numbers)
+
+    def _numbers_of_sampler(self) -> SamplerNumbers | None:
+        return self._sampler.numbers() if isinstance(self._sampler, CountsSteps) else None
 
     def status(self) -> dict[str, object]:
-        now = time.monotonic()
+        now, numbers = time.monotonic(), self._numbers_of_sampler()
+        counted = (
+            {} if numbers is None else {"decode_steps": numbers.decode_steps, "decoded_tokens": numbers.decoded_tokens}
+        )
         return {
             "waiting_samples": len(self._jobs),
             "queued_samples": len(self._queued),
@@ -361,6 +381,7 @@ class SamplerService:
             "sampled_tokens": self.tokens_sampled,
             "sampling_tokens_per_second": self._rate.rate(self.tokens_sampled, time.time()),
             "sampling_seconds": round(self.busy_seconds, 3),
+            **counted,
         }
 
     # --- the service loop ---------------------------------------------------------------------------------------------
@@ -440,6 +461,8 @@ class SamplerService:
 
     def _give_orders(self) -> None:
         """Give the next turn what is to be cancelled and released, and the queued jobs that the engine has room for."""
+        if self._computes_here:
+            self._compute.put_off_sampling(self._gathering.patience())
         orders = _Orders(self._cancelled, self._released_versions, self._next_jobs())
         if orders.cancelled or orders.released or orders.fresh or self._turn_due:
             self._orders.append(orders)

@@ -200,6 +200,7 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self._scheduler.refusals(now))
             await self._cover_steps()
+            self._compute.put_off_sampling(self._gathering.patience())
             held_until = self._held_until()
             batch = self._scheduler.next_batch(hold_passes=held_until is not None)
             tasks = [] if batch is None else [self._task(op) for op in batch.ops]
