@@ -331,7 +331,7 @@ class Trainer:
             self._pool,
             self._budget,
             train=train,
-            ranks=self._parallel.ranks,
+            parallel=self._parallel,
             give_way=let_others_compute if interrupted else None,
             leaves_half=limit is not None,
         )
@@ -576,7 +576,7 @@ class Trainer:
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
         passes = Lockstep(self._engine, self._parallel.shards) if self._parallel.sharded else self._engine
-        call = TrainerCall(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        call = TrainerCall(passes, self._pool, self._budget, train=train, parallel=self._parallel)
         results = call.run(items)
         self._budget = call.budget
         return results
