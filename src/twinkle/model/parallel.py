@@ -159,7 +159,7 @@ def read_mesh(device_mesh: DeviceMesh | None, device: torch.device, *, cuts_sequ
     if device_mesh is None or device_mesh.world_size == 1:
         return SINGLE
     check_mesh(device_mesh, cuts_sequences=cuts_sequences)
-    _ensure_processes(device, device_mesh.world_size)
+    join_processes(device, device_mesh.world_size)
     whole = dist.group.WORLD
     assert whole is not None
     ranks, torch_mesh = ProcessRanks(whole), device_mesh.to_torch_device_mesh()
@@ -260,7 +260,7 @@ def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
         raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")
 
 
-def _ensure_processes(device: torch.device, size: int) -> None:
+def join_processes(device: torch.device, size: int) -> None:
     """Join the process group, unless the program has done so already.
 
     torch finds the other processes by the environment variables that torchrun sets.
