@@ -33,6 +33,14 @@ class Lockstep:
     def architecture(self) -> Architecture:
         return self._engine.architecture
 
+    @property
+    def token_rows(self) -> int:
+        return self._engine.token_rows
+
+    @property
+    def padding_rows(self) -> int:
+        return self._engine.padding_rows
+
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
         assert give_way is None, "ranks compute in step with each other"
         self._wait_for(_FORWARD)

@@ -32,7 +32,7 @@ class Request:
     @property
     def layout_digest(self) -> str:
         """Return the digest of the adapter's layout, the same on all ranks; empty for the base model."""
-        return "" if self.adapter is None else self.adapter.layout.digest
+        return "" if self.adapter is None else self.adapter.whole.digest
 
     @property
     def complete(self) -> bool:
@@ -67,7 +67,7 @@ def ordered_sequences(requests: Mapping[int, Request], architecture: Architectur
         if request.adapter is None:
             return 0, "", drops, loss, width, -1, index
         slot = request.adapter.slot
-        rank = request.adapter.layout.rank
+        rank = request.adapter.whole.rank
         return rank, request.layout_digest, drops, loss, width, -1 if slot is None else slot, index
 
     sequences = []
