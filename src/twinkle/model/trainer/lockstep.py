@@ -61,9 +61,9 @@ class Lockstep:
         """Run dummy passes until all ranks agree that a pass of the kind ``own`` comes next."""
         while (turn := self._ranks.smallest(own)) != own:
             if turn == _FORWARD:
-                self._engine.forward([_one_token()])
+                self._engine.forward([one_token()])
             else:
-                self._engine.forward_backward([_one_token()], recompute=False)
+                self._engine.forward_backward([one_token()], recompute=False)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _no_way_back() -> Iterator[None]:
         ) from error
 
 
-def _one_token() -> Part:
+def one_token() -> Part:
     """Return a dummy request: one token through the base model, without an adapter.
 
     Its weight is 0, so that it adds nothing to the gradient where the model's own weights are trained.

@@ -12,7 +12,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, WholeAdapters
 from twinkle.model.decoder.architecture import Architecture, read_architecture
 from twinkle.model.parallel import Parallelism, own_device, read_mesh
-from twinkle.model.trainer.call import Passes
+from twinkle.model.trainer.call import Passes, Pipeline
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
@@ -54,6 +54,7 @@ class PreparedModel:
     memory: MemoryPlan
     has_budget: bool  # whether adapters must stay within the memory plan; else the host's memory limits them
     engine: Engine | None = None  # None: no sampler can run on this model
+    pipeline: Pipeline | None = None  # what runs several micro-batches at once, instead of ``passes``
 
 
 def prepare_model(

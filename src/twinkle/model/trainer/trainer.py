@@ -130,6 +130,7 @@ class Trainer:
         self.end_tokens = prepared.end_tokens
         self.memory: MemoryPlan = prepared.memory
         self._passes = prepared.passes
+        self._pipeline = prepared.pipeline
         self._engine = prepared.engine
         self._parallel = prepared.parallel
         self._cuts = prepared.cuts
@@ -300,7 +301,7 @@ class Trainer:
             self._pool,
             self._budget,
             train=train,
-            ranks=self._parallel.ranks,
+            parallel=self._parallel,
             give_way=let_others_compute if interrupted else None,
             leaves_half=limit is not None,
         )
@@ -545,7 +546,14 @@ class Trainer:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
-        call = TrainerCall(self._passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        call = TrainerCall(
+            self._passes,
+            self._pool,
+            self._budget,
+            train=train,
+            parallel=self._parallel,
+            pipeline=self._pipeline,
+        )
         results = call.run(items)
         self._budget = call.budget
         return results
