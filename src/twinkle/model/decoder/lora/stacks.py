@@ -38,6 +38,7 @@ class Target:
     name: str
     in_features: int
     out_features: int
+    first_input: int = 0  # of a layer whose inputs are cut: the number of the first one in the whole layer
 
 
 @dataclass(frozen=True)
