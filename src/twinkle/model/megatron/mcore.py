@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     # Several modules warn that Transformer Engine and Apex are not installed. Nothing here uses them.
     warnings.filterwarnings("ignore", message=".*Apex.*", category=UserWarning)
     from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
 
 __all__ = [
     "GPTModel",
+    "ModelType",
     "ModuleSpec",
     "ProcessGroupCollection",
     "TransformerBlockSubmodules",

@@ -6,6 +6,8 @@ next bucket (a power of two), not to the largest rank, so one tenant with rank 1
 The modules of an adapter may have different ranks; each is padded to its own bucket.
 The padding is zero and stays zero, because its gradient is exactly zero.
 
+Where the base model itself is cut (tensor and pipeline parallelism), each process holds a :class:`Cut` of every row.
+
 A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks that are never moved.
 
 Shapes: P parameters of a row, S slots of a block, G groups, R bucket rank, I input and O output features.
@@ -42,6 +44,20 @@ class Target:
     first_input: int = 0
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What a process knows of the row that its own row is cut from (see :mod:`twinkle.model.adapters.cuts`).
+
+    ``shared``: ranges of the own row that other processes have as well, because only the other factor of a module is
+    divided between them. ``counts_shared``: whether this process is the one whose copies of them are counted.
+    """
+
+    whole: "RowLayout"
+    largest: int  # parameters of the largest row that any process holds
+    shared: tuple[range, ...]
+    counts_shared: bool
+
+
 @dataclass(frozen=True, eq=False)
 class RowLayout:
     """The places of all A, then all B, of an adapter's target modules in its flat row. ``digest`` compares layouts."""
@@ -49,6 +65,7 @@ class RowLayout:
     rank: int  # the bucket; if modules have different ones, the largest
     targets: tuple[Target, ...]
     ranks: tuple[int, ...] | None = None  # the bucket of each module; None: all have ``rank``
+    cut: Cut | None = None  # None: it is a whole row
 
     @classmethod
     def for_ranks(cls, targets: tuple[Target, ...], ranks: Sequence[int]) -> "RowLayout":
@@ -68,6 +85,19 @@ class RowLayout:
     def size(self) -> int:
         b_sizes = (rank * target.out_features for rank, target in zip(self.buckets, self.targets, strict=True))
         return self.a_size + sum(b_sizes)
+
+    @property
+    def whole(self) -> "RowLayout":
+        """Return the layout of the row that this one is cut from; if nothing is cut, this layout itself."""
+        return self if self.cut is None else self.cut.whole
+
+    @property
+    def largest_size(self) -> int:
+        """Return the parameters of the largest row that any process holds.
+
+        Memory is counted by it, so that all processes page the same adapters out at the same time.
+        """
+        return self.size if self.cut is None else self.cut.largest
 
     @cached_property
     def _places(self) -> dict[str, tuple[Target, int, int, int]]:
@@ -107,6 +137,8 @@ class RowLayout:
         """Return the name of this layout in snapshots. Rows of layouts with equal digests are interchangeable."""
         rank = self.ranks or self.rank
         text = repr((rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
+        if self.cut is not None:  # cuts of different rows may be alike, but their adapters are stacked apart everywhere
+            text += f" of {self.cut.whole.digest}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -167,7 +199,7 @@ class Stack:
 
     @property
     def block_bytes(self) -> int:
-        return SLOTS_PER_BLOCK * self.layout.size * self.dtype.itemsize
+        return SLOTS_PER_BLOCK * self.layout.largest_size * self.dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:
