@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = ("tests.model.megatron.stage_programs",)
+_PROGRAMS = ("tests.model.megatron.stage_programs", "tests.model.megatron.trainer_programs")
 
 
 @pytest.fixture(scope="session")

@@ -63,33 +63,6 @@ class HeadGradient(Protocol):
         """Add the part of a chunk: dlogits.T @ hidden to that of the weights, dlogits to that of the bias."""
 
 
-class Head(Protocol):
-    """An output head: :class:`ChunkedHead`, or one that is cut along the vocabulary."""
-
-    def logprobs(
-        self,
-        hidden_TH: Tensor,
-        targets_TK: Tensor,
-        lora: Sequence[BoundLora] = (),
-        query: HeadQuery = NOTHING_MORE,
-        between: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Return log p(target) and what the query asks for, (T, M) fp32, without gradient."""
-        ...
-
-    def logprobs_and_gradient(
-        self,
-        hidden_TH: Tensor,
-        targets_TK: Tensor,
-        coefficients: Coefficients,
-        lora: Sequence[BoundLora] = (),
-        query: HeadQuery = NOTHING_MORE,
-        between: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the values of :meth:`logprobs`, and dL/dhidden. Add the gradient of head LoRA to ``lora``."""
-        ...
-
-
 class ChunkedHead:
     """The output head, computed in chunks of at most ``chunk_rows`` rows.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twinkle.errors import CapacityError
 from twinkle.model.decoder.architecture import Architecture
-from twinkle.model.decoder.head import STATISTICS, Head
+from twinkle.model.decoder.head import STATISTICS, ChunkedHead
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.transfer import HostCopy
 from twinkle.model.megatron.mcore import ModelType, get_forward_backward_func
@@ -64,7 +64,7 @@ class MegatronEngine:
         return self.stage.architecture
 
     @property
-    def head(self) -> Head | None:
+    def head(self) -> ChunkedHead | None:
         """Return the head; None on all stages but the last."""
         return self._stage_runs.head
 
@@ -106,7 +106,7 @@ class MegatronPipeline:
         return self._runs.run(batches, recompute, None)
 
 
-def make_engine(stage: Stage, head: Head | None) -> MegatronEngine:
+def make_engine(stage: Stage, head: ChunkedHead | None) -> MegatronEngine:
     """Return the engine of this process. ``head``: None on all stages but the last."""
     stage_runs = StageRuns(stage, head)
     mesh = stage.mesh
@@ -120,7 +120,7 @@ def make_engine(stage: Stage, head: Head | None) -> MegatronEngine:
 class StageRuns:
     """Runs micro-batches through this process's stage."""
 
-    def __init__(self, stage: Stage, head: Head | None) -> None:
+    def __init__(self, stage: Stage, head: ChunkedHead | None) -> None:
         self.head = head
         self.token_rows = 0  # counted over all passes so far
         self._stage = stage
@@ -208,7 +208,7 @@ class StageRuns:
         return self._stage.hidden_states(ids_or_hidden, batch.position_ids, batch.layer_batch)
 
     @property
-    def _own_head(self) -> Head:
+    def _own_head(self) -> ChunkedHead:
         assert self.head is not None, "only the last stage has the head"
         return self.head
 

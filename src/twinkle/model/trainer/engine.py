@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twinkle.model.decoder.architecture import Architecture
-from twinkle.model.decoder.head import ChunkedHead, Coefficients, Head
+from twinkle.model.decoder.head import ChunkedHead, Coefficients
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, TenantLayer, install
 from twinkle.model.decoder.norms import fuse_norms
 from twinkle.model.decoder.transfer import HostCopy
@@ -201,14 +201,14 @@ class Engine:
 
 
 def head_values(
-    head: Head, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
+    head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
 ) -> list[Tensor]:
     """Return the values of each block."""
     return [_values(head, block, hidden_TH, give_way) for block in blocks]
 
 
 def head_pass(
-    head: Head, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
+    head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return the values of each block, and dL/dhidden of all rows. The losses are those of the blocks' requests."""
     objectives = [BatchObjective.from_parts(block.parts, block.width) for block in blocks]
@@ -237,7 +237,7 @@ def head_pass(
     return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
-def _values(head: Head, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
+def _values(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
     """Return the values of a block's rows, (n, M); of a block of embeddings, those of its sequences."""
     if block.last_rows is not None:
         return _embeddings(block, hidden_TH)

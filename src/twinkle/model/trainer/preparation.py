@@ -1,8 +1,9 @@
 """Prepares a base model for training adapters: replaces its layers, checks them, and plans the memory."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -136,6 +137,11 @@ def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> i
 def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
-    named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
+    return named_end_tokens([config.to_dict() for config in configs if config is not None])
+
+
+def named_end_tokens(configs: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the tokens that configurations name as the end of a turn or a text."""
+    named = [config.get("eos_token_id") for config in configs]
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
     return frozenset(token for token in ids if token is not None)
