@@ -104,6 +104,23 @@ def _error(trainer: Trainer, items: Sequence[TrainItem]) -> str:
     return ""
 
 
+def break_down(values: Sequence[TokenValues]) -> ObjectiveValue:
+    raise ZeroDivisionError("a mistake in a script's loss")
+
+
+def broken_objective(folder: Path, sizes: Sizes) -> tuple[str, bool]:
+    """Run an objective that raises no error of ours. Return what was raised, and whether a good call works then."""
+    trainer = make_trainer(folder, sizes, 30)
+    trainer.create_adapter("a", SPEC)
+    raised = ""
+    try:
+        trainer.forward_backward([TrainItem("a", [datum(9, 1)], objective=break_down)])
+    except (RuntimeError, ZeroDivisionError) as error:
+        raised = str(error)
+    good = trainer.forward_backward([TrainItem("a", [datum(9, 1)])])[0]
+    return raised, not isinstance(good, TrainFailure)
+
+
 def few_at_a_time(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> dict[str, Any]:
     """Train tenants that do not all fit the device together, in one call; return gradients."""
     trainer = make_trainer(folder, sizes, 60)

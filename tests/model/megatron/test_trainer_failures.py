@@ -65,6 +65,16 @@ def test_different_requests_are_an_error_on_all_ranks(folder: Path, two: Process
 
 
 @MESHES
+def test_a_loss_that_breaks_down_is_an_error_on_all_ranks(
+    folder: Path, two: ProcessPool, sizes: Mapping[str, Any]
+) -> None:
+    """With a pipeline only the last stage calls the loss, and the others wait for its gradient."""
+    for raised, works in two.on(sizes).run(failure_programs.broken_objective, folder, sizes):
+        assert "a mistake in a script's loss" in raised
+        assert works
+
+
+@MESHES
 def test_adapters_that_do_not_fit_together_are_trained_in_groups(
     folder: Path, two: ProcessPool, sizes: Mapping[str, Any], requests: list[trainer_programs.Request]
 ) -> None:
