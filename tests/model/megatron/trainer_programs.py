@@ -26,7 +26,7 @@ from twinkle.model.megatron.trainer import load_trainer
 
 Sizes = Mapping[str, Any]  # of a mesh; empty: one process with Transformers' layers
 
-# The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps the noise of gradients near zero small.
+# The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps the noise of small gradients small.
 ADAM = AdamParams(learning_rate=5e-4, eps=1e-5, weight_decay=0.01, grad_clip_norm=0.5)
 
 
