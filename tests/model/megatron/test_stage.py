@@ -125,7 +125,7 @@ def test_experts_on_four_processes(folders: Mapping[str, Path], four: ProcessPoo
 @pytest.mark.parametrize("sizes", [{}, TP2], ids=str)
 def test_one_gpu(folders: Mapping[str, Path], two: ProcessPool, sizes: Mapping[str, Any]) -> None:
     """Both ranks of tp are on the same GPU and communicate by gloo: NCCL wants a GPU for each."""
-    cuda, bound = torch.device("cuda", 0), 0.1
+    cuda, bound = torch.device("cuda", 0), 0.02  # on a CPU it is 0.006 at most, as for transformers
     for name in ("llama_biases", "qwen3", *([] if sizes else MIXTURES)):
         for dtype in (torch.float32, torch.bfloat16):
             arguments = (stage_programs.score, folders[name], sizes, dtype, cuda)
