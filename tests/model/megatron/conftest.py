@@ -6,7 +6,11 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = ("tests.model.megatron.stage_programs", "tests.model.megatron.trainer_programs")
+_PROGRAMS = (
+    "tests.model.megatron.stage_programs",
+    "tests.model.megatron.trainer_programs",
+    "tests.model.megatron.failure_programs",
+)
 
 
 @pytest.fixture(scope="session")
