@@ -45,6 +45,8 @@ RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/server/,http/test_older_paths.py tenancy/test_generated_key.py)
 VLLM_RAY_VENV := .venv-vllm-ray
+# The environment of tests/megatron: megatron-core in the range of pyproject.toml's extra, and Ray.
+MEGATRON_VENV := .venv-megatron
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -58,7 +60,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-environments test-kit test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
+	test-environments test-kit test-megatron test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
 	test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
@@ -135,6 +137,9 @@ test-environments: $(ENVIRONMENTS_VENV)/.setup-stamp ## agents on local servers 
 
 test-parallel: $(STAMP) ## training in several processes, and the cookbook, compared with one process
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
+
+test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: tensor, pipeline, data and expert parallelism
+	@$(MEGATRON_VENV)/bin/pytest -q -m megatron tests/model/megatron
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm
@@ -239,6 +244,12 @@ $(RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(RAY_VENV))
 	@$(call install_torch,$(RAY_VENV))
 	@$(call install_twinkle,$(RAY_VENV),'$(RAY)')
+	@touch $@
+
+$(MEGATRON_VENV)/.setup-stamp: $(PROJECTS) Makefile
+	@$(call make_venv,$(MEGATRON_VENV))
+	@$(call install_torch,$(MEGATRON_VENV))
+	@$(call install_twinkle,$(MEGATRON_VENV),'$(RAY)' -e '.[megatron]')
 	@touch $@
 
 $(WHEELS_VENV)/.setup-stamp: $(PROJECTS) Makefile | wheels

@@ -21,6 +21,7 @@ _PACKAGES = {
     "e2b": {"e2b": "e2b"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
+    "megatron": {"megatron": "megatron-core"},
     "modelscope": {"modelscope": "modelscope"},
     "openenv": {"openenv": "openenv"},
     "pii": {

@@ -130,15 +130,17 @@ class Parallelism:
     """How training is distributed. Each rank belongs to one replica of the model, and holds one shard or all of it.
 
     Ranks of a sequence group have the same rows, and each computes a slice of them (:mod:`twinkle.model.transformers`
-    only). Elsewhere every rank has its own rows, and is a sequence group by itself.
+    only). Ranks that hold the cuts of one model (:mod:`twinkle.model.megatron` only) have the same rows, too, and
+    compute them together. Elsewhere every rank has its own rows, and is such a group by itself.
     """
 
     ranks: Ranks = ALONE  # all ranks
-    data: Ranks = ALONE  # one rank of each sequence group: a sum over these counts every row once
+    data: Ranks = ALONE  # one rank of each group with the same rows: a sum over these counts every row once
     sequence: Ranks = ALONE  # the ranks of this sequence group
     replicas: Ranks = ALONE  # the ranks that hold the same shard as this one
     shards: Ranks = ALONE  # the ranks that hold the shards of this replica
     shard_mesh: TorchMesh | None = None  # `shards` as a torch mesh, for FSDP2; None: every rank has the whole model
+    model: Ranks = ALONE  # the ranks that hold the cuts of this model (tensor × pipeline parallel)
 
     @property
     def sharded(self) -> bool:
@@ -157,7 +159,7 @@ def read_mesh(device_mesh: DeviceMesh | None, device: torch.device, *, cuts_sequ
     if device_mesh is None or device_mesh.world_size == 1:
         return SINGLE
     check_mesh(device_mesh, cuts_sequences=cuts_sequences)
-    _ensure_processes(device, device_mesh.world_size)
+    join_processes(device, device_mesh.world_size)
     whole = dist.group.WORLD
     assert whole is not None
     ranks, torch_mesh = ProcessRanks(whole), device_mesh.to_torch_device_mesh()
@@ -258,7 +260,7 @@ def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
         raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")
 
 
-def _ensure_processes(device: torch.device, size: int) -> None:
+def join_processes(device: torch.device, size: int) -> None:
     """Join the process group, unless the program has done so already.
 
     torch finds the other processes by the environment variables that torchrun sets.

@@ -4,25 +4,39 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 _TIMEOUT = 240  # seconds; longer than any program here takes on a busy machine
+_PROGRAMS = tuple(f"tests.model.parallel.{name}_programs" for name in ("lora", "full", "all_parameters", "sequence"))
 
 
 class ProcessPool:
     """``size`` processes connected by gloo, which run many programs.
 
-    A failing program ends them; the next run starts new ones.
+    A failing program ends them; the next run starts new ones. ``programs``: the modules that all of them import. Python
+    has one server that forks the processes, so the modules of the first pool that starts are imported once for all.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, programs: Sequence[str] = _PROGRAMS) -> None:
         self.size = size
+        self._programs = list(programs)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._mesh: object = None
+
+    def on(self, mesh: object) -> "ProcessPool":
+        """Return this pool, with new processes unless the last programs ran on the same mesh.
+
+        A process that leaves a mesh keeps the threads of its groups, thousands after a few meshes.
+        """
+        if mesh != self._mesh:
+            self.close()
+        self._mesh = mesh
+        return self
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``program(*args)`` on each rank and return the results by rank."""
@@ -50,8 +64,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        programs = [f"tests.model.parallel.{name}_programs" for name in ("lora", "full", "all_parameters", "sequence")]
-        context.set_forkserver_preload(programs)  # imports happen only once
+        context.set_forkserver_preload(self._programs)  # imports happen only once
         meeting = Path(tempfile.mkdtemp()) / "meeting"
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -84,5 +84,5 @@ def test_processes_wait_for_each_other_as_long_as_the_environment_says(monkeypat
     monkeypatch.setattr(parallel.atexit, "register", lambda function: None)
     for value, seconds in (("", 7200), ("12.5", 12.5)):
         monkeypatch.setenv("TWINKLE_DIST_TIMEOUT_SECONDS", value)
-        parallel._ensure_processes(torch.device("cpu"), 2)
+        parallel.join_processes(torch.device("cpu"), 2)
         assert told["timeout"].total_seconds() == seconds

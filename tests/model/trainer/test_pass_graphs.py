@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 def parts_of(trainer: Trainer, ranks: list[int], lengths: list[int]) -> list[Part]:
     engine = trainer.engine
-    return probe._parts(engine, probe._adapters(engine, torch.float32, ranks, init=False), lengths)
+    adapters = probe.probe_adapters(engine.architecture, engine.device, torch.float32, ranks, init=False)
+    return probe.probe_parts(engine.architecture, adapters, lengths)
 
 
 @pytest.mark.parametrize("lengths", [[1], [TILE_ROWS], [TILE_ROWS + 1, 3], [5, 200, 64, 1, 129]])

@@ -7,15 +7,15 @@ A frozen adapter is a version as a sampler holds it: only a compute copy, which 
 ``weights_P`` holds that copy; while it is resident, ``weights_P`` is empty.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from twinkle.model.adapters.cuts import AdapterCuts
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack
-from twinkle.model.parallel import Ranks
 from twinkle.model.types import LoraSpec
 
 ADAM = "Adam"  # also the name of AdamW's state, which is the same
@@ -85,16 +85,26 @@ class Adapter:
     def layout(self) -> RowLayout:
         return self.stack.layout
 
+    @property
+    def whole(self) -> RowLayout:
+        """Return the layout of the whole adapter, of which ``layout`` may be the cut of this process."""
+        return self.layout.whole
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Return the rank of each target module."""
         return tuple(self.spec.module_ranks([target.name for target in self.layout.targets]))
 
     @cached_property
+    def scaling(self) -> float | None:
+        """Return the factor of B if it is the same for all target modules of the whole adapter; else None."""
+        found = set(self.spec.module_scalings([target.name for target in self.whole.targets]))
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
     def scalings(self) -> tuple[float, ...]:
-        """Return the factor of B of each target module; only one factor if it is the same for all."""
-        scalings = tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
-        return scalings[:1] if len(set(scalings)) == 1 else scalings
+        """Return the factor of B of each target module."""
+        return tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
 
     @property
     def compute_copy(self) -> Tensor:
@@ -105,7 +115,7 @@ class Adapter:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of device memory that the adapter takes while resident, beside its compute copy."""
-        return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.size
+        return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.largest_size
 
     @property
     def host_bytes(self) -> int:
@@ -129,18 +139,23 @@ class Adapter:
     def divide_gradient(self, *, keeps: bool) -> None:
         """Begin to accumulate the gradient in parts: from now on each rank adds to its own part.
 
-        A gradient accumulated before is the same on all ranks, so only one rank (``keeps=True``) takes it as its part
-        and the others drop it; otherwise it would be counted once per rank.
+        A gradient accumulated before is the same on all ranks with the same cut, so only one of them (``keeps=True``)
+        takes it as its part and the others drop it; otherwise it would be counted once per rank. In the same way only
+        one rank of those with different cuts keeps the gradient of factors that they all have.
         """
         if not self.divided and not keeps:
             self.gradient_P = None
+        cut = self.layout.cut
+        if not self.divided and self.gradient_P is not None and cut is not None and not cut.counts_shared:
+            for part in cut.shared:
+                self.gradient_P[part.start : part.stop] = 0
         self.divided = True
 
-    def unite_gradient(self, ranks: Ranks) -> None:
+    def unite_gradient(self, cuts: AdapterCuts) -> None:
         """Add up the parts of all ranks. All ranks call this, with the adapter on the device."""
         if self.gradient_P is None:
             self.gradient_P = torch.zeros_like(self.weights_P)
-        ranks.add_up(self.gradient_P)
+        cuts.unite(self.gradient_P, self.layout)
         self.divided = False
 
     def begin_state(self, optimizer: str) -> None:
@@ -161,8 +176,8 @@ class Adapter:
         """Write the weights to ``row_P`` in its dtype (the compute dtype), with B multiplied by the scaling."""
         split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
-        if len(self.scalings) == 1:
-            torch.mul(weights_P[split:], self.scalings[0], out=row_P[split:])
+        if self.scaling is not None:
+            torch.mul(weights_P[split:], self.scaling, out=row_P[split:])
             return
         row_P[split:].copy_(weights_P[split:])
         self.scale_b(row_P)
@@ -171,6 +186,18 @@ class Adapter:
         """Multiply the B of each module in a row by the module's scaling, in place."""
         for target, scaling in zip(self.layout.targets, self.scalings, strict=True):
             self.layout.views(row_P, target.name)[1].mul_(scaling)
+
+    def take_state(self, whole: "Adapter", cut: Callable[[Tensor], Tensor]) -> None:
+        """Take weights, optimizer state and counts from a whole adapter; ``cut`` returns the own part of a row.
+
+        An accumulated gradient is dropped.
+        """
+        self.weights_P.copy_(cut(whole.weights_P))
+        self.exp_avg_P.copy_(cut(whole.exp_avg_P))
+        self.exp_avg_sq_P.copy_(cut(whole.exp_avg_sq_P))
+        self.step, self.passes = whole.step, whole.passes
+        self.optimizer, self.scalars = whole.optimizer, whole.scalars
+        self.drop_gradient()
 
     def host_copy(self, optimizer: bool) -> "Adapter":
         """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, its state."""

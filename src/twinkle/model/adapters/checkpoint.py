@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateE
 from twinkle.model.adapters.adapter import ADAM, Adapter
 from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.adapters.peft_config import NOTE, READ, head_note, peft_config, spec_from_peft, trains_head
-from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.decoder.lora.stacks import RowLayout, Target
 from twinkle.model.types import EMPTY, LoraSpec
 
 CONFIG = "adapter_config.json"
@@ -201,15 +201,15 @@ def _write_files(
     optimizer: bool,
     more_state: Mapping[str, object],
 ) -> None:
-    layout, ranks = adapter.layout, adapter.ranks
+    spec, layout = adapter.spec, adapter.layout
     names = [target.name for target in layout.targets]
-    write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model, names))
-    save_file(named_tensors(adapter.weights_P, layout, ranks), staging / WEIGHTS, metadata={"format": "pt"})
+    write_json(staging / CONFIG, peft_config(spec, target_modules, base_model, names))
+    save_file(named_tensors(adapter.weights_P, spec, layout), staging / WEIGHTS, metadata={"format": "pt"})
     if trains_head(names):
         (staging / NOTE).write_text(head_note(base_model))
     if optimizer:
-        moments = named_tensors(adapter.exp_avg_P, layout, ranks, "exp_avg.") | named_tensors(
-            adapter.exp_avg_sq_P, layout, ranks, "exp_avg_sq."
+        moments = named_tensors(adapter.exp_avg_P, spec, layout, "exp_avg.") | named_tensors(
+            adapter.exp_avg_sq_P, spec, layout, "exp_avg_sq."
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
     state = {
@@ -218,7 +218,7 @@ def _write_files(
         "passes": adapter.passes,
         "optimizer": adapter.optimizer,
         "scalars": dict(adapter.scalars),
-        "spec": asdict(adapter.spec),
+        "spec": asdict(spec),
         "base_model": base_model,
     }
     write_json(staging / STATE, {**more_state, **state})
@@ -262,18 +262,29 @@ def _names(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
-def named_tensors(row_P: Tensor, layout: RowLayout, ranks: Sequence[int], prefix: str = "") -> dict[str, Tensor]:
-    """Return the parts of a row by PEFT's parameter names, without the padding to rank buckets.
-
-    ``ranks``: those of the layout's target modules.
-    """
+def named_tensors(row_P: Tensor, spec: LoraSpec, layout: RowLayout, prefix: str = "") -> dict[str, Tensor]:
+    """Return the parts of an adapter's row by PEFT's parameter names, without the padding to rank buckets."""
     tensors, row_P = {}, row_P.cpu()
-    for target, rank in zip(layout.targets, ranks, strict=True):
+    for target, rank in _with_ranks(spec, layout):
         a_RI, b_OR = layout.views(row_P, target.name)
         a_name, b_name = _names(target.name)
         tensors[prefix + a_name] = a_RI[:rank].contiguous()
         tensors[prefix + b_name] = b_OR[:, :rank].contiguous()
     return tensors
+
+
+def named_shapes(spec: LoraSpec, layout: RowLayout) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of :func:`named_tensors`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target, rank in _with_ranks(spec, layout):
+        a_name, b_name = _names(target.name)
+        shapes |= {a_name: (rank, target.in_features), b_name: (target.out_features, rank)}
+    return shapes
+
+
+def _with_ranks(spec: LoraSpec, layout: RowLayout) -> Iterable[tuple[Target, int]]:
+    """Return the target modules of a layout with their ranks."""
+    return zip(layout.targets, spec.module_ranks([target.name for target in layout.targets]), strict=True)
 
 
 def _row(tensors: Mapping[str, Tensor], adapter: Adapter, prefix: str, path: Path | str) -> Tensor:

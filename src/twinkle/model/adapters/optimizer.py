@@ -4,6 +4,9 @@ Adam and AdamW call torch's function. The others are objects of :mod:`torch.opti
 adapter's rows: an optimizer that treats each number by itself gets the whole row as one parameter, Muon gets each A and
 B as a matrix, without the padding of its module's rank. Other adapters play no part in either.
 
+Where adapters are cut (:mod:`twinkle.model.adapters.cuts`), each process takes the step on its own row. Norms are those
+of the whole adapter, and Muon, which needs whole matrices, takes its step on the gathered adapter in every process.
+
 An adapter has room for two rows of state. :data:`OPTIMIZERS` says what torch calls them for each optimizer, in the
 order ``exp_avg_P``, ``exp_avg_sq_P``.
 """
@@ -20,7 +23,9 @@ from torch.optim.adam import adam
 
 from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM, Adapter
-from twinkle.model.types import AdamParams
+from twinkle.model.adapters.cuts import WHOLE, AdapterCuts
+from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.types import AdamParams, LoraSpec
 
 _PIECE = 512  # numbers of a gradient whose norm is computed in fp32
 _COUNT = "step"  # torch's name for the number of steps
@@ -61,7 +66,9 @@ def state_names(name: str, settings: Mapping[str, Any]) -> StateNames:
     return StateNames(("square_avg", "grad_avg" if settings.get("centered") else "momentum_buffer"))
 
 
-def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+def adam_step(
+    adapter: Adapter, params: AdamParams, *, decoupled: bool = True, cuts: AdapterCuts = WHOLE
+) -> dict[str, float]:
     """Take one step with the accumulated gradient, then drop the gradient. Return metrics.
 
     Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. With ``decoupled`` the weight decay
@@ -70,7 +77,7 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
     gradient_P = adapter.gradient_P
     if gradient_P is None:
         return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
-    norm = _finite_norm(adapter, gradient_P)
+    norm = _finite_norm(adapter, gradient_P, cuts)
     adapter.begin_state(ADAM)
     if params.grad_clip_norm > 0:
         # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
@@ -98,7 +105,9 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
     return {"unclipped_grad_l2:mean": norm}
 
 
-def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> dict[str, float]:
+def optimizer_step(
+    adapter: Adapter, name: str, settings: Mapping[str, Any], *, cuts: AdapterCuts = WHOLE
+) -> dict[str, float]:
     """Take one step of ``torch.optim``'s optimizer ``name``, one of :data:`OPTIMIZERS`, then drop the gradient.
 
     ``settings``: all keywords of its constructor. State of another optimizer is dropped first. Without a gradient
@@ -108,13 +117,24 @@ def optimizer_step(adapter: Adapter, name: str, settings: Mapping[str, Any]) -> 
     if gradient_P is None:
         return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
     names = state_names(name, settings)
-    norm = _finite_norm(adapter, gradient_P)
-    weights, gradients = _tensors(adapter, adapter.weights_P, names), _tensors(adapter, gradient_P, names)
+    norm = _finite_norm(adapter, gradient_P, cuts)
     is_first = adapter.step == 0 or adapter.optimizer != name
     check_steps(name, settings, 0 if is_first else adapter.step, adapter.scalars)  # a schedule may have changed them
     adapter.begin_state(name)
-    rows = [_tensors(adapter, row_P, names) for row_P in (adapter.exp_avg_P, adapter.exp_avg_sq_P)]
+    own = (adapter.weights_P, adapter.exp_avg_P, adapter.exp_avg_sq_P)
+    gathers = names.matrices and adapter.layout.cut is not None
+    layout = adapter.whole if gathers else adapter.layout
+    if gathers:
+        whole = [cuts.gather(row_P, adapter.layout) for row_P in own]
+        gradient_P = cuts.gather(gradient_P, adapter.layout)
+    else:
+        whole = list(own)
+    weights, *rows = (_tensors(adapter.spec, layout, row_P, names) for row_P in whole)
+    gradients = _tensors(adapter.spec, layout, gradient_P, names)
     adapter.scalars = step_tensors(name, settings, weights, gradients, rows, adapter.step, adapter.scalars)
+    if gathers:
+        for own_P, whole_P in zip(own, whole, strict=True):
+            own_P.copy_(cuts.cut(whole_P, adapter.layout))
     adapter.step += 1
     adapter.drop_gradient()
     adapter.refresh_compute_copy()
@@ -188,17 +208,17 @@ def _counters(step: int, scalars: Mapping[str, float], names: StateNames) -> dic
     return counted | {each: torch.tensor(scalars[each]) for each in names.scalars}
 
 
-def _tensors(adapter: Adapter, row_P: Tensor, names: StateNames) -> list[Tensor]:
+def _tensors(spec: LoraSpec, layout: RowLayout, row_P: Tensor, names: StateNames) -> list[Tensor]:
     """Return the tensors that an optimizer treats as parameters: views of the row, or the row itself."""
     if not names.matrices:
         return [row_P.detach()]
-    pairs = (adapter.layout.views(row_P, target.name) for target in adapter.layout.targets)
-    ranked = zip(adapter.ranks, pairs, strict=True)
+    pairs = (layout.views(row_P, target.name) for target in layout.targets)
+    ranked = zip(spec.module_ranks([target.name for target in layout.targets]), pairs, strict=True)
     return [matrix.detach() for rank, (a_RI, b_OR) in ranked for matrix in (a_RI[:rank], b_OR[:, :rank])]
 
 
-def _finite_norm(adapter: Adapter, gradient_P: Tensor) -> float:
-    norm = gradient_norm(gradient_P)
+def _finite_norm(adapter: Adapter, gradient_P: Tensor, cuts: AdapterCuts) -> float:
+    norm = cut_norm(gradient_P, adapter.layout, cuts)
     if not math.isfinite(norm):
         raise NonFiniteError(
             f"the accumulated gradient of adapter {adapter.adapter_id!r} has norm {norm}: no step taken"
@@ -209,6 +229,19 @@ def _finite_norm(adapter: Adapter, gradient_P: Tensor) -> float:
 def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
     """Return the norm of one adapter's gradient."""
     return float(norm_in_fp64(gradient_P, norm_type))
+
+
+def cut_norm(gradient_P: Tensor, layout: RowLayout, cuts: AdapterCuts, norm_type: float = 2.0) -> float:
+    """Return the norm of one adapter's whole gradient, of which this process has a part.
+
+    The ranks of ``cuts.model`` call this together. All get the same number, to the last bit.
+    """
+    if cuts.model.size == 1:
+        return gradient_norm(gradient_P, norm_type)
+    counted_N = cuts.counted(gradient_P, layout)
+    own = gradient_norm(counted_N, norm_type) if len(counted_N) else None  # of no numbers some norms do not exist
+    parts = [part for part in cuts.model.gather(own) if part is not None]
+    return float(torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm_type))
 
 
 def norm_in_fp64(tensor: Tensor, norm_type: float) -> Tensor:

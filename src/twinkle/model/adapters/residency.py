@@ -179,7 +179,7 @@ def _require_room(adapter_id: str, needed: int, budget_bytes: int) -> None:
 
 
 def _frozen_bytes(adapter: Adapter) -> int:
-    return FROZEN_BYTES_PER_PARAMETER * adapter.layout.size
+    return FROZEN_BYTES_PER_PARAMETER * adapter.layout.largest_size
 
 
 def _bytes_of(adapters: Iterable[Adapter]) -> int:

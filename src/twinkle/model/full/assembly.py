@@ -30,8 +30,8 @@ from twinkle.model.full.weights import TrainedWeights, read_layout, split_master
 from twinkle.model.parallel import Parallelism, own_device, read_mesh
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.memory import available_bytes, head_chunk_rows, parameter_bytes
+from twinkle.model.trainer.preparation import read_end_tokens
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
-from twinkle.model.trainer.trainer import read_end_tokens
 from twinkle.utils.progress import Progress
 
 # The batches to compile for: the lengths of their sequences. There are two, so that the compiler treats no size as a

@@ -25,7 +25,7 @@ class RequestRunner:
         plan = model.memory
         self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
         self._gradient = model.gradient
-        self._ranks = model.parallel.ranks
+        self._parallel = model.parallel
         self._no_adapters = AdapterPool(0, model.dtype, model.device)
         engine, shards = model.engine, model.parallel.shards
         self._passes = WholePasses(Lockstep(engine, shards) if model.parallel.sharded else engine)
@@ -96,7 +96,7 @@ class RequestRunner:
         if isinstance(result, TrainFailure):
             return result
         self._gradient.finish()
-        if not self._ranks.smallest(int(self._gradient.finite())):
+        if not self._parallel.ranks.smallest(int(self._gradient.finite())):
             return TrainFailure(NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
         try:
             keep(item)
@@ -110,7 +110,7 @@ class RequestRunner:
             self._no_adapters,
             self._budget,
             train=train,
-            ranks=self._ranks,
+            parallel=self._parallel,
             give_way=give_way,
             leaves_half=False,
             trains_base=True,

@@ -6,19 +6,18 @@ sequence that does not fit fails. (In a sharded model it fails the whole call, s
 
 Where several ranks train together, all ranks get the same requests, each with some of their sequences or none. At the
 end the ranks exchange their results: a request that failed on one rank fails on all, and only the gradients of requests
-that succeeded everywhere are added to adapters.
+that succeeded everywhere are added to adapters. Ranks that hold the cuts of one model also agree before they compute:
+they must run the same micro-batches in the same order (see ``agreement``).
 """
 
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.adapters.adapter import Adapter
@@ -29,11 +28,13 @@ from twinkle.model.decoder.lora.dropout import DropoutDraw
 from twinkle.model.objectives.custom_loss import Evaluation, token_values
 from twinkle.model.objectives.objective import evaluate
 from twinkle.model.objectives.validation import CheckedItem, check_item
-from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.parallel import SINGLE, Parallelism
+from twinkle.model.trainer.agreement import Plan, RankReport, agree, agree_on_plan, contents_digest
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.engine import Computed
-from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
-from twinkle.model.types import FloatArray, OutputKind, TokenValues, TrainFailure, TrainItem, TrainResult
+from twinkle.model.trainer.packing import Budget, MicroBatch, cut, halves, plan, schedules
+from twinkle.model.trainer.request import Request, describe, ordered_sequences
+from twinkle.model.types import FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
 
 StepLimit = Callable[[], int | None]  # returns the most tokens of the next micro-batch; None: as many as fit
 
@@ -55,54 +56,22 @@ class Passes(Protocol):
         ...
 
 
-@dataclass
-class _Request:
-    """A request in progress, with everything computed for it so far."""
-
-    item: CheckedItem
-    adapter: Adapter | None  # None: the base model
-    evaluation: Evaluation | None = None  # set for a request with an objective instead of a named loss
-    keeps_values: bool = False
-    dropout: DropoutDraw | None = None  # None: nothing is dropped
-    values: dict[int, TokenValues] = field(default_factory=dict)  # datum → its values; filled if keeps_values
-    logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
-    metrics: dict[str, float] = field(default_factory=dict)  # once complete
-    gradient_P: Tensor | None = None
-    finite: bool = True
+class Pipeline(Protocol):
+    """What computes several micro-batches at once, because the model's layers are divided into pipeline stages."""
 
     @property
-    def complete(self) -> bool:
-        return len(self.logprobs) == len(self.item.data)
+    def fewest(self) -> int:
+        """Return how many micro-batches fill the pipeline."""
+        ...
 
     @property
-    def ordered_logprobs(self) -> list[FloatArray]:
-        return [self.logprobs[number] for number in range(len(self.item.data))]
+    def most(self) -> int:
+        """Return how many micro-batches may run at once."""
+        ...
 
-    @property
-    def ordered_values(self) -> list[TokenValues]:
-        return [self.values[number] for number in range(len(self.item.data))]
+    def forward(self, batches: Sequence[Sequence[Part]]) -> list[Computed]: ...
 
-    def keep_gradient(self) -> None:
-        if self.gradient_P is not None:
-            assert self.adapter is not None
-            self.adapter.add_gradient(self.gradient_P)
-            self.gradient_P = None
-
-
-@dataclass(frozen=True)
-class _RankReport:
-    """What a rank tells the others about its part of a request."""
-
-    name: str  # of the adapter
-    count: int  # sequences computed on this rank
-    error: TwinkleError | None
-
-    @classmethod
-    def from_result(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_RankReport":
-        name = item.adapter_id if isinstance(item, TrainItem) else ""
-        if isinstance(result, TrainFailure):
-            return cls(str(name), 0, result.error)
-        return cls(name, len(result.logprobs), None)
+    def forward_backward(self, batches: Sequence[Sequence[Part]], recompute: Sequence[bool]) -> list[Computed]: ...
 
 
 class TrainerCall:
@@ -115,7 +84,8 @@ class TrainerCall:
         budget: Budget,
         *,
         train: bool,
-        ranks: Ranks = ALONE,
+        parallel: Parallelism = SINGLE,
+        pipeline: Pipeline | None = None,
         give_way: GiveWay | None = None,
         leaves_half: bool = True,
         trains_base: bool = False,
@@ -123,6 +93,8 @@ class TrainerCall:
         """``trains_base``: requests train the weights of the model itself, and all of them are for the base model.
 
         Their gradients are not seen here: the caller adds those of requests that succeeded.
+
+        ``pipeline``: computes the micro-batches instead of ``engine``, several at once.
 
         ``give_way`` is called between layers of micro-batches that leave enough memory.
 
@@ -136,19 +108,22 @@ class TrainerCall:
         self._engine = engine
         self._pool = pool
         self._train = train
-        self._ranks = ranks
-        self._requests: dict[int, _Request] = {}
+        self._parallel = parallel
+        self._pipeline = pipeline
+        self._requests: dict[int, Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
         self._begun: Counter[str] = Counter()  # requests of each adapter that passed their checks
 
     def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         for index, item in enumerate(items):
             self._check(index, item)
+        if self._parallel.model.size > 1:
+            self._agree_on_requests(items)
         for _ in self._compute_all(None):
             pass
         self._engine.finish()
-        if self._ranks.size > 1:
-            self._agree(items)
+        if self._parallel.ranks.size > 1:
+            self._agree_on_results(items)
         return [self._results[index] for index in range(len(items))]
 
     def steps(
@@ -160,7 +135,7 @@ class TrainerCall:
         may have, or None for as many as fit. Gradients computed so far are held in this object: an adapter changes
         only when all sequences of its request are done.
         """
-        assert self._ranks.size == 1, "ranks compute in step with each other"
+        assert self._parallel.ranks.size == 1, "ranks compute in step with each other"
         for index, item in enumerate(items):
             self._check(index, item)
         yield from self._compute_all(limit)
@@ -172,7 +147,10 @@ class TrainerCall:
 
         Without a limit the results of one micro-batch are absorbed while the device computes the next one.
         """
-        queue = self._plan()
+        if self._pipeline is not None:
+            yield from self._compute_at_once(self._pipeline)
+            return
+        queue = [batch for group in self._plan() for batch in group]
         running: tuple[MicroBatch, Computed] | None = None
         while queue:
             batch, *rest = cut(queue.pop(0), None if limit is None else limit())
@@ -194,6 +172,21 @@ class TrainerCall:
         if running is not None:
             self._absorb(*running)
 
+    def _compute_at_once(self, pipeline: Pipeline) -> Iterator[None]:
+        """Compute all micro-batches, in groups that run through the pipeline together. Nothing is yielded."""
+        for group in self._plan():
+            for batch in group:
+                for index in batch.items:
+                    yield from self._evaluate_early(batch, index, None)
+            self._pool.make_resident(self._adapters(_requests_of(group)))
+            parts = [[self._part(batch, index) for index in batch.items] for batch in group]
+            if self._train:
+                computed = pipeline.forward_backward(parts, [batch.recompute for batch in group])
+            else:
+                computed = pipeline.forward(parts)
+            for batch, results in zip(group, computed, strict=True):
+                self._absorb(batch, results)
+
     def _check(self, index: int, item: TrainItem) -> None:
         architecture = self._engine.architecture
         longest = min(architecture.max_length, self.budget.longest)
@@ -205,7 +198,7 @@ class TrainerCall:
             adapter = None if item.base_model else self._pool.get(item.adapter_id)
             if adapter is None and self._train and not self._trains_base:
                 raise InvalidInputError("base_model", True, "False: the base model is not trained")
-            if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
+            if self._parallel.data.size > 1 and isinstance(item.data, Sequence) and not item.data:
                 self._results[index] = TrainResult([], {"loss:sum": 0.0})
                 self._begun[item.adapter_id] += 1
                 return
@@ -222,7 +215,7 @@ class TrainerCall:
         else:
             evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
             keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
-            self._requests[index] = _Request(checked, adapter, evaluation, keeps_values, dropout)
+            self._requests[index] = Request(checked, adapter, evaluation, keeps_values, dropout)
 
     def _draw(self, item: TrainItem, adapter: Adapter) -> DropoutDraw | None:
         """Return what decides the dropout of a request; None if the request has none.
@@ -250,42 +243,33 @@ class TrainerCall:
                 f"the memory plan has room for {self.budget.logits}"
             )
 
-    def _plan(self) -> list[MicroBatch]:
-        """Order requests by stack, dropout, loss, width and slot, and cut them into micro-batches.
+    def _plan(self) -> Plan:
+        """Return the micro-batches of this call. The ranks that hold the cuts of one model have the same plan."""
+        if self._parallel.model.size == 1:
+            return self._make_plan(len(self._requests))
+        return agree_on_plan(
+            self._parallel.model, self._make_plan, self._fits, lambda made: describe(made, self._requests)
+        )
 
-        In this order the rows of a stack with dropout, and those without, are one contiguous range each, and rows with
-        the same loss or width are neighbours.
-        """
+    def _fits(self, indices: frozenset[int]) -> bool:
+        return self._pool.fit(self._adapters(indices))
 
-        def order(index: int) -> tuple[int, str, bool, str, int, int, int]:
-            request = self._requests[index]
-            loss, width = f"{request.item.output} {request.item.loss.name}", request.item.width
-            drops = request.dropout is not None
-            if request.adapter is None:
-                return 0, "", drops, loss, width, -1, index
-            layout, slot = request.adapter.layout, request.adapter.slot
-            return layout.rank, layout.digest, drops, loss, width, -1 if slot is None else slot, index
-
+    def _make_plan(self, most: int) -> Plan:
+        """Cut all requests into micro-batches. ``most``: the most requests of a group that runs together."""
         architecture = self._engine.architecture
-        sequences = []
-        for index in sorted(self._requests, key=order):
-            item, data = self._requests[index].item, self._requests[index].item.data
-            more = item.columns if item.output == "logits" else 0  # an embedding is one row, whatever the length
-            # Neighbours of equal width form one block of the head; in padded batches, equal lengths waste least.
-            numbers = sorted(
-                range(len(data)),
-                key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),
-            )
-            sequences += [
-                SequenceRef(index, number, len(data[number].tokens), data[number].width + more) for number in numbers
-            ]
-        return plan(
-            sequences,
+
+        def fits(indices: frozenset[int]) -> bool:
+            return len(indices) <= most and self._fits(indices)
+
+        batches = plan(
+            ordered_sequences(self._requests, architecture),
             self.budget,
             padded=architecture.padded,
             length_class=architecture.length_class,
-            fits=lambda indices: self._pool.fit(self._adapters(indices)),
+            fits=fits,
+            at_least=1 if self._pipeline is None else self._pipeline.fewest,
         )
+        return schedules(batches, 1 if self._pipeline is None else self._pipeline.most, fits)
 
     def _adapters(self, indices: Sequence[int] | frozenset[int]) -> list[Adapter]:
         used = (self._requests[index].adapter for index in indices)
@@ -347,9 +331,11 @@ class TrainerCall:
             train=False,
             give_way=self._give_way,
             leaves_half=self._leaves_half,
+            parallel=Parallelism(model=self._parallel.model),
+            pipeline=self._pipeline,
         )
         plain = dataclasses.replace(item, objective=None)
-        first._requests[0] = _Request(plain, request.adapter, keeps_values=True, dropout=request.dropout)
+        first._requests[0] = Request(plain, request.adapter, keeps_values=True, dropout=request.dropout)
         yield from first._compute_all(limit)
         self.budget = first.budget
         outcome = first._results[0]
@@ -401,7 +387,7 @@ class TrainerCall:
             if self._requests[index].complete and index not in self._results:
                 self._finish(index, self._requests[index])
 
-    def _evaluate(self, request: _Request) -> None:
+    def _evaluate(self, request: Request) -> None:
         evaluation = request.evaluation
         if evaluation is None and request.item.output == "embeddings":  # no named loss reads them
             request.metrics = {"loss:sum": 0.0}
@@ -414,7 +400,7 @@ class TrainerCall:
         if evaluation.error is None:
             request.metrics = evaluation.metrics
 
-    def _finish(self, index: int, request: _Request) -> None:
+    def _finish(self, index: int, request: Request) -> None:
         logprobs, metrics = request.ordered_logprobs, request.metrics
         if request.evaluation is not None and request.evaluation.error is not None:
             self._fail(index, request.evaluation.error)
@@ -427,7 +413,7 @@ class TrainerCall:
         elif not request.finite:
             self._fail(index, NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
         else:
-            if self._ranks.size == 1:
+            if self._parallel.ranks.size == 1:
                 request.keep_gradient()
                 if self._train and request.adapter is not None:
                     request.adapter.passes += 1
@@ -439,30 +425,43 @@ class TrainerCall:
             values = tuple(request.ordered_values) if item.statistics or item.output != "logps" else ()
             self._results[index] = TrainResult(logprobs, metrics, values)
 
-    def _agree(self, items: Sequence[TrainItem]) -> None:
+    def _agree_on_requests(self, items: Sequence[TrainItem]) -> None:
+        """Before the ranks of one model compute together: fail requests on all ranks whose check failed on any."""
+        reports = []
+        for index, item in enumerate(items):
+            request, report = self._requests.get(index), self._report(index, item)
+            if request is not None:
+                digest = contents_digest(request.item, request.layout_digest, request.dropout)
+                report = dataclasses.replace(report, count=len(request.item.data), digest=digest)
+            reports.append(report)
+        for index, error in enumerate(agree(self._parallel.ranks, reports)):
+            if error is not None:
+                self._fail(index, error)
+                self._requests.pop(index, None)
+
+    def _agree_on_results(self, items: Sequence[TrainItem]) -> None:
         """Exchange results between ranks: fail requests that failed on any rank; keep gradients of the others.
 
         Each rank adds the gradient of its own sequences to its own copy of the adapter.
         """
-        reports = self._ranks.gather(
-            [_RankReport.from_result(item, self._results[index]) for index, item in enumerate(items)]
-        )
-        if any([each.name for each in report] != [each.name for each in reports[0]] for report in reports):
-            names = [[each.name for each in report] for report in reports]
-            raise InvalidInputError("items", f"{names} on the ranks", "the same requests on all ranks")
-        for index, request in enumerate(zip(*reports, strict=True)):
-            error = next((each.error for each in request if each.error is not None), None)
-            if error is None and not any(each.count for each in request):
-                error = InvalidInputError("data", [], "a sequence of at least one datum, on one rank at least")
+        reports = [self._report(index, item) for index, item in enumerate(items)]
+        for index, error in enumerate(agree(self._parallel.ranks, reports)):
             if error is None:
                 self._keep_part(items[index], self._requests.get(index))
             else:
                 self._fail(index, error)
 
-    def _keep_part(self, item: TrainItem, request: _Request | None) -> None:
+    def _report(self, index: int, item: TrainItem) -> RankReport:
+        name = str(item.adapter_id) if isinstance(item, TrainItem) else ""
+        result, number = self._results.get(index), self._parallel.data.number
+        if isinstance(result, TrainFailure):
+            return RankReport(name, 0, result.error, data=number)
+        return RankReport(name, 0 if result is None else len(result.logprobs), data=number)
+
+    def _keep_part(self, item: TrainItem, request: Request | None) -> None:
         if self._train and not self._trains_base:
             adapter = self._pool.get(item.adapter_id)
-            adapter.divide_gradient(keeps=self._ranks.number == 0)
+            adapter.divide_gradient(keeps=self._parallel.data.number == 0)
             adapter.passes += 1  # on all ranks, also on those that have none of its sequences
             if request is not None:
                 request.keep_gradient()
@@ -471,6 +470,10 @@ class TrainerCall:
         self._results[index] = TrainFailure(error)
         if index in self._requests:
             self._requests[index].gradient_P = None
+
+
+def _requests_of(group: Sequence[MicroBatch]) -> frozenset[int]:
+    return frozenset(index for batch in group for index in batch.items)
 
 
 def _first_not_finite(logprobs: Sequence[FloatArray]) -> str:

@@ -47,8 +47,10 @@ class Computed:
     _gradients: Gradients | None
 
     @classmethod
-    def from_values(cls, blocks: Sequence[Block], values: Sequence[Tensor]) -> "Computed":
-        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in blocks), None)
+    def from_values(
+        cls, blocks: Sequence[Block], values: Sequence[Tensor], gradients: Gradients | None = None
+    ) -> "Computed":
+        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in blocks), gradients)
 
     @property
     def values(self) -> list[FloatArray]:
@@ -190,41 +192,49 @@ class Engine:
         return result
 
     def _all_values(self, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None) -> list[Tensor]:
-        return self._with_head(lambda head: [_values(head, block, hidden_TH, give_way) for block in blocks])
+        return self._with_head(lambda head: head_values(head, blocks, hidden_TH, give_way))
 
     def _head_pass(
         self, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the values of each block, and dL/dhidden of all rows."""
-        return self._with_head(lambda head: self._walk(head, blocks, hidden_TH, give_way))
+        return self._with_head(lambda head: head_pass(head, blocks, hidden_TH, give_way))
 
-    def _walk(
-        self, head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None
-    ) -> tuple[list[Tensor], Tensor]:
-        objectives = [BatchObjective.from_parts(block.parts, block.width) for block in blocks]
-        coefficients: list[Coefficients]
-        if all(objective.pointwise for objective in objectives):
-            # dL/dlp of a token depends on that token alone: one run of the head gives log-probabilities and gradients.
-            coefficients = [objective.to(self.device).coefficients for objective in objectives]
-        else:
-            # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
-            first = [_values(head, block, hidden_TH, give_way).cpu() for block in blocks]
-            for objective, values_nM in zip(objectives, first, strict=True):
-                objective.record_values(values_nM)
-            coefficients = [
-                _known(objective.coefficients(0, len(values_nM), values_nM).to(self.device))
-                for objective, values_nM in zip(objectives, first, strict=True)
-            ]
-        walked = [
-            _embeddings_and_gradient(block, hidden_TH, asked)
-            if block.last_rows is not None
-            else head.logprobs_and_gradient(
-                hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
-            )
-            for block, asked in zip(blocks, coefficients, strict=True)
+
+def head_values(
+    head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
+) -> list[Tensor]:
+    """Return the values of each block."""
+    return [_values(head, block, hidden_TH, give_way) for block in blocks]
+
+
+def head_pass(
+    head: ChunkedHead, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Return the values of each block, and dL/dhidden of all rows. The losses are those of the blocks' requests."""
+    objectives = [BatchObjective.from_parts(block.parts, block.width) for block in blocks]
+    device, coefficients = hidden_TH.device, list[Coefficients]()
+    if all(objective.pointwise for objective in objectives):
+        # dL/dlp of a token depends on that token alone: one run of the head gives log-probabilities and gradients.
+        coefficients = [objective.to(device).coefficients for objective in objectives]
+    else:
+        # A loss over whole sequences needs all log-probabilities first, so the head runs a second time.
+        first = [values_nM.cpu() for values_nM in head_values(head, blocks, hidden_TH, give_way)]
+        for objective, values_nM in zip(objectives, first, strict=True):
+            objective.record_values(values_nM)
+        coefficients = [
+            _known(objective.coefficients(0, len(values_nM), values_nM).to(device))
+            for objective, values_nM in zip(objectives, first, strict=True)
         ]
-        gradients = [gradient_nH for _, gradient_nH in walked]
-        return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+    walked = [
+        _embeddings_and_gradient(block, hidden_TH, asked)
+        if block.last_rows is not None
+        else head.logprobs_and_gradient(
+            hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
+        )
+        for block, asked in zip(blocks, coefficients, strict=True)
+    ]
+    gradients = [gradient_nH for _, gradient_nH in walked]
+    return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
 def _values(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:

@@ -33,6 +33,14 @@ class Lockstep:
     def architecture(self) -> Architecture:
         return self._engine.architecture
 
+    @property
+    def token_rows(self) -> int:
+        return self._engine.token_rows
+
+    @property
+    def padding_rows(self) -> int:
+        return self._engine.padding_rows
+
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
         assert give_way is None, "ranks compute in step with each other"
         self._wait_for(_FORWARD)
@@ -53,9 +61,9 @@ class Lockstep:
         """Run dummy passes until all ranks agree that a pass of the kind ``own`` comes next."""
         while (turn := self._ranks.smallest(own)) != own:
             if turn == _FORWARD:
-                self._engine.forward([_one_token()])
+                self._engine.forward([one_token()])
             else:
-                self._engine.forward_backward([_one_token()], recompute=False)
+                self._engine.forward_backward([one_token()], recompute=False)
 
 
 @contextmanager
@@ -72,7 +80,7 @@ def _no_way_back() -> Iterator[None]:
         ) from error
 
 
-def _one_token() -> Part:
+def one_token() -> Part:
     """Return a dummy request: one token through the base model, without an adapter.
 
     Its weight is 0, so that it adds nothing to the gradient where the model's own weights are trained.

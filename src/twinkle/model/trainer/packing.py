@@ -100,6 +100,7 @@ def plan(
     padded: bool = False,
     length_class: Callable[[int], int] = lambda length: 0,
     fits: Callable[[frozenset[int]], bool] = lambda items: True,
+    at_least: int = 1,
 ) -> list[MicroBatch]:
     """Fill micro-batches in the given order; sequences above ``budget.tokens`` get batches with recomputed activations.
 
@@ -107,6 +108,7 @@ def plan(
     length_class: sequences of different classes never share a batch, because some RoPE variants depend on the longest
     position of a batch.
     fits: returns whether the adapters of these requests can be on the device together.
+    at_least: aim at this many micro-batches of each kind, where there are enough sequences: a pipeline needs several.
     """
     by_kind: dict[tuple[bool, int], list[SequenceRef]] = {}
     for sequence in sequences:
@@ -114,36 +116,68 @@ def plan(
     return [
         MicroBatch(tuple(part), recompute)
         for (recompute, _), kind in sorted(by_kind.items(), key=lambda entry: entry[0])
-        for part in _fill(kind, budget.tokens_recomputed if recompute else budget.tokens, budget.cells, padded, fits)
+        for part in _fill(
+            kind, budget.tokens_recomputed if recompute else budget.tokens, budget.cells, padded, fits, at_least
+        )
     ]
 
 
+def schedules(
+    batches: Sequence[MicroBatch], most: int, fits: Callable[[frozenset[int]], bool]
+) -> list[tuple[MicroBatch, ...]]:
+    """Group consecutive micro-batches that run through a pipeline together: at most ``most``, with all their adapters.
+
+    fits: see :func:`plan`. A micro-batch fits alone.
+    """
+    groups: list[list[MicroBatch]] = []
+    items: frozenset[int] = frozenset()
+    for batch in batches:
+        joined = items | frozenset(batch.items)
+        if not groups or len(groups[-1]) == most or not fits(joined):
+            groups.append([])
+            joined = frozenset(batch.items)
+        groups[-1].append(batch)
+        items = joined
+    return [tuple(group) for group in groups]
+
+
 def _fill(
-    sequences: Sequence[SequenceRef], limit: int, cells: int, padded: bool, fits: Callable[[frozenset[int]], bool]
+    sequences: Sequence[SequenceRef],
+    limit: int,
+    cells: int,
+    padded: bool,
+    fits: Callable[[frozenset[int]], bool],
+    at_least: int,
 ) -> Iterator[list[SequenceRef]]:
     """Yield batches of about equal size.
 
     Only a batch of a single sequence may exceed the limits of tokens and cells.
     """
     most_cells = max(cells, limit)  # with one target per token, only the limit of tokens matters
-    count = -(-sum(sequence.length for sequence in sequences) // limit)
+    at_least = min(at_least, len(sequences))
+    count = max(-(-sum(sequence.length for sequence in sequences) // limit), at_least)
     even = -(-sum(sequence.length for sequence in sequences) // count)
     current: list[SequenceRef] = []
     items: frozenset[int] = frozenset()
-    total = longest = wide = 0
-    for sequence in sequences:
+    total = longest = wide = yielded = 0
+    for place, sequence in enumerate(sequences):
         total += sequence.length
         wide += sequence.cells
         longest = max(longest, sequence.length)
         rows = (len(current) + 1) * longest if padded else total
         joined = items if sequence.item in items else items | {sequence.item}
-        full = rows > limit or wide > most_cells or total - sequence.length >= even
+        # A batch may become larger than the others by its last sequence; in a pipeline by half of it, because there
+        # the others wait for the largest.
+        over = sequence.length if at_least == 1 else sequence.length // 2
+        full = rows > limit or wide > most_cells or total - over >= even
+        full = full or len(sequences) - place < at_least - yielded  # each of the rest must be a batch of its own
         full = full or (joined is not items and not fits(joined))
         if current and full:
             yield current
             current, joined = [], frozenset({sequence.item})
             total = longest = sequence.length
             wide = sequence.cells
+            yielded += 1
         current.append(sequence)
         items = joined
     if current:

@@ -9,6 +9,8 @@ import torch
 
 from twinkle.loss import get_loss
 from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.adapters.cuts import WHOLE, AdapterCuts
+from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
@@ -18,11 +20,11 @@ from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.memory import measure_per_token
 from twinkle.model.types import LoraSpec
 
-_RANK = 32
+PROBE_RANK = 32
 # How much values and gradients of two passes in bf16 may differ, relative to their norm: the passes round at every
 # layer, in different places.
 _ROUNDING = 0.1
-_PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
+PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class TokenCost:
 
 
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
-    small, large = _PROBE_TOKENS[engine.device.type]
+    small, large = PROBE_TOKENS[engine.device.type]
     if engine.device.type == "cuda":  # different lengths: compile the kernels for those now, not during a request
-        run_probe(engine, dtype, [_RANK, _RANK], [small, small // 2])
-    adapters = _adapters(engine, dtype, [_RANK], head=True)
+        run_probe(engine, dtype, [PROBE_RANK, PROBE_RANK], [small, small // 2])
+    adapters = probe_adapters(engine.architecture, engine.device, dtype, [PROBE_RANK], head=True)
 
     def run(tokens: int, recompute: bool) -> None:
-        engine.forward_backward(_parts(engine, adapters, [tokens]), recompute=recompute)
+        engine.forward_backward(probe_parts(engine.architecture, adapters, [tokens]), recompute=recompute)
 
     with _head_chunks(engine, small):
         kept = measure_per_token(lambda tokens: run(tokens, False), engine.device, small, large)
@@ -64,17 +66,19 @@ def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
 
 def run_probe(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
     """Run one training batch and one scoring batch, with one sequence per adapter."""
-    parts = _parts(engine, _adapters(engine, dtype, ranks), lengths)
+    adapters = probe_adapters(engine.architecture, engine.device, dtype, ranks)
+    parts = probe_parts(engine.architecture, adapters, lengths)
     engine.forward_backward(parts, recompute=False)
     engine.forward(parts)
 
 
 def captured_passes_agree(engine: Engine, dtype: torch.dtype) -> bool:
     """Return whether captured passes give the numbers of other passes, up to the rounding of bf16."""
-    adapters = _adapters(engine, dtype, [_RANK, _RANK // 2, _RANK], head=True, init=False)
+    ranks = [PROBE_RANK, PROBE_RANK // 2, PROBE_RANK]
+    adapters = probe_adapters(engine.architecture, engine.device, dtype, ranks, head=True, init=False)
     graphs = engine.graphs
     for lengths in ([5, 40, 3], [130, 70, 64]):
-        parts = _parts(engine, adapters, lengths)
+        parts = probe_parts(engine.architecture, adapters, lengths)
         engine.graphs = None
         plain = engine.forward_backward(parts, recompute=False)
         engine.graphs = graphs
@@ -88,17 +92,25 @@ def captured_passes_agree(engine: Engine, dtype: torch.dtype) -> bool:
     return True
 
 
-def _adapters(
-    engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: bool = False, init: bool = True
+def probe_adapters(
+    architecture: Architecture,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: list[int],
+    *,
+    head: bool = False,
+    init: bool = True,
+    cuts: AdapterCuts = WHOLE,
 ) -> list[Adapter]:
+    """Return temporary adapters on all linear layers; with ``head`` also on the head. ``cuts``: those of a trainer."""
     adapters: list[Adapter] = []
     stacks: dict[int, Stack] = {}
-    architecture = engine.architecture
     targets = (*architecture.linear, architecture.head) if head else architecture.linear
     for number, rank in enumerate(ranks):
-        layout = RowLayout(rank, targets)
-        stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
-        row_P = initial_row(layout, [rank] * len(targets), number, init).to(engine.device)
+        whole = RowLayout(rank, targets)
+        layout = cuts.own(whole)
+        stack = stacks.setdefault(rank, Stack(layout, dtype, device))
+        row_P = cuts.cut(initial_row(whole, [rank] * len(targets), number, init), layout).to(device)
         adapter = Adapter.fresh(f"probe-{number}", LoraSpec(rank, seed=number), stack, row_P)
         if not stack.has_free_slot:
             stack.add_block()
@@ -108,11 +120,12 @@ def _adapters(
     return adapters
 
 
-def _parts(engine: Engine, adapters: list[Adapter], lengths: list[int]) -> list[Part]:
+def probe_parts(architecture: Architecture, adapters: list[Adapter], lengths: list[int]) -> list[Part]:
+    """Return one random sequence for each adapter."""
     generator = np.random.default_rng(0)
     parts = []
     for index, (adapter, length) in enumerate(zip(adapters, lengths, strict=True)):
-        tokens = generator.integers(0, engine.architecture.vocab_size, length)
+        tokens = generator.integers(0, architecture.vocab_size, length)
         datum = CheckedDatum(tokens, tokens[:, None], {}, tokens.shape)
         item = CheckedItem(adapter.adapter_id, get_loss("cross_entropy"), {}, (datum,))
         parts.append(Part(index, item, adapter, item.data))

@@ -8,12 +8,12 @@ that may be called from other threads say so.
 With a device mesh there is a trainer in each of its processes (ranks). All must be given the same calls in the same
 order; each rank has some sequences of a call's requests or none. Adapters are the same on all ranks except for the
 gradient of an open window: each rank holds the part that its own sequences contributed, and the parts are added up when
-the whole gradient is first needed.
+the whole gradient is first needed. Where the base model itself is cut (:mod:`twinkle.model.adapters.cuts`), so are the
+adapters; what a trainer returns or writes is whole on every rank, so such methods must be called on all ranks.
 """
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -37,33 +37,21 @@ from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
-from twinkle.model.adapters.optimizer import OPTIMIZERS, adam_step, gradient_norm, optimizer_step
+from twinkle.model.adapters.optimizer import OPTIMIZERS, adam_step, cut_norm, optimizer_step
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
-from twinkle.model.decoder.architecture import read_architecture
 from twinkle.model.decoder.joined import join_weights
 from twinkle.model.decoder.loading import load_model
-from twinkle.model.decoder.lora.stacks import RowLayout, initial_row
+from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.decoder.targets import check_ranks, check_spec, select_targets, short_names, warn_of_no_effect
-from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
+from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, together
 from twinkle.model.trainer.call import TrainerCall
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.host_memory import host_memory_limit
-from twinkle.model.trainer.lockstep import Lockstep
-from twinkle.model.trainer.memory import (
-    MemoryPlan,
-    available_bytes,
-    device_memory,
-    divide,
-    head_chunk_rows,
-    parameter_bytes,
-)
+from twinkle.model.trainer.memory import MemoryPlan, device_memory
 from twinkle.model.trainer.packing import Budget
-from twinkle.model.trainer.pass_graphs import capture_passes
-from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
-from twinkle.model.trainer.self_check import check_engine, plain_logprobs
-from twinkle.model.trainer.sharding import shard_engine
+from twinkle.model.trainer.preparation import PreparedModel, prepare_model
 from twinkle.model.types import (
     EMPTY,
     AdamParams,
@@ -78,10 +66,6 @@ from twinkle.model.types import (
     check_adam_params,
 )
 from twinkle.utils.progress import Progress
-
-logger = logging.getLogger(__name__)
-
-_CAPTURED_SHARE = 1 / 8  # of the free memory: for the activations of captured passes, at most
 
 
 class Trainer:
@@ -112,54 +96,47 @@ class Trainer:
         reshard_after_forward: free the gathered layers of a sharded base after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
         """
-        self.model_id = id_text(model_id)
-        self.base_name = base_name or self.model_id
-        self.device: torch.device = model.device
-        if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
-            self.device = own_device(device_mesh.device_type, device_mesh)
-        self.dtype: torch.dtype = model.dtype
-        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-            raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-        self._parallel = read_mesh(device_mesh, self.device)
-        weight_bytes = parameter_bytes(model)
-        free_bytes = available_bytes(self.device, self._parallel.ranks.size)
-        self.architecture = read_architecture(model)
-        self.end_tokens = read_end_tokens(model)
         with Progress(f"preparing {model_id}") as progress:
-            progress.doing("one pass with Transformers' own layers, to compare ours with")
-            reference = plain_logprobs(model, self.architecture)
-            chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
-            self._engine = Engine(model, self.architecture, self.device, chunk_rows)
-            if self._parallel.shard_mesh is not None:
-                if compiled:
-                    raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
-                gathered = shard_engine(self._engine, model, self._parallel.shard_mesh, reshard_after_forward)
-                self.architecture = self._engine.architecture
-                weight_bytes = weight_bytes // self._parallel.shards.size + gathered
-                free_bytes = available_bytes(self.device, self._parallel.ranks.size) - gathered
-            if memory_budget_bytes is not None:
-                free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
-            progress.doing("the same pass with our layers")
-            check_engine(self._engine, reference)
-            if compiled:
-                progress.doing("compiling the decoder layers")
-                compile_layers(self._engine, self.dtype)
-            progress.doing("measuring the memory of a training step")
-            cost = measure_token_cost(self._engine, self.dtype)
-            if self._parallel.ranks.size == 1 and self.device.type == "cuda":
-                progress.doing("capturing passes of few rows")
-                free_bytes -= self._capture(int(free_bytes * _CAPTURED_SHARE) // cost.kept)
-        self.memory: MemoryPlan = divide(
-            weights=weight_bytes,
-            free=self._parallel.ranks.smallest(free_bytes),
-            per_token=cost.kept,
-            per_token_recomputed=cost.recomputed,
-            max_tokens=max_tokens_per_batch,
-            device=self.device,
-        )
+            prepared = prepare_model(
+                model,
+                name=id_text(model_id),
+                memory_budget_bytes=memory_budget_bytes,
+                max_tokens_per_batch=max_tokens_per_batch,
+                compiled=compiled,
+                device_mesh=device_mesh,
+                reshard_after_forward=reshard_after_forward,
+                progress=progress,
+            )
+        self._take_over(prepared, id_text(model_id), base_name)
+
+    @classmethod
+    def from_prepared(
+        cls, prepared: PreparedModel, *, model_id: str | PathLike[str], base_name: str | None = None
+    ) -> Self:
+        """Make a trainer of a base model that is prepared already, such as one that Megatron runs.
+
+        The other arguments are those of the constructor.
+        """
+        trainer = cls.__new__(cls)  # the constructor takes a model of Transformers, and prepares it
+        trainer._take_over(prepared, id_text(model_id), base_name)
+        return trainer
+
+    def _take_over(self, prepared: PreparedModel, model_id: str, base_name: str | None) -> None:
+        self.model_id = model_id
+        self.base_name = base_name or model_id
+        self.device: torch.device = prepared.device
+        self.dtype: torch.dtype = prepared.dtype
+        self.architecture = prepared.architecture
+        self.end_tokens = prepared.end_tokens
+        self.memory: MemoryPlan = prepared.memory
+        self._passes = prepared.passes
+        self._pipeline = prepared.pipeline
+        self._engine = prepared.engine
+        self._parallel = prepared.parallel
+        self._cuts = prepared.cuts
         plan = self.memory
         self._budget = Budget(plan.tokens, plan.tokens_recomputed, most_tokens=plan.most_tokens, logits=plan.logits)
-        self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
+        self._has_budget = prepared.has_budget
         self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
     @classmethod
@@ -204,15 +181,6 @@ class Trainer:
             reshard_after_forward=reshard_after_forward,
         )
 
-    def _capture(self, most_rows: int) -> int:
-        """Capture passes of up to ``most_rows`` rows, where that is possible; return the bytes of memory they take."""
-        before = available_bytes(self.device)
-        self._engine.graphs = capture_passes(self._engine, self.dtype, most_rows)
-        if self._engine.graphs is not None and not captured_passes_agree(self._engine, self.dtype):
-            logger.error("%s trains without CUDA graphs: they give other numbers than its layers", self.model_id)
-            self._engine.graphs = None
-        return before - available_bytes(self.device)
-
     @property
     def ranks(self) -> Ranks:
         """Return the group of processes that train together; all must be given the same calls."""
@@ -233,7 +201,9 @@ class Trainer:
         adapter = self._blank(adapter_id, made)
         assert made.seed is not None
         warn_of_no_effect(made, self.architecture)
-        adapter.weights_P.copy_(initial_row(adapter.layout, adapter.ranks, made.seed, made.init_weights))
+        ranks = made.module_ranks([target.name for target in adapter.whole.targets])
+        whole_P = initial_row(adapter.whole, ranks, made.seed, made.init_weights)
+        adapter.weights_P.copy_(self._cuts.cut(whole_P, adapter.layout))
         self._pool.add(adapter)
         return made
 
@@ -260,13 +230,13 @@ class Trainer:
 
     def host_bytes_of(self, spec: TrainingSpec) -> int:
         """Return the most bytes of host memory that an adapter of this shape takes. May be called from any thread."""
-        layout = self._layout(check_spec(spec))
+        layout = self._cuts.own(self._layout(check_spec(spec)))
         copy = self.dtype.itemsize if self.device.type == "cpu" else 0
-        return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
+        return (PAGED_BYTES_PER_PARAMETER + copy) * layout.largest_size
 
     def numbers(self) -> TrainerNumbers:
         resident = len(self._pool.resident_ids())
-        rows = self._engine.token_rows, self._engine.padding_rows
+        rows = self._passes.token_rows, self._passes.padding_rows
         return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
 
     def vocabulary_size(self) -> int:
@@ -282,7 +252,7 @@ class Trainer:
     def peft_config(self, adapter_id: str) -> dict[str, object]:
         """Return the contents of the adapter's adapter_config.json."""
         adapter = self._pool.get(adapter_id)
-        targets = adapter.layout.targets
+        targets = adapter.whole.targets
         names = [target.name for target in targets]
         return peft_config(adapter.spec, short_names(targets, self.architecture), self.base_name, names)
 
@@ -325,13 +295,13 @@ class Trainer:
             finally:
                 self._budget = budget
 
-        interrupted = give_way is not None and self._engine.device.type == "cpu"
+        interrupted = give_way is not None and self.device.type == "cpu"
         call = TrainerCall(
-            self._engine,
+            self._passes,
             self._pool,
             self._budget,
             train=train,
-            ranks=self._parallel.ranks,
+            parallel=self._parallel,
             give_way=let_others_compute if interrupted else None,
             leaves_half=limit is not None,
         )
@@ -352,7 +322,7 @@ class Trainer:
         check_adam_params(params)
         self._pool.make_resident([adapter])
         self._unite_gradient(adapter)
-        return adam_step(adapter, params, decoupled=decoupled)
+        return adam_step(adapter, params, decoupled=decoupled, cuts=self._cuts)
 
     def optimizer_step(
         self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
@@ -367,7 +337,7 @@ class Trainer:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
         self._pool.make_resident([adapter])
         self._unite_gradient(adapter)
-        return optimizer_step(adapter, name, settings)
+        return optimizer_step(adapter, name, settings, cuts=self._cuts)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
         """Multiply the accumulated gradient by ``factor``; without a gradient nothing changes."""
@@ -377,8 +347,9 @@ class Trainer:
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
         """Return the norm of the accumulated gradient; 0 without one."""
-        gradient_P = self._with_gradient(adapter_id).gradient_P
-        return 0.0 if gradient_P is None else gradient_norm(gradient_P, norm_type)
+        adapter = self._with_gradient(adapter_id)
+        gradient_P = adapter.gradient_P
+        return 0.0 if gradient_P is None else cut_norm(gradient_P, adapter.layout, self._cuts, norm_type)
 
     def zero_grad(self, adapter_id: str) -> None:
         """Drop the accumulated gradient."""
@@ -397,8 +368,7 @@ class Trainer:
     def shapes(self, adapter_id: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights by PEFT's parameter names."""
         adapter = self._pool.get(adapter_id)
-        named = checkpoint.named_tensors(adapter.weights_P, adapter.layout, adapter.ranks)
-        return {name: tuple(tensor.shape) for name, tensor in named.items()}
+        return checkpoint.named_shapes(adapter.spec, adapter.whole)
 
     def peft_adapter(self, adapter_id: str, dtype: torch.dtype) -> tuple[dict[str, object], dict[str, Tensor]]:
         """Return an adapter as :meth:`save` writes it: its adapter_config.json, and copies of its weights on the host.
@@ -406,26 +376,23 @@ class Trainer:
         dtype: that of the copies. Weights are rounded on the device, which is faster than copying all their bits.
         """
         adapter = self._pool.get(adapter_id)
-        modules = short_names(adapter.layout.targets, self.architecture)
-        config = peft_config(adapter.spec, modules, self.base_name, [each.name for each in adapter.layout.targets])
-        row_P = adapter.weights_P.to(dtype)
+        row_P = self._cuts.gather(adapter.weights_P, adapter.layout).to(dtype)
         host_P = torch.empty(row_P.shape, dtype=dtype, pin_memory=row_P.is_cuda).copy_(row_P)
-        return config, checkpoint.named_tensors(host_P, adapter.layout, adapter.ranks)
+        return self.peft_config(adapter_id), checkpoint.named_tensors(host_P, adapter.spec, adapter.whole)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
         """Return all state needed to continue exactly, including the gradient of an open window."""
         adapter = self._with_gradient(adapter_id)
-        gradient = None if adapter.gradient_P is None else _array(adapter.gradient_P)
         return AdapterSnapshot(
             spec=adapter.spec,
             step=adapter.step,
-            layout=adapter.layout.digest,
-            weights=_array(adapter.weights_P),
-            exp_avg=_array(adapter.exp_avg_P),
-            exp_avg_sq=_array(adapter.exp_avg_sq_P),
-            gradient=gradient,
+            layout=adapter.whole.digest,
+            weights=self._array(adapter, adapter.weights_P),
+            exp_avg=self._array(adapter, adapter.exp_avg_P),
+            exp_avg_sq=self._array(adapter, adapter.exp_avg_sq_P),
+            gradient=None if adapter.gradient_P is None else self._array(adapter, adapter.gradient_P),
             optimizer=adapter.optimizer,
             scalars=dict(adapter.scalars),
             passes=adapter.passes,
@@ -434,16 +401,18 @@ class Trainer:
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         """Put an adapter into the state of a snapshot, creating it if it does not exist."""
         fresh = self._blank(adapter_id, check_spec(snapshot.spec))
-        if fresh.layout.digest != snapshot.layout:
-            raise InvalidInputError("snapshot.layout", snapshot.layout, f"{fresh.layout.digest} (another base model?)")
+        whole = fresh.whole
+        if whole.digest != snapshot.layout:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, f"{whole.digest} (another base model?)")
         for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
             array = vars(snapshot)[name]
-            if array is not None and array.shape != (fresh.layout.size,):
-                raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({fresh.layout.size},)")
-        fresh.weights_P.copy_(torch.from_numpy(snapshot.weights))
-        fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
-        fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
-        fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
+            if array is not None and array.shape != (whole.size,):
+                raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({whole.size},)")
+        fresh.weights_P.copy_(self._own_part(fresh, snapshot.weights))
+        fresh.exp_avg_P.copy_(self._own_part(fresh, snapshot.exp_avg))
+        fresh.exp_avg_sq_P.copy_(self._own_part(fresh, snapshot.exp_avg_sq))
+        if snapshot.gradient is not None:
+            fresh.gradient_P = self._own_part(fresh, snapshot.gradient.copy())
         fresh.step, fresh.passes = snapshot.step, snapshot.passes
         fresh.optimizer, fresh.scalars = snapshot.optimizer, dict(snapshot.scalars)
         self._pool.put(fresh)
@@ -462,7 +431,7 @@ class Trainer:
         state: further entries of trainer_state.json. companions: a function that writes further files into the
         directory it is given. The checkpoint appears with all its files or not at all.
         """
-        adapter = self._pool.get(adapter_id)
+        adapter = self._gathered(self._pool.get(adapter_id), optimizer)
         write = functools.partial(
             checkpoint.save_adapter,
             adapter,
@@ -487,7 +456,7 @@ class Trainer:
 
         The function may be called from any thread. It overwrites an existing directory.
         """
-        adapter = self._pool.get(adapter_id)
+        adapter = self._gathered(self._pool.get(adapter_id), optimizer)
         return functools.partial(
             checkpoint.save_adapter,
             adapter.host_copy(optimizer),
@@ -505,8 +474,8 @@ class Trainer:
         With ``optimizer`` the directory must hold the optimizer's state; without, that state starts from zero.
         """
         adapter = self._pool.get(adapter_id)
-        read = functools.partial(checkpoint.load_adapter, adapter, Path(directory), optimizer=optimizer)
-        together(self._parallel.ranks, read)
+        read = functools.partial(checkpoint.load_adapter, directory=Path(directory), optimizer=optimizer)
+        together(self._parallel.ranks, lambda: self._read_into(adapter, read))
         if adapter.slot is not None:
             adapter.refresh_compute_copy()
 
@@ -526,16 +495,18 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
-        if self._parallel.sharded:
+        if self._engine is None or self._parallel.sharded:
             raise UnsupportedError(
-                "model: a sampler cannot run on the shards of a multi-LoRA model; allowed: LocalSampler(model_id), "
-                "which loads a base model of its own"
+                "model: a sampler cannot run on the shards or cuts of a multi-LoRA model; allowed: "
+                "LocalSampler(model_id), which loads a base model of its own"
             )
         return self._engine
 
     @property
     def base(self) -> PreTrainedModel:
         """Return the base model, with its layers replaced, and its weights sharded if the trainer's are."""
+        if self._engine is None:
+            raise UnsupportedError(f"model: the base of {self.model_id} is no model of Transformers; it is cut")
         return self._engine.model
 
     @property
@@ -545,13 +516,13 @@ class Trainer:
     def frozen_from_checkpoint(self, directory: str | Path) -> Adapter:
         """Return a frozen adapter with the weights of a directory written by :meth:`save` or by PEFT."""
         adapter = self._blank(str(directory), check_spec(checkpoint.read_spec(Path(directory))))
-        checkpoint.load_adapter(adapter, Path(directory), optimizer=False)
+        self._read_into(adapter, lambda whole: checkpoint.load_adapter(whole, Path(directory), optimizer=False))
         return Adapter.frozen_copy(adapter)
 
     def frozen_from_weights(self, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> Adapter:
         """Return a frozen adapter from weights by PEFT's names and the contents of their adapter_config.json."""
         adapter = self._blank("weights", check_spec(checkpoint.spec_of(config)))
-        checkpoint.put_weights(adapter, weights)
+        self._read_into(adapter, lambda whole: checkpoint.put_weights(whole, weights))
         return Adapter.frozen_copy(adapter)
 
     def set_aside(self, size: int) -> None:
@@ -575,8 +546,14 @@ class Trainer:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
-        passes = Lockstep(self._engine, self._parallel.shards) if self._parallel.sharded else self._engine
-        call = TrainerCall(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        call = TrainerCall(
+            self._passes,
+            self._pool,
+            self._budget,
+            train=train,
+            parallel=self._parallel,
+            pipeline=self._pipeline,
+        )
         results = call.run(items)
         self._budget = call.budget
         return results
@@ -591,28 +568,53 @@ class Trainer:
 
     def _unite_gradient(self, adapter: Adapter) -> None:
         if adapter.divided:
-            adapter.unite_gradient(self._parallel.ranks)
+            adapter.unite_gradient(self._cuts)
 
     def _blank(self, adapter_id: str, spec: LoraSpec) -> Adapter:
-        layout = self._layout(spec)
+        layout = self._cuts.own(self._layout(spec))
         return Adapter.fresh(adapter_id, spec, self._pool.stack_for(layout), torch.zeros(layout.size))
 
     def _layout(self, spec: LoraSpec) -> RowLayout:
+        """Return the layout of a whole adapter."""
         targets = select_targets(spec, self.architecture)
         return RowLayout.for_ranks(targets, check_ranks(spec, targets))
 
-    def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
-        named = checkpoint.named_tensors(row_P, adapter.layout, adapter.ranks)
+    def _gathered(self, adapter: Adapter, optimizer: bool) -> Adapter:
+        """Return the whole adapter without its gradient; if nothing is cut, the adapter itself.
+
+        Without ``optimizer`` the gathered adapter lacks that state.
+        """
+        if adapter.layout.cut is None:
+            return adapter
+        rows = (adapter.exp_avg_P, adapter.exp_avg_sq_P) if optimizer else ()
+        moments = [self._cuts.gather(row_P, adapter.layout) for row_P in rows] or [torch.empty(0)] * 2
+        return dataclasses.replace(
+            adapter,
+            stack=Stack(adapter.whole, self.dtype, self.device),
+            weights_P=self._cuts.gather(adapter.weights_P, adapter.layout),
+            exp_avg_P=moments[0],
+            exp_avg_sq_P=moments[1],
+            gradient_P=None,
+            slot=None,
+        )
+
+    def _read_into(self, adapter: Adapter, read: Callable[[Adapter], None]) -> None:
+        """Let ``read`` change an adapter, which it is given whole. It must replace weights and optimizer state."""
+        if adapter.layout.cut is None:
+            read(adapter)
+            return
+        stack = Stack(adapter.whole, self.dtype, self.device)
+        whole = Adapter.fresh(adapter.adapter_id, adapter.spec, stack, torch.zeros(adapter.whole.size))
+        read(whole)
+        adapter.take_state(whole, lambda row_P: self._cuts.cut(row_P, adapter.layout))
+
+    def _own_part(self, adapter: Adapter, whole_P: FloatArray) -> Tensor:
+        return self._cuts.cut(torch.from_numpy(whole_P), adapter.layout)
+
+    def _array(self, adapter: Adapter, own_P: Tensor) -> FloatArray:
+        """Return a copy of a whole row, from this rank's part of it."""
+        return self._cuts.gather(own_P, adapter.layout).cpu().numpy().copy()
+
+    def _arrays(self, adapter: Adapter, own_P: Tensor) -> dict[str, FloatArray]:
+        named = checkpoint.named_tensors(self._cuts.gather(own_P, adapter.layout), adapter.spec, adapter.whole)
         return {name: tensor.numpy().copy() for name, tensor in named.items()}  # a copy, not a view of the live weights
-
-
-def _array(tensor: Tensor) -> FloatArray:
-    return tensor.cpu().numpy().copy()
-
-
-def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
-    configs = (model.generation_config, model.config, model.config.get_text_config())
-    named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
-    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
-    return frozenset(token for token in ids if token is not None)

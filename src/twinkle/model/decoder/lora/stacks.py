@@ -6,6 +6,8 @@ next bucket (a power of two), not to the largest rank, so one tenant with rank 1
 The modules of an adapter may have different ranks; each is padded to its own bucket.
 The padding is zero and stays zero, because its gradient is exactly zero.
 
+Where the base model itself is cut (tensor and pipeline parallelism), each process holds a :class:`Cut` of every row.
+
 A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks that are never moved.
 
 Shapes: P parameters of a row, S slots of a block, G groups, R bucket rank, I input and O output features.
@@ -31,11 +33,29 @@ def rank_bucket(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that adapters may attach to."""
+    """A linear layer that adapters may attach to.
+
+    Where a process holds only some of its input features, ``first_input`` is the number of the first one.
+    """
 
     name: str
     in_features: int
     out_features: int
+    first_input: int = 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a process knows of the row that its own row is cut from (see :mod:`twinkle.model.adapters.cuts`).
+
+    ``shared``: ranges of the own row that other processes have as well, because only the other factor of a module is
+    divided between them. ``counts_shared``: whether this process is the one whose copies of them are counted.
+    """
+
+    whole: "RowLayout"
+    largest: int  # parameters of the largest row that any process holds
+    shared: tuple[range, ...]
+    counts_shared: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +65,7 @@ class RowLayout:
     rank: int  # the bucket; if modules have different ones, the largest
     targets: tuple[Target, ...]
     ranks: tuple[int, ...] | None = None  # the bucket of each module; None: all have ``rank``
+    cut: Cut | None = None  # None: it is a whole row
 
     @classmethod
     def for_ranks(cls, targets: tuple[Target, ...], ranks: Sequence[int]) -> "RowLayout":
@@ -65,6 +86,19 @@ class RowLayout:
         b_sizes = (rank * target.out_features for rank, target in zip(self.buckets, self.targets, strict=True))
         return self.a_size + sum(b_sizes)
 
+    @property
+    def whole(self) -> "RowLayout":
+        """Return the layout of the row that this one is cut from; if nothing is cut, this layout itself."""
+        return self if self.cut is None else self.cut.whole
+
+    @property
+    def largest_size(self) -> int:
+        """Return the parameters of the largest row that any process holds.
+
+        Memory is counted by it, so that all processes page the same adapters out at the same time.
+        """
+        return self.size if self.cut is None else self.cut.largest
+
     @cached_property
     def _places(self) -> dict[str, tuple[Target, int, int, int]]:
         """Return for each module its target, its bucket, and where its A and its B begin."""
@@ -81,6 +115,10 @@ class RowLayout:
     def offsets(self, name: str) -> tuple[int, int]:
         """Return where A and B of one module begin in the row."""
         return self._places[name][2:]
+
+    def first_input(self, name: str) -> int:
+        """Return the number of the first input feature that this process has of one module."""
+        return self._places[name][0].first_input
 
     def bucket(self, name: str) -> int:
         """Return the bucket of one module's rank; that of the largest rank if the adapter is not on the module."""
@@ -99,6 +137,8 @@ class RowLayout:
         """Return the name of this layout in snapshots. Rows of layouts with equal digests are interchangeable."""
         rank = self.ranks or self.rank
         text = repr((rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
+        if self.cut is not None:  # cuts of different rows may be alike, but their adapters are stacked apart everywhere
+            text += f" of {self.cut.whole.digest}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -159,7 +199,7 @@ class Stack:
 
     @property
     def block_bytes(self) -> int:
-        return SLOTS_PER_BLOCK * self.layout.size * self.dtype.itemsize
+        return SLOTS_PER_BLOCK * self.layout.largest_size * self.dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:

@@ -1,0 +1,187 @@
+"""The processes of a Megatron model: sizes of the mesh, what is refused, and the groups of this process.
+
+Ranks are ordered as Megatron orders them: tensor parallel ranks are neighbours, then data parallel ranks, then pipeline
+stages. Experts are spread over the ranks of one stage (tp × dp), ``ep`` neighbours at a time.
+
+megatron-core keeps its process groups in variables of its module. So all Megatron models of one process have the same
+mesh; :func:`join_mesh` refuses another one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from twinkle.environment import read_environment
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.megatron.mcore import ProcessGroupCollection, parallel_state
+from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes
+
+__all__ = ["MegatronMesh", "MeshSizes", "join_mesh", "leave_mesh", "read_sizes"]
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many processes each kind of parallelism has. ``ep`` uses the processes of tp and dp, and adds none."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        sizes = f"dp_size={self.dp}, tp_size={self.tp}, pp_size={self.pp}"
+        return sizes if self.ep == 1 else f"{sizes}, ep_size={self.ep}"
+
+
+@dataclass(frozen=True)
+class MegatronMesh:
+    """The sizes of a mesh and the groups of this process. Each group has this process in it.
+
+    ``tp``: the ranks that hold the cuts of the same layers. ``pp``: one rank of each stage, in their order. ``dp``: the
+    ranks that hold the same cut. ``model``: the ranks of one replica (tp × pp). ``ep``: the ranks among which the
+    experts of a layer are divided. ``world``: all.
+    """
+
+    sizes: MeshSizes = MeshSizes()
+    sequence_parallel: bool = False
+    world: Ranks = ALONE
+    tp: Ranks = ALONE
+    pp: Ranks = ALONE
+    dp: Ranks = ALONE
+    model: Ranks = ALONE
+    ep: Ranks = ALONE
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process runs the first pipeline stage, which has the embedding."""
+        return self.pp.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this process runs the last pipeline stage, which has the head."""
+        return self.pp.number == self.pp.size - 1
+
+    def process_groups(self) -> ProcessGroupCollection:
+        """Return the groups that megatron-core's modules ask for."""
+        groups = ProcessGroupCollection()
+        groups.tp, groups.pp, groups.cp, groups.embd = self.tp.group, self.pp.group, None, None
+        return groups
+
+
+def read_sizes(mesh: DeviceMesh) -> MeshSizes:
+    """Return the sizes of a mesh; raise for what no Megatron model here can do, with the nearest mesh that works."""
+    given = {name: max(1, mesh.get_dim_size(name)) if mesh.has_dim(name) else 1 for name in ("dp", "tp", "pp")}
+    sizes = MeshSizes(given["dp"], given["tp"], given["pp"], mesh.ep_size or 1)
+    cp, fsdp = max(1, mesh.cp_world_size), max(1, mesh.fsdp_world_size)
+    nearest = replace(sizes, dp=mesh.world_size // (sizes.tp * sizes.pp))
+    if cp > 1:
+        raise _refused(f"cp_size={cp}: context parallelism needs Transformer Engine", nearest)
+    if fsdp > 1:
+        raise _refused(f"fsdp_size={fsdp}: a Megatron model is cut by tp_size and pp_size", nearest)
+    if (mesh.ulysses_size or 1) > 1:
+        raise _refused(f"ulysses_size={mesh.ulysses_size}: sequence_parallel=True divides tokens among tp", nearest)
+    if (mesh.vpp_size or 1) > 1:
+        raise _refused(f"vpp_size={mesh.vpp_size}: a process runs one stage of the pipeline", nearest)
+    if (mesh.etp_size or 1) > 1:
+        raise _refused(f"etp_size={mesh.etp_size}: experts are spread by ep_size, each is whole", nearest)
+    if mesh.has_dim("ep") or mesh.has_dim("ep_fsdp"):
+        raise _refused("ep is no dimension of its own: ep_size divides experts among the ranks of tp and dp", nearest)
+    if nearest.dp * sizes.tp % sizes.ep:
+        allowed = divisors([sizes.dp * sizes.tp])
+        raise InvalidInputError("ep_size", sizes.ep, f"{allowed}, which divide dp × tp = {sizes.dp * sizes.tp}")
+    _check_order(mesh)
+    return sizes
+
+
+def divisors(numbers: Iterable[int]) -> str:
+    """Return the common divisors of some numbers as text: the sizes that divide all of them."""
+    counted = list(numbers)
+    common = [size for size in range(1, min(counted) + 1) if all(number % size == 0 for number in counted)]
+    return " or ".join(map(str, common))
+
+
+def _refused(what: str, nearest: MeshSizes) -> UnsupportedError:
+    return UnsupportedError(f"device_mesh: {what}; the nearest mesh that works: {nearest}")
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Raise unless ranks are numbered as Megatron numbers them: tp varies fastest, then dp, then pp."""
+    names = [name for name in ("pp", "dp", "tp") if mesh.has_dim(name)]
+    ranks = np.array(mesh.ranks_along(names)).reshape(-1) if names else mesh.mesh.reshape(-1)
+    if ranks.tolist() != list(range(mesh.world_size)):
+        allowed = "ranks from 0 on, numbered along tp first, then dp, then pp, as DeviceMesh.from_sizes does it"
+        raise InvalidInputError("device_mesh.mesh", mesh.mesh.tolist(), allowed)
+
+
+def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronMesh:
+    """Return the groups of this process. With several processes all must call it: groups are made together.
+
+    Without a mesh, or for a mesh of one process, there are none.
+    """
+    sizes = MeshSizes() if device_mesh is None else read_sizes(device_mesh)
+    if device_mesh is None or sizes.world == 1:
+        return MegatronMesh()
+    join_processes(device, sizes.world)
+    if parallel_state.model_parallel_is_initialized():
+        _check_same(sizes)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tp,
+            pipeline_model_parallel_size=sizes.pp,
+            expert_model_parallel_size=sizes.ep,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,  # its groups accept host tensors already
+            distributed_timeout_minutes=ceil(read_environment().dist_timeout_seconds / 60),
+        )
+    whole = dist.group.WORLD
+    assert whole is not None
+    return MegatronMesh(
+        sizes,
+        device_mesh.sequence_parallel and sizes.tp > 1,
+        ProcessRanks(whole),
+        _ranks(parallel_state.get_tensor_model_parallel_group()),
+        _ranks(parallel_state.get_pipeline_model_parallel_group()),
+        _ranks(parallel_state.get_data_parallel_group()),
+        _ranks(parallel_state.get_model_parallel_group()),
+        _ranks(parallel_state.get_expert_model_parallel_group()),
+    )
+
+
+def leave_mesh() -> None:
+    """Forget the process groups of this process's mesh, so that a model with another mesh can be built.
+
+    All processes call it. Models that use the old mesh must not be used any more.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    dist.barrier()  # a group must not be closed while another process still receives from it
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:  # megatron-core forgets them, but each has threads and connections, which would stay
+        dist.destroy_process_group(group)
+
+
+def _check_same(sizes: MeshSizes) -> None:
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    present = MeshSizes(dist.get_world_size() // (tp * pp), tp, pp, ep)
+    if sizes != present:
+        raise UnsupportedError(
+            f"device_mesh: got {sizes}, but this process has a Megatron model with {present}; megatron-core has one "
+            "mesh in a process: use the same sizes, or other processes"
+        )
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    """Return the ranks of a group; a group of one process communicates nothing."""
+    return ProcessRanks(group) if dist.get_world_size(group) > 1 else ALONE

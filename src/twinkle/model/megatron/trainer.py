@@ -1,0 +1,164 @@
+"""Loads a base model onto a mesh of processes, and makes a Trainer of it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle import hub
+from twinkle.errors import InvalidInputError
+from twinkle.hub.resolution import loadable_name
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
+from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.decoder.precision import read_dtype
+from twinkle.model.megatron.engine import MegatronEngine, make_engine
+from twinkle.model.megatron.head import VocabParallelHead
+from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.stage import Stage, build_stage
+from twinkle.model.parallel import Parallelism, own_device
+from twinkle.model.trainer.memory import available_bytes, divide, head_chunk_rows, measure_per_token, parameter_bytes
+from twinkle.model.trainer.preparation import PreparedModel, named_end_tokens
+from twinkle.model.trainer.probe import PROBE_RANK, PROBE_TOKENS, TokenCost, probe_adapters, probe_parts
+from twinkle.model.trainer.trainer import Trainer
+from twinkle.utils.progress import Progress
+
+__all__ = ["load_trainer", "make_cuts", "make_head", "parallelism"]
+
+
+def load_trainer(
+    model_id: str | PathLike[str],
+    *,
+    device_mesh: DeviceMesh | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    base_name: str | None = None,
+    memory_budget_bytes: int | None = None,
+    max_tokens_per_batch: int | None = None,
+) -> Trainer:
+    """Load a model by its id onto the processes of a mesh; all of them call this. Each reads its cut of the weights.
+
+    The arguments are those of :meth:`Trainer.from_pretrained`. ``max_tokens_per_batch`` is that of one micro-batch.
+    """
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+    chosen = own_device(device, device_mesh)
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidInputError("device", str(chosen), "cpu or cuda")
+    local = hub.resolve(model_id)
+    stage = build_stage(local, join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    with Progress(f"preparing {model_id}") as progress:
+        progress.doing("measuring the memory of a training step")
+        prepared = prepare_stage(stage, _generation_config(local.path), memory_budget_bytes, max_tokens_per_batch)
+    return Trainer.from_prepared(prepared, model_id=model_id, base_name=base_name or loadable_name(model_id))
+
+
+def prepare_stage(
+    stage: Stage,
+    generation_config: Mapping[str, Any],
+    memory_budget_bytes: int | None,
+    max_tokens_per_batch: int | None,
+) -> PreparedModel:
+    """Make a stage ready for a Trainer. All ranks get the same memory plan: that of the rank with the least memory."""
+    mesh, device = stage.mesh, stage.device
+    engine = make_engine(stage, make_head(stage) if stage.is_last else None)
+    cuts, weights = make_cuts(stage), parameter_bytes(stage.model)
+    free = available_bytes(device, mesh.world.size)
+    if memory_budget_bytes is not None:
+        free = min(free, memory_budget_bytes - weights)
+    cost = _measure(engine, cuts)
+    memory = divide(
+        weights=weights,
+        free=mesh.world.smallest(free),
+        per_token=-mesh.world.smallest(-cost.kept),
+        per_token_recomputed=-mesh.world.smallest(-cost.recomputed),
+        max_tokens=max_tokens_per_batch,
+        device=device,
+    )
+    return PreparedModel(
+        passes=engine,
+        pipeline=engine.pipeline,
+        architecture=stage.architecture,
+        end_tokens=named_end_tokens([generation_config, stage.hf_config.to_dict()]),
+        device=device,
+        dtype=stage.dtype,
+        parallel=parallelism(mesh),
+        cuts=cuts,
+        memory=memory,
+        has_budget=memory_budget_bytes is not None or device.type != "cpu",
+    )
+
+
+def parallelism(mesh: MegatronMesh) -> Parallelism:
+    """Return how a mesh divides training. Ranks that hold the same cut have different data."""
+    return Parallelism(ranks=mesh.world, data=mesh.dp, replicas=mesh.dp, model=mesh.model)
+
+
+def make_cuts(stage: Stage) -> AdapterCuts:
+    """Return how adapters are cut: like the layers that they are on."""
+    mesh, count = stage.mesh, stage.architecture.layer_count
+    size = count // mesh.pp.size
+    stages = [range(start, start + size) for start in range(0, count, size)]
+    place = place_targets(stage.architecture, stages)
+    return ModelCuts(place, tensor=mesh.tp, pipeline=mesh.pp, model=mesh.model, data=mesh.dp)
+
+
+def make_head(stage: Stage) -> ChunkedHead:
+    """Return the head of the last stage, with this rank's rows of its weights."""
+    assert stage.head_weight_VH is not None, "only the last stage has the head"
+    weight_VH, whole = stage.head_weight_VH.detach(), stage.architecture.head_spec
+    spec = HeadSpec(weight_VH, None, whole.scale, whole.softcap)
+    chunk_rows = head_chunk_rows(stage.device, len(weight_VH))
+    tp = stage.mesh.tp
+    if tp.size == 1:
+        return ChunkedHead(spec, chunk_rows)
+    return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features)
+
+
+def _measure(engine: MegatronEngine, cuts: AdapterCuts) -> TokenCost:
+    """Return the bytes per token that this rank needs for a forward and backward pass.
+
+    The first stages of a pipeline hold the activations of several micro-batches at once; what they need is divided
+    among all tokens of one.
+    """
+    stage = engine.stage
+    small, large = PROBE_TOKENS[stage.device.type]
+    adapters = probe_adapters(stage.architecture, stage.device, stage.dtype, [PROBE_RANK], head=True, cuts=cuts)
+    in_flight = stage.mesh.pp.size - stage.mesh.pp.number
+
+    def measure(recompute: bool) -> int:
+        def run(tokens: int) -> None:
+            parts = probe_parts(stage.architecture, adapters, [tokens])
+            engine.forward_backward(parts, recompute=recompute)
+
+        return measure_per_token(run, stage.device, small, large) * in_flight
+
+    with _head_chunks(engine, small):
+        kept, recomputed = measure(False), measure(True)
+    engine.finish()
+    return TokenCost(kept, min(recomputed, kept))
+
+
+@contextmanager
+def _head_chunks(engine: MegatronEngine, rows: int) -> Iterator[None]:
+    """Limit the head's chunks, so that the head takes the same memory in passes of different lengths."""
+    head = engine.head
+    if head is None:
+        yield
+        return
+    before = head.chunk_rows
+    head.chunk_rows = min(rows, before)
+    try:
+        yield
+    finally:
+        head.chunk_rows = before
+
+
+def _generation_config(folder: Path) -> Mapping[str, Any]:
+    """Return the contents of a model's generation_config.json; empty if it has none."""
+    path = folder / "generation_config.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,0 +1,147 @@
+"""Prepares a base model for training adapters: replaces its layers, checks them, and plans the memory."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.adapters.cuts import AdapterCuts, WholeAdapters
+from twinkle.model.decoder.architecture import Architecture, read_architecture
+from twinkle.model.parallel import Parallelism, own_device, read_mesh
+from twinkle.model.trainer.call import Passes, Pipeline
+from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.lockstep import Lockstep
+from twinkle.model.trainer.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
+from twinkle.model.trainer.pass_graphs import capture_passes
+from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
+from twinkle.model.trainer.self_check import check_engine, plain_logprobs
+from twinkle.model.trainer.sharding import shard_engine
+from twinkle.utils.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_CAPTURED_SHARE = 1 / 8  # of the free memory: for the activations of captured passes, at most
+
+
+class CountedPasses(Passes, Protocol):
+    """Passes that count the rows they have computed so far."""
+
+    @property
+    def token_rows(self) -> int: ...
+
+    @property
+    def padding_rows(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A frozen base model that is ready to train adapters: all that a Trainer needs of it.
+
+    ``memory`` is the same on all ranks, because all must cut calls into the same micro-batches.
+    """
+
+    passes: CountedPasses
+    architecture: Architecture
+    end_tokens: frozenset[int]  # that end a turn or a text
+    device: torch.device
+    dtype: torch.dtype
+    parallel: Parallelism
+    cuts: AdapterCuts
+    memory: MemoryPlan
+    has_budget: bool  # whether adapters must stay within the memory plan; else the host's memory limits them
+    engine: Engine | None = None  # None: no sampler can run on this model
+    pipeline: Pipeline | None = None  # what runs several micro-batches at once, instead of ``passes``
+
+
+def prepare_model(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    memory_budget_bytes: int | None,
+    max_tokens_per_batch: int | None,
+    compiled: bool,
+    device_mesh: DeviceMesh | None,
+    reshard_after_forward: bool,
+    progress: Progress,
+) -> PreparedModel:
+    """Prepare a model of Transformers. ``name``: that of the model, for the log. The rest is as for a Trainer."""
+    device: torch.device = model.device
+    if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
+        device = own_device(device_mesh.device_type, device_mesh)
+    dtype: torch.dtype = model.dtype
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+    parallel = read_mesh(device_mesh, device)
+    weight_bytes = parameter_bytes(model)
+    free_bytes = available_bytes(device, parallel.ranks.size)
+    architecture = read_architecture(model)
+    end_tokens = read_end_tokens(model)
+    progress.doing("one pass with Transformers' own layers, to compare ours with")
+    reference = plain_logprobs(model, architecture)
+    engine = Engine(model, architecture, device, head_chunk_rows(device, architecture.vocab_size))
+    if parallel.shard_mesh is not None:
+        if compiled:
+            raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
+        gathered = shard_engine(engine, model, parallel.shard_mesh, reshard_after_forward)
+        weight_bytes = weight_bytes // parallel.shards.size + gathered
+        free_bytes = available_bytes(device, parallel.ranks.size) - gathered
+    if memory_budget_bytes is not None:
+        free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+    progress.doing("the same pass with our layers")
+    check_engine(engine, reference)
+    if compiled:
+        progress.doing("compiling the decoder layers")
+        compile_layers(engine, dtype)
+    progress.doing("measuring the memory of a training step")
+    cost = measure_token_cost(engine, dtype)
+    if parallel.ranks.size == 1 and device.type == "cuda":
+        progress.doing("capturing passes of few rows")
+        free_bytes -= _capture(engine, dtype, int(free_bytes * _CAPTURED_SHARE) // cost.kept, name)
+    memory = divide(
+        weights=weight_bytes,
+        free=parallel.ranks.smallest(free_bytes),
+        per_token=cost.kept,
+        per_token_recomputed=cost.recomputed,
+        max_tokens=max_tokens_per_batch,
+        device=device,
+    )
+    return PreparedModel(
+        passes=Lockstep(engine, parallel.shards) if parallel.sharded else engine,
+        architecture=engine.architecture,
+        end_tokens=end_tokens,
+        device=device,
+        dtype=dtype,
+        parallel=parallel,
+        cuts=WholeAdapters(parallel.ranks),
+        memory=memory,
+        has_budget=memory_budget_bytes is not None or device.type != "cpu",
+        engine=engine,
+    )
+
+
+def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> int:
+    """Capture passes of up to ``most_rows`` rows, where that is possible; return the bytes of memory they take."""
+    before = available_bytes(engine.device)
+    engine.graphs = capture_passes(engine, dtype, most_rows)
+    if engine.graphs is not None and not captured_passes_agree(engine, dtype):
+        logger.error("%s trains without CUDA graphs: they give other numbers than its layers", name)
+        engine.graphs = None
+    return before - available_bytes(engine.device)
+
+
+def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end a turn or a text; a model's configurations may name one, several or none."""
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    return named_end_tokens([config.to_dict() for config in configs if config is not None])
+
+
+def named_end_tokens(configs: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the tokens that configurations name as the end of a turn or a text."""
+    named = [config.get("eos_token_id") for config in configs]
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in ids if token is not None)

@@ -1,0 +1,29 @@
+"""Pools of processes for tests with megatron-core. A pool starts when a test first uses it, and serves later tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.model.parallel.process_pool import ProcessPool
+
+_PROGRAMS = (
+    "tests.model.megatron.stage_programs",
+    "tests.model.megatron.trainer_programs",
+    "tests.model.megatron.failure_programs",
+)
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[ProcessPool]:
+    """A pool of two processes."""
+    pool = ProcessPool(2, _PROGRAMS)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[ProcessPool]:
+    """A pool of four processes."""
+    pool = ProcessPool(4, _PROGRAMS)
+    yield pool
+    pool.close()
