@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from twinkle.errors import UnsupportedError
 from twinkle.hub import LocalModel
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.attention import Packing
@@ -78,9 +79,17 @@ def make_batch(stage: Stage, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, 
     return torch.cat(list(tokens))[None], positions[None], batch
 
 
+def make_mesh(sizes: Mapping[str, Any]) -> MegatronMesh:
+    """Join a mesh; leave the one of an earlier program if it has other sizes. Making its groups takes seconds."""
+    try:
+        return join_mesh(device_mesh(sizes), CPU)
+    except UnsupportedError:
+        leave_mesh()
+        return join_mesh(device_mesh(sizes), CPU)
+
+
 def make_stage(folder: Path, sizes: Mapping[str, Any]) -> Stage:
-    leave_mesh()
-    return build_stage(LocalModel("test", folder, None), join_mesh(device_mesh(sizes), CPU), torch.float32, CPU)
+    return build_stage(LocalModel("test", folder, None), make_mesh(sizes), torch.float32, CPU)
 
 
 def device_mesh(sizes: Mapping[str, Any]) -> DeviceMesh | None:
@@ -146,18 +155,32 @@ def score(folder: Path, sizes: Mapping[str, Any]) -> list[Tensor] | None:
 
 
 def gradients(folder: Path, sizes: Mapping[str, Any]) -> list[tuple[str, int | None, int, int, Tensor]]:
-    """Return the gradient of each piece of this rank's weights, for the sum of squares of all hidden states."""
+    """Return this rank's part of the gradient of its weights, for the sum of squares of all hidden states.
+
+    The sum of the ranks' parts is the gradient: what is the same on all ranks of tp is divided by their number.
+    """
     stage = make_stage(folder, sizes)
     stage.model.requires_grad_(True)
     pipeline = Pipeline(stage)
     hidden_TH = pipeline.forward(own_tokens(stage.mesh, make_tokens()))
     pipeline.backward(2 * hidden_TH.detach() if stage.is_last else None)
-    found = []
-    for piece in stage.pieces():
+    found, layers = [], range(stage.shape.layers)
+    fused = frozenset(f"{stage.architecture.layers_path}.{layer}.mlp.experts.gate_up_proj" for layer in layers)
+    for piece in stage.pieces(fused):
         view = _gradient_view(stage, piece.view)
         if view is not None:
-            found.append((piece.name, piece.dim, piece.start, piece.stop, view.clone()))
+            copies = stage.mesh.tp.size if _same_on_all(stage, piece.name) else 1
+            found.append((piece.name, piece.dim, piece.start, piece.stop, view / copies))
     return found
+
+
+def _same_on_all(stage: Stage, name: str) -> bool:
+    """Return whether all ranks of tp compute the same gradient of a weight.
+
+    Without sequence parallel they do for norms of hidden states, and for biases that are added to hidden states.
+    """
+    outside = "layernorm" in name or name == "model.norm.weight" or name.endswith(("o_proj.bias", "down_proj.bias"))
+    return outside and not stage.mesh.sequence_parallel
 
 
 def _gradient_view(stage: Stage, view: Tensor) -> Tensor | None:

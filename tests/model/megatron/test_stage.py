@@ -46,23 +46,64 @@ def wanted_gradients(name: str) -> dict[str, Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def check_logprobs(name: str, found: list[list[Tensor] | None], dp: int) -> None:
-    wanted = wanted_logprobs(name)
-    per_stage = len(found) // 2 if found[0] is None else len(found)
-    heads = found[-per_stage:]
-    assert all(each is not None for each in heads), "the ranks of the last stage score"
+def check_logprobs(name: str, sizes: Mapping[str, Any], found: list[list[Tensor] | None]) -> None:
+    """Compare what the ranks of the last stage have scored; ranks are numbered along tp, then dp, then pp."""
+    wanted, tp, dp = wanted_logprobs(name), sizes.get("tp_size", 1), sizes.get("dp_size", 1)
+    heads = found[-tp * dp :]
+    assert [each is None for each in found] == [True] * (len(found) - len(heads)) + [False] * len(heads)
     for rank, scored in enumerate(heads):
-        assert scored is not None
-        own = wanted[rank // (per_stage // dp) :: dp]
-        torch.testing.assert_close(scored, own, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scored, wanted[rank // tp :: dp], rtol=1e-5, atol=1e-5)
+
+
+def check_gradients(name: str, found: list[list[tuple[str, int | None, int, int, Tensor]]]) -> None:
+    """Add up what the ranks have of each weight's gradient, and compare with the gradient of transformers' model."""
+    wanted = wanted_gradients(name)
+    sums = {each: torch.zeros_like(gradient) for each, gradient in wanted.items()}
+    for pieces in found:
+        for piece, dim, start, stop, gradient in pieces:
+            place = sums[piece] if dim is None else sums[piece].narrow(dim, start, stop - start)
+            place += gradient[: len(place)]
+            assert not gradient[len(place) :].any(), "the padding of the vocabulary gets no gradient"
+    assert wanted.keys() - {"lm_head.weight"} == {piece for pieces in found for piece, *_ in pieces}
+    for each, gradient in wanted.items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(
+            sums[each] / scale, gradient / scale, rtol=0, atol=1e-5, msg=lambda m, e=each: f"{e}: {m}"
+        )
+
+
+def check(name: str, sizes: Mapping[str, Any], folder: Path, pool: ProcessPool) -> None:
+    check_logprobs(name, sizes, pool.run(stage_programs.score, folder, sizes))
+    check_gradients(name, pool.run(stage_programs.gradients, folder, sizes))
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_one_process(folders: Mapping[str, Path], name: str) -> None:
-    check_logprobs(name, [stage_programs.score(folders[name], {})], 1)
+    check_logprobs(name, {}, [stage_programs.score(folders[name], {})])
+    check_gradients(name, [stage_programs.gradients(folders[name], {})])
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_models_on_two_processes(folders: Mapping[str, Path], two: ProcessPool, name: str) -> None:
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+def test_two_processes(folders: Mapping[str, Path], two: ProcessPool, name: str) -> None:
     for sizes in (TP2, PP2, SP):
-        check_logprobs(name, two.run(stage_programs.score, folders[name], sizes), 1)
+        check(name, sizes, folders[name], two)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_on_two_processes(folders: Mapping[str, Path], two: ProcessPool, name: str) -> None:
+    for sizes in (EP2, EP2_TP2, {**EP2_TP2, "sequence_parallel": True}):
+        check(name, sizes, folders[name], two)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_moe"])
+def test_four_processes(folders: Mapping[str, Path], four: ProcessPool, name: str) -> None:
+    both = {"tp_size": 2, "pp_size": 2}
+    meshes: list[Mapping[str, Any]] = [both, {**both, "sequence_parallel": True}, {"dp_size": 2, "tp_size": 2}]
+    if name in MIXTURES:
+        meshes = [
+            {**both, "ep_size": 2},
+            {"dp_size": 2, "tp_size": 2, "ep_size": 4},
+            {"dp_size": 2, "tp_size": 2, "ep_size": 2},
+        ]
+    for sizes in meshes:
+        check(name, sizes, folders[name], four)

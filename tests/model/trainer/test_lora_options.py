@@ -462,6 +462,16 @@ def test_the_share_of_dropped_elements() -> None:
             assert (share - probability).abs().max() < 6 * (probability * (1 - probability) / 400) ** 0.5
 
 
+def test_a_part_of_the_features_has_its_part_of_the_mask() -> None:
+    draw = DropoutDraw(0.5, 1, 0, [0])
+    rows = RowDropout.from_keys([(draw.probability, draw.keys(0, 7))], torch.device("cpu"))
+    whole, part = rows.apply(torch.ones(7, 300), "m"), rows.apply(torch.ones(7, 100), "m", 200)
+    assert torch.equal(part, whole[:, 200:])
+    added = torch.ones(7, 100)
+    rows.add(added, torch.ones(7, 100), "m", 200)
+    assert torch.equal(added, 1 + part)
+
+
 def test_masks_of_different_things_are_independent() -> None:
     draw = DropoutDraw(0.5, 1, 0, [0, 1])
     others = [

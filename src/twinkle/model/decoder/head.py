@@ -74,6 +74,11 @@ class ChunkedHead:
         self.chunk_rows = chunk_rows
         self.gradient = gradient
 
+    @property
+    def vocabulary(self) -> int:
+        """Return how many logits a row has."""
+        return len(self.spec.weight_VH)
+
     def logprobs(
         self,
         hidden_TH: Tensor,
@@ -104,7 +109,7 @@ class ChunkedHead:
     ) -> tuple[Tensor, Tensor]:
         """Return the values of :meth:`logprobs`, and dL/dhidden. Add the gradient of head LoRA to ``lora``."""
         count = targets_TK.shape[1] + (STATISTICS if query.statistics else 0)
-        count += len(self.spec.weight_VH) if query.logits else 0
+        count += self.vocabulary if query.logits else 0
         values_TM = torch.empty(len(targets_TK), count, dtype=torch.float32, device=hidden_TH.device)
         gradient_TH = torch.empty_like(hidden_TH)
         for rows in self._chunks(len(hidden_TH)):
@@ -151,13 +156,13 @@ class ChunkedHead:
         logits_CV = self._base_logits(hidden_CH)
         clipped = [part for each in lora if (part := clip_lora(each, rows.start, rows.stop)) is not None]
         h_CR, lora_CV = _lora_logits(clipped, hidden_CH, logits_CV.shape)
-        if query.empty and self._use_kernels(logits_CV):
-            softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
-        else:
-            softmax = _PlainSoftmax(
-                self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows], query.for_rows(rows)
-            )
+        softmax = self._softmax(logits_CV, lora_CV, targets_TK[rows], query.for_rows(rows))
         return _Chunk(hidden_CH, softmax, clipped, h_CR)
+
+    def _softmax(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor, query: HeadQuery) -> "Softmax":
+        if query.empty and self._use_kernels(logits_CV):
+            return _KernelSoftmax(logits_CV, lora_CV, targets_CK)
+        return _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_CK, query)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
@@ -188,7 +193,7 @@ class ChunkedHead:
         return logits_CV
 
 
-class _Softmax(Protocol):
+class Softmax(Protocol):
     """The logits of a chunk. ``values_CM`` is there from the start; :meth:`gradient` may be called once after that."""
 
     values_CM: Tensor
@@ -276,7 +281,7 @@ class _KernelSoftmax:
 @dataclass(frozen=True)
 class _Chunk:
     hidden_CH: Tensor
-    softmax: _Softmax
+    softmax: Softmax
     lora: list[BoundLora]  # clipped to the chunk
     h_CR: Tensor  # hidden A.T
 

@@ -159,9 +159,11 @@ def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronM
 def leave_mesh() -> None:
     """Forget the process groups of this process's mesh, so that a model with another mesh can be built.
 
-    Models that use the old mesh must not be used any more.
+    All processes call it. Models that use the old mesh must not be used any more.
     """
-    parallel_state.destroy_model_parallel()
+    if parallel_state.model_parallel_is_initialized():
+        dist.barrier()  # a group must not be closed while another process still receives from it
+        parallel_state.destroy_model_parallel()
 
 
 def _check_same(sizes: MeshSizes) -> None:

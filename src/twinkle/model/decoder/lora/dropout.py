@@ -68,21 +68,23 @@ class RowDropout:
     def rows(self, start: int, stop: int) -> "RowDropout":
         return RowDropout(self.keys_T1[start:stop], self.thresholds_T1[start:stop], self.scales_T1[start:stop])
 
-    def apply(self, x_TI: Tensor, module: str) -> Tensor:
+    def apply(self, x_TI: Tensor, module: str, first_input: int = 0) -> Tensor:
         """Return x with dropped elements 0 and the others scaled. The gradient of x is this function of its gradient.
 
-        ``module``: the module's name in the base model.
+        ``module``: the module's name in the base model. ``first_input``: the number of x's first feature there, if x
+        has only some of the module's input features.
         """
         dropped_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
-        self._write(dropped_TI, x_TI, module, add=False)
+        self._write(dropped_TI, x_TI, module, first_input, add=False)
         return dropped_TI
 
-    def add(self, out_TI: Tensor, x_TI: Tensor, module: str) -> None:
+    def add(self, out_TI: Tensor, x_TI: Tensor, module: str, first_input: int = 0) -> None:
         """Add what :meth:`apply` returns to ``out``, in place."""
-        self._write(out_TI, x_TI, module, add=True)
+        self._write(out_TI, x_TI, module, first_input, add=True)
 
-    def _write(self, out_TI: Tensor, x_TI: Tensor, module: str, *, add: bool) -> None:
-        key = _signed(_module_key(module))
+    def _write(self, out_TI: Tensor, x_TI: Tensor, module: str, first_input: int, *, add: bool) -> None:
+        # A feature is hashed as key + number · step, so the key of the first feature counts on from its number.
+        key = _signed((_module_key(module) + first_input * _STEP) % 2**32)
         if x_TI.is_cuda:
             from twinkle.model.decoder.lora.dropout_kernels import drop  # needs Triton, which CUDA builds of torch have
 

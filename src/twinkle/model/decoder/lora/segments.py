@@ -42,6 +42,7 @@ class BoundLora:
     da_GRI: Tensor | None = None  # None when nothing is trained
     db_GOR: Tensor | None = None
     module: str = ""  # the layer's name in the base model, needed for dropout
+    first_input: int = 0  # the number of x's first feature in the whole layer, needed for dropout
     dropout: RowDropout | None = None  # that of the segment's rows
 
 
@@ -57,7 +58,13 @@ class SegmentLora:
 
     def bound(self, name: str) -> BoundLora:
         """Return the adapters of one linear layer, as views."""
-        bound = BoundLora(self.segment, *self.layout.views(self.weights_GP, name), module=name, dropout=self.dropout)
+        bound = BoundLora(
+            self.segment,
+            *self.layout.views(self.weights_GP, name),
+            module=name,
+            first_input=self.layout.first_input(name),
+            dropout=self.dropout,
+        )
         if self.gradient_GP is None:
             return bound
         da_GRI, db_GOR = self.layout.views(self.gradient_GP, name)
@@ -91,12 +98,12 @@ def add_lora_gradient(
         return
     of_adapter = grouped_mm(torch.empty_like(dx), dh, lora.a_GRI, groups, beta=0)
     if beta:
-        lora.dropout.add(dx, of_adapter, lora.module)
+        lora.dropout.add(dx, of_adapter, lora.module, lora.first_input)
     else:
-        dx.copy_(lora.dropout.apply(of_adapter, lora.module))
+        dx.copy_(lora.dropout.apply(of_adapter, lora.module, lora.first_input))
 
 
 def _input(lora: BoundLora, x_TI: Tensor) -> Tensor:
     """Return the adapters' input in the rows of the segment."""
     x = lora.segment.select_rows(x_TI)
-    return x if lora.dropout is None else lora.dropout.apply(x, lora.module)
+    return x if lora.dropout is None else lora.dropout.apply(x, lora.module, lora.first_input)

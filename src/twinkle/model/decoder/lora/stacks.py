@@ -33,11 +33,15 @@ def rank_bucket(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that adapters may attach to."""
+    """A linear layer that adapters may attach to.
+
+    Where a process holds only some of its input features, ``first_input`` is the number of the first one.
+    """
 
     name: str
     in_features: int
     out_features: int
+    first_input: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ class RowLayout:
     def offsets(self, name: str) -> tuple[int, int]:
         """Return where A and B of one module begin in the row."""
         return self._places[name][2:]
+
+    def first_input(self, name: str) -> int:
+        """Return the number of the first input feature that this process has of one module."""
+        return self._places[name][0].first_input
 
     def bucket(self, name: str) -> int:
         """Return the bucket of one module's rank; that of the largest rank if the adapter is not on the module."""
