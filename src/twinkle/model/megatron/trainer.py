@@ -27,7 +27,7 @@ from twinkle.model.trainer.probe import PROBE_RANK, PROBE_TOKENS, TokenCost, pro
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.utils.progress import Progress
 
-__all__ = ["load_trainer", "make_cuts", "make_head", "parallelism"]
+__all__ = ["load_trainer", "make_cuts", "make_head", "make_trainer", "parallelism"]
 
 
 def load_trainer(
@@ -49,11 +49,29 @@ def load_trainer(
     chosen = own_device(device, device_mesh)
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidInputError("device", str(chosen), "cpu or cuda")
-    local = hub.resolve(model_id)
-    stage = build_stage(local, join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    stage = build_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    return make_trainer(
+        stage,
+        model_id,
+        base_name=base_name,
+        memory_budget_bytes=memory_budget_bytes,
+        max_tokens_per_batch=max_tokens_per_batch,
+    )
+
+
+def make_trainer(
+    stage: Stage,
+    model_id: str | PathLike[str],
+    *,
+    base_name: str | None = None,
+    memory_budget_bytes: int | None = None,
+    max_tokens_per_batch: int | None = None,
+) -> Trainer:
+    """Make a trainer of this process's stage of a model. The arguments are those of :func:`load_trainer`."""
+    generation_config = read_generation_config(hub.resolve(model_id).path)
     with Progress(f"preparing {model_id}") as progress:
         progress.doing("measuring the memory of a training step")
-        prepared = prepare_stage(stage, _generation_config(local.path), memory_budget_bytes, max_tokens_per_batch)
+        prepared = prepare_stage(stage, generation_config, memory_budget_bytes, max_tokens_per_batch)
     return Trainer.from_prepared(prepared, model_id=model_id, base_name=base_name or loadable_name(model_id))
 
 
@@ -157,7 +175,7 @@ def _head_chunks(engine: MegatronEngine, rows: int) -> Iterator[None]:
         head.chunk_rows = before
 
 
-def _generation_config(folder: Path) -> Mapping[str, Any]:
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
     """Return the contents of a model's generation_config.json; empty if it has none."""
     path = folder / "generation_config.json"
     return dict(json.loads(path.read_text())) if path.is_file() else {}

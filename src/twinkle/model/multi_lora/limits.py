@@ -58,14 +58,14 @@ class AdapterLimits:
         return config, spec
 
 
-def seeded(spec: LoraSpec, adapter_name: str, seed: int | None) -> LoraSpec:
+def seeded(spec: LoraSpec, adapter_name: str, seed: int | None, model_seed: int | None = None) -> LoraSpec:
     """Return the spec with the seed of its initial weights.
 
-    By default it is made of the seed of ``initialize`` and the adapter's name, else drawn from torch's generator, so
-    that a program that seeds the generator gets the same adapter every time.
+    By default it is made of the seed of the model, else of ``initialize``, and the adapter's name. Without any of them
+    it is drawn from torch's generator, so that a program that seeds the generator gets the same adapter every time.
     """
     if seed is None:
-        seed = adapter_seed(adapter_name)
+        seed = adapter_seed(adapter_name, model_seed)
     return replace(spec, seed=int(torch.randint(2**62, ())) if seed is None else seed)
 
 
