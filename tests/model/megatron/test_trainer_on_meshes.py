@@ -5,18 +5,21 @@ The tenants differ in ranks, losses, lengths, targets and LoRA options; some hav
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
+import torch
 from transformers import PreTrainedModel
 
-from tests.model.megatron import stage_programs, trainer_programs
+from tests.model.megatron import trainer_programs
 from tests.model.megatron.trainer_programs import Request, train
 from tests.model.parallel.process_pool import ProcessPool
-from tests.support.models.reference import TOLERANCE, Reference, assert_numbers_close, assert_tensors_close
+from tests.support.models.reference import LOSSES, TOLERANCE, Reference, loss_inputs, pick, relative_error
+from twinkle.model import TokenValues, TrainItem
 
 pytestmark = pytest.mark.megatron
 
@@ -32,17 +35,55 @@ TP2_PP2_SP: Sizes = {"tp_size": 2, "pp_size": 2, "sequence_parallel": True}
 DP2_TP2: Sizes = {"dp_size": 2, "tp_size": 2}
 EP2: Sizes = {"dp_size": 2, "ep_size": 2}
 EP2_TP2: Sizes = {"tp_size": 2, "ep_size": 2}
+EP2_PP2: Sizes = {"dp_size": 2, "pp_size": 2, "ep_size": 2}
+EP4_TP2_SP: Sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sequence_parallel": True}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a folder, the requests of its tenants, and what one process of the Transformers trainer makes of them."""
+    """A model, the requests of its tenants, and what one process of the Transformers trainer makes of them."""
 
     name: str
     folder: Path
     model: PreTrainedModel
     calls: list[list[Request]]
     alone: Results
+
+    @cached_property
+    def peft(self) -> Results:
+        """Return what PEFT makes of the requests, without those of the tenant with dropout, which PEFT draws."""
+        results: Results = {"losses": {}, "gradients": {1: {}, 2: {}}, "norms": {}, "weights": {}}
+        for name in (each for each in self.alone["initial"] if each != "dropout"):
+            config = peft.LoraConfig(**{**self.alone["configs"][name], "inference_mode": False})
+            spec = trainer_programs.tenants(self.name)[name].spec
+            reference = Reference(self.model, spec, self.alone["initial"][name], config)
+            for number, requests in enumerate(self.calls):
+                for item in (request.item for request in requests if request.item.adapter_id == name):
+                    results["losses"][number, name] = plain_pass(reference, item)
+                if number > 0:
+                    results["gradients"][number][name] = reference.gradients()
+                    results["norms"][number, name] = reference.optim_step(trainer_programs.ADAM)
+            results["weights"][name] = reference.weights()
+        return results
+
+
+def plain_pass(reference: Reference, item: TrainItem) -> float:
+    """Add the gradient of a request, with all its options, and return the loss."""
+    if item.temperature == 1.0 and item.objective is None:
+        return reference.forward_backward(item).loss
+    logprobs = []
+    for datum in item.data:
+        logits_TV = reference.model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0] / item.temperature
+        logprobs.append(pick(logits_TV.log_softmax(-1), datum))
+    if item.objective is None:
+        pairs = zip(logprobs, item.data, strict=True)
+        loss = sum(LOSSES[item.loss](each.double(), loss_inputs(item, datum)).sum() for each, datum in pairs)
+        loss.backward()
+        return float(loss)
+    nothing = np.zeros(0)
+    value = item.objective([TokenValues(each.detach().numpy(), nothing, nothing) for each in logprobs])
+    torch.autograd.backward(logprobs, [torch.from_numpy(slope) for slope in value.logprobs])
+    return value.loss
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +93,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
     def case(name: str) -> Case:
         if name not in made:
-            folder, model = tmp_path_factory.mktemp(name), stage_programs.make_model(name)
+            folder, model = tmp_path_factory.mktemp(name), trainer_programs.make_model(name)
             model.save_pretrained(folder)
             calls = trainer_programs.make_calls(model, name)
             made[name] = Case(name, folder, model, calls, train(folder, name, {}, calls))
@@ -61,35 +102,57 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return case
 
 
-def compare(together: list[Results], alone: Results) -> None:
-    """Compare the results of all ranks with those of one process."""
+def check(case: Case, together: list[Results]) -> None:
+    """Compare the results of all ranks with each other, with those of one process, and with those of PEFT."""
     by_data = {each["data"]: each for each in together}
     for each in together:  # the ranks of one model know all results of their sequences; all ranks have all weights
         same = by_data[each["data"]]
         assert each["losses"] == same["losses"]
         assert_equal(each["logprobs"], same["logprobs"])
         assert_equal(each["outputs"], same["outputs"])
-        assert each["counts"] == alone["counts"]
-        for name in alone["weights"]:
+        assert each["counts"] == case.alone["counts"]
+        for name in case.alone["weights"]:
             assert_equal(each["weights"][name], together[0]["weights"][name])
             assert_equal(each["moments"][name], together[0]["moments"][name])
-    for key, loss in alone["losses"].items():
-        assert_numbers_close(sum(each["losses"][key] for each in by_data.values()), loss)
+    merged = merge(together)
+    for theirs in (case.alone, case.peft):
+        found = differences(merged, theirs)
+        assert not found, "\n".join(found)
+
+
+def merge(together: list[Results]) -> Results:
+    """Return the results of all ranks together: each data rank has the losses of its own sequences."""
+    by_data = {each["data"]: each for each in together}
+    merged = dict(together[0])
+    merged["losses"] = {key: sum(each["losses"][key] for each in by_data.values()) for key in merged["losses"]}
     for kind in ("logprobs", "outputs"):
-        merged = {key: array for each in by_data.values() for key, array in each[kind].items()}
-        assert merged.keys() == alone[kind].keys()
-        for key, array in alone[kind].items():
-            assert (merged[key] is None) == (array is None)
-            if array is not None:
-                assert_numbers_close(merged[key], array)
-    for window, gradients in alone["gradients"].items():
-        for name in gradients:
-            assert_tensors_close(together[0]["gradients"][window][name], gradients[name])
-    for key, norm in alone["norms"].items():
-        assert_numbers_close(together[0]["norms"][key], norm)
-    for name in alone["weights"]:
-        assert_tensors_close(together[0]["weights"][name], alone["weights"][name])
-        assert_tensors_close(together[0]["moments"][name], alone["moments"][name])
+        merged[kind] = {key: array for each in by_data.values() for key, array in each[kind].items()}
+    return merged
+
+
+def differences(ours: Results, theirs: Results) -> list[str]:
+    """Return what is not equal, up to the tolerance, of all that ``theirs`` has."""
+    found = []
+    for kind in ("losses", "norms", "logprobs", "outputs"):
+        assert kind not in theirs or kind in ("losses", "norms") or ours[kind].keys() == theirs[kind].keys()
+        for key, wanted in theirs.get(kind, {}).items():
+            if not numbers_close(ours[kind][key], wanted):
+                found.append(f"{kind} {key}")
+    tensors = {f"weights {name}": (ours["weights"][name], wanted) for name, wanted in theirs["weights"].items()}
+    for name, wanted in theirs.get("moments", {}).items():
+        tensors[f"moments {name}"] = ours["moments"][name], wanted
+    for window, gradients in theirs["gradients"].items():
+        for name, wanted in gradients.items():
+            tensors[f"gradients {window} {name}"] = ours["gradients"][window][name], wanted
+    for text, (left, right) in tensors.items():
+        assert left.keys() == right.keys()
+        found += [f"{text} {name}" for name in right if not relative_error(left[name], right[name]) <= TOLERANCE]
+    return found
+
+
+def numbers_close(ours: object, theirs: object) -> bool:
+    left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return bool((np.abs(left - right) <= TOLERANCE * np.maximum(1.0, np.abs(right))).all())
 
 
 def assert_equal(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> None:
@@ -98,37 +161,89 @@ def assert_equal(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> None:
         np.testing.assert_array_equal(ours[name], wanted, err_msg=str(name))
 
 
-@pytest.mark.parametrize("sizes", [TP2, PP2, SP, DP2], ids=["tp2", "pp2", "sp", "dp2"])
-def test_eight_tenants_on_two_processes(cases: Callable[[str], Case], two: ProcessPool, sizes: Sizes) -> None:
+def run(pool: ProcessPool, case: Case, sizes: Sizes, *options: Any) -> list[Results]:
+    return pool.run(train, case.folder, case.name, sizes, case.calls, *options)
+
+
+Cases = Callable[[str], Case]
+
+
+def test_one_process_is_the_transformers_trainer(cases: Cases) -> None:
     case = cases("llama")
-    compare(two.run(train, case.folder, case.name, sizes, case.calls), case.alone)
+    check(case, [train(case.folder, case.name, {"dp_size": 1}, case.calls)])
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, SP, DP2], ids=["tp2", "pp2", "sp", "dp2"])
+def test_eight_tenants_on_two_processes(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
+    case = cases("llama")
+    check(case, run(two, case, sizes))
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
+def test_long_sequences_are_recomputed(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
+    """Sequences above the token budget run with recomputed activations, in micro-batches of one sequence."""
+    case = cases("qwen3")
+    check(case, run(two, case, sizes, 12))
 
 
 @pytest.mark.parametrize("sizes", [TP2_PP2, TP2_PP2_SP, DP2_TP2], ids=["tp2 pp2", "tp2 pp2 sp", "dp2 tp2"])
-def test_eight_tenants_on_four_processes(cases: Callable[[str], Case], four: ProcessPool, sizes: Sizes) -> None:
+def test_eight_tenants_on_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes) -> None:
     case = cases("llama")
-    compare(four.run(train, case.folder, case.name, sizes, case.calls), case.alone)
+    check(case, run(four, case, sizes))
 
 
-def test_one_process_is_the_transformers_trainer(cases: Callable[[str], Case]) -> None:
-    case = cases("llama")
-    compare([train(case.folder, case.name, {"dp_size": 1}, case.calls)], case.alone)
+def test_a_wide_model(cases: Cases, four: ProcessPool) -> None:
+    """Toy models can be bit-equal where wide ones are not."""
+    case = cases("wide")
+    check(case, run(four, case, TP2_PP2_SP))
 
 
 @pytest.mark.parametrize("sizes", [EP2, EP2_TP2], ids=["ep2", "ep2 tp2"])
-def test_experts_that_are_spread(cases: Callable[[str], Case], two: ProcessPool, sizes: Sizes) -> None:
+def test_experts_that_are_spread(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
     """With EP2 the ranks have different sequences, and different numbers of micro-batches."""
     case = cases("qwen3_moe")
-    compare(two.run(train, case.folder, case.name, sizes, case.calls), case.alone)
+    check(case, run(two, case, sizes))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["no sum of whole factors", "no sum of the inputs' gradients", "exchanged cuts", "unmasked vocabulary"],
-)
-def test_mistakes_are_found(cases: Callable[[str], Case], two: ProcessPool, wrong: str) -> None:
-    """The comparison fails when one part of the arithmetic is left out."""
+@pytest.mark.parametrize("sizes", [EP2_PP2, EP4_TP2_SP], ids=["ep2 pp2", "ep4 tp2 sp"])
+def test_experts_that_are_spread_over_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes) -> None:
+    case = cases("qwen3_moe")
+    check(case, run(four, case, sizes))
+
+
+# --- mistakes that the comparison must find ---------------------------------------------------------------------------
+
+
+def test_gradients_of_whole_factors_that_are_not_added_up_are_found(cases: Cases, two: ProcessPool) -> None:
     case = cases("llama")
-    results = two.run(train, case.folder, case.name, TP2, case.calls, 60, wrong)
-    with pytest.raises(AssertionError):
-        compare(results, case.alone)
+    found = differences(merge(run(two, case, TP2, 60, "no sum of whole factors")), case.alone)
+    first = [each.split(" ", 2)[2] for each in found if each.startswith("gradients 1 ")]
+    whole = [name for name in first if is_whole_factor(name)]
+    assert whole, "the gradients of whole factors are parts of a sum"
+    assert first == whole, "those of the cut factors do not need the sum"
+    assert not [each for each in found if each.startswith(("losses (0", "losses (1"))], "the forward pass is right"
+
+
+def is_whole_factor(name: str) -> bool:
+    by_inputs = "o_proj" in name or "down_proj" in name
+    return name.endswith("lora_B.weight" if by_inputs else "lora_A.weight")
+
+
+def test_input_gradients_of_column_layers_that_are_not_added_up_are_found(cases: Cases, two: ProcessPool) -> None:
+    case = cases("llama")
+    found = differences(merge(run(two, case, TP2, 60, "no sum of the inputs' gradients")), case.alone)
+    assert [each for each in found if each.startswith("gradients 1 ")]
+    assert not [each for each in found if each.startswith(("losses (0", "losses (1"))], "the forward pass is right"
+
+
+def test_exchanged_cuts_are_found(cases: Cases, two: ProcessPool) -> None:
+    case = cases("llama")
+    found = differences(merge(run(two, case, TP2, 60, "exchanged cuts")), case.alone)
+    assert {f"losses {(0, name)}" for name in case.alone["weights"]} <= set(found)
+
+
+def test_a_vocabulary_whose_padding_is_not_masked_is_found(cases: Cases, two: ProcessPool) -> None:
+    case = cases("llama")
+    assert case.model.config.vocab_size % 2, "there is padding"
+    found = differences(merge(run(two, case, TP2, 60, "unmasked vocabulary")), case.alone)
+    assert {f"losses {(0, name)}" for name in case.alone["weights"]} <= set(found)

@@ -11,7 +11,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.model.megatron import stage_programs
 from tests.model.megatron.stage_programs import device_mesh
 from tests.support.models.reference import random_datum
 from twinkle.model import AdamParams, Datum, LoraSpec, ObjectiveValue, TokenValues, Trainer, TrainFailure, TrainItem
@@ -23,7 +26,8 @@ from twinkle.model.megatron.trainer import load_trainer
 
 Sizes = Mapping[str, Any]  # of a mesh; empty: one process with Transformers' layers
 
-ADAM = AdamParams(learning_rate=5e-4, eps=1e-8, weight_decay=0.01, grad_clip_norm=0.5)
+# The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps the noise of gradients near zero small.
+ADAM = AdamParams(learning_rate=5e-4, eps=1e-5, weight_decay=0.01, grad_clip_norm=0.5)
 
 
 def squared(values: Sequence[TokenValues]) -> ObjectiveValue:
@@ -118,6 +122,25 @@ _EXPERTS = {
 }
 
 
+def make_model(name: str) -> PreTrainedModel:
+    """Return a small model, or with the name "wide" one with 512 hidden features: toys can hide differences."""
+    if name != "wide":
+        return stage_programs.make_model(name)
+    config = LlamaConfig(
+        vocab_size=1001,  # not a multiple of 2
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.04,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return LlamaForCausalLM(config).eval()
+
+
 def tenants(model: str) -> dict[str, Tenant]:
     return _EXPERTS if model == "qwen3_moe" else _DENSE
 
@@ -154,7 +177,7 @@ def mistake(name: str | None) -> Iterator[None]:
 
     own_head = VocabParallelHead.__init__
     patches = {
-        "no sum of whole factors": mock.patch.object(ModelCuts, "unite", lambda self, row, layout: None),
+        "no sum of whole factors": mock.patch.object(ModelCuts, "unite", return_value=None),
         "no sum of the inputs' gradients": mock.patch.object(layers, "enter_cut", lambda x, *args, **kwargs: x),
         "exchanged cuts": mock.patch.object(ModelCuts, "cut", exchanged),
         "unmasked vocabulary": mock.patch.object(VocabParallelHead, "__init__", unmasked),
@@ -193,6 +216,7 @@ def train(
         trainer = make_trainer(folder, sizes, max_tokens)
         add_tenants(trainer, model)
         data = trainer._parallel.data
+        initial = {name: trainer.weights(name) for name in trainer.adapter_ids()}
         losses: dict[tuple[int, str], float] = {}
         logprobs: dict[tuple[int, str, int], Any] = {}
         gradients, norms = {}, {}
@@ -211,6 +235,8 @@ def train(
         states = {name: trainer.snapshot(name) for name in trainer.adapter_ids()}
         return {
             "data": data.number,
+            "initial": initial,
+            "configs": {name: trainer.peft_config(name) for name in initial},
             "losses": losses,
             "logprobs": logprobs,
             "gradients": gradients,

@@ -191,7 +191,7 @@ class ModelCuts:
             )
         size = -(-divided // parts)
         if place.side == "inputs":
-            return Target(target.name, size, target.out_features)
+            return Target(target.name, size, target.out_features, first_input=self._tensor.number * size)
         return Target(target.name, target.in_features, size)
 
     def _shared(self, layout: RowLayout) -> Iterator[range]:
