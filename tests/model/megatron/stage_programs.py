@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from twinkle.errors import UnsupportedError
+from tests.support.models.peak_memory import measured
+from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.hub import LocalModel
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
 from twinkle.model.megatron.mesh import MegatronMesh, join_mesh, leave_mesh
-from twinkle.model.megatron.stage import Stage, build_stage
+from twinkle.model.megatron.stage import Stage, build_stage, empty_stage
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 1, 6)  # 21 tokens: sequence parallel has to pad them
@@ -164,9 +165,8 @@ def gradients(folder: Path, sizes: Mapping[str, Any]) -> list[tuple[str, int | N
     pipeline = Pipeline(stage)
     hidden_TH = pipeline.forward(own_tokens(stage.mesh, make_tokens()))
     pipeline.backward(2 * hidden_TH.detach() if stage.is_last else None)
-    found, layers = [], range(stage.shape.layers)
-    fused = frozenset(f"{stage.architecture.layers_path}.{layer}.mlp.experts.gate_up_proj" for layer in layers)
-    for piece in stage.pieces(fused):
+    found = []
+    for piece in stage.pieces(fused_experts=True):
         view = _gradient_view(stage, piece.view)
         if view is not None:
             copies = stage.mesh.tp.size if _same_on_all(stage, piece.name) else 1
@@ -191,3 +191,42 @@ def _gradient_view(stage: Stage, view: Tensor) -> Tensor | None:
                 return None
             return parameter.grad.as_strided(view.shape, view.stride(), view.storage_offset())
     raise AssertionError("the view belongs to no parameter")
+
+
+def round_trip(folder: Path, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all weights as the mesh gives them back."""
+    return {name: tensor.clone() for name, tensor in make_stage(folder, sizes).whole_weights()}
+
+
+def random_weights(folder: Path, seed: int, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a random model with the configuration in a folder."""
+    stage = build_stage(LocalModel("random", folder, seed), make_mesh(sizes), torch.bfloat16, CPU)
+    return {name: tensor.clone() for name, tensor in stage.whole_weights()}
+
+
+def loading_memory(folder: Path, sizes: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how far this process's memory rises while a model is loaded, and the size of its cut; in MiB."""
+    mesh, rises = make_mesh(sizes), list[float]()
+    with measured(rises):
+        stage = build_stage(LocalModel("test", folder, None), mesh, torch.float32, CPU)
+    return rises[0], sum(each.nbytes for each in stage.model.parameters()) / 2**20
+
+
+def refusal(sizes: Mapping[str, Any], name: str = "llama") -> str:
+    """Return the error for a mesh."""
+    try:
+        empty_stage(CONFIGS[name](), make_mesh(sizes), torch.float32, CPU)
+    except TwinkleError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def second_mesh(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Return the error for a second mesh in the same process. The first one still works afterwards."""
+    make_mesh(first)
+    try:
+        join_mesh(device_mesh(second), CPU)
+    except TwinkleError as error:
+        join_mesh(device_mesh(first), CPU)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from twinkle import hub
 from twinkle.model.decoder.architecture import Architecture, read_architecture
@@ -21,11 +21,20 @@ from twinkle.model.megatron.config import DecoderShape, StageSpec, check_sizes, 
 from twinkle.model.megatron.layers import DecoderLayer, FinalNorm, rotary_tables
 from twinkle.model.megatron.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
 from twinkle.model.megatron.mesh import MegatronMesh
+from twinkle.model.megatron.random_weights import draw_weights, meta_model
 from twinkle.model.megatron.regions import gather_rows, leave_cut
-from twinkle.model.megatron.weights import CheckpointFiles, Piece, layer_pieces, load_pieces, vocabulary_piece
+from twinkle.model.megatron.weights import (
+    CheckpointFiles,
+    Piece,
+    layer_pieces,
+    load_pieces,
+    put_weights,
+    vocabulary_piece,
+    whole_weights,
+)
 from twinkle.utils.progress import Progress
 
-__all__ = ["Stage", "build_stage"]
+__all__ = ["Stage", "build_stage", "empty_stage", "read_weights"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +98,18 @@ class Stage:
         x_TH = F.embedding(own_T.masked_fill(absent_T, 0), weight_VH).masked_fill(absent_T[:, None], 0)
         return leave_cut(x_TH, tp, by_rows=self.mesh.sequence_parallel)
 
-    def pieces(self, names: frozenset[str] = frozenset()) -> Iterator[Piece]:
-        """Yield this process's pieces of the model's weights. ``names``: those of the checkpoint, if there is one."""
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights of the whole model by their names in checkpoints, one tensor at a time.
+
+        All processes of a replica call it together. Tied weights occur once, as the embedding.
+        """
+        return whole_weights(self.pieces(), self.mesh.pp)
+
+    def pieces(self, *, fused_experts: bool = False) -> Iterator[Piece]:
+        """Yield this process's pieces of the model's weights.
+
+        ``fused_experts``: with the names of a checkpoint that has the experts of a layer as one tensor.
+        """
         tp, vocabulary = self.mesh.tp, self.shape.vocabulary
         embedding = "model.embed_tokens.weight"
         if self.embedding_weight_VH is not None:
@@ -98,8 +117,7 @@ class Stage:
         for layer in self.layers:
             assert isinstance(layer.inner, DecoderLayer)
             prefix = f"{self.architecture.layers_path}.{layer.index}"
-            fused = f"{prefix}.mlp.experts.gate_up_proj" in names
-            yield from layer_pieces(layer.inner, prefix, tp, fused_experts=fused)
+            yield from layer_pieces(layer.inner, prefix, tp, self.mesh.ep, fused_experts=fused_experts)
         if self.is_last:
             yield Piece("model.norm.weight", self.model.decoder.final_layernorm.weight_H)
         if self.head_weight_VH is not None and self.head_weight_VH is not self.embedding_weight_VH:
@@ -110,12 +128,20 @@ class Stage:
 def build_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
     """Build this process's stage of a model, and read its cut of the weights."""
     stage = empty_stage(AutoConfig.from_pretrained(local.path), mesh, dtype, device)
-    with (
-        Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}"),
-        CheckpointFiles(local.path) as files,
-    ):
-        load_pieces(stage.pieces(files.names()), files)
+    with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}"):
+        read_weights(stage, local)
     return stage
+
+
+def read_weights(stage: Stage, local: hub.LocalModel) -> None:
+    """Read this process's cut of the model's weights from its files; for a ``random://`` model, draw it."""
+    if local.random_seed is None:
+        with CheckpointFiles(local.path) as files:
+            fused = any(name.endswith(".experts.gate_up_proj") for name in files.names())
+            load_pieces(stage.pieces(fused_experts=fused), files)
+    else:
+        drawn = draw_weights(stage.hf_config, local.random_seed, stage.dtype, stage.device)
+        put_weights(stage.pieces(fused_experts=True), drawn)
 
 
 def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
@@ -169,7 +195,6 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
 def _architecture(config: PreTrainedConfig, dtype: torch.dtype) -> Architecture:
     """Return the architecture of the whole model, read from a model without memory for its weights."""
     register()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = meta_model(config, dtype)
     model.set_attn_implementation(PACKED)
     return read_architecture(model)
