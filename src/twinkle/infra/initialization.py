@@ -130,8 +130,9 @@ def current_seed() -> int:
 def adapter_seed(adapter_name: str, seed: int | None = None) -> int | None:
     """Return the seed of a new adapter's weights, made of the seed of :func:`initialize` and the adapter's name.
 
-    seed: that of a model, which replaces the one of ``initialize``. None: ``initialize`` was not called, or with ``seed=None``. The client of a server makes the same seed, so the
-    adapters of a script begin with the same weights on a server.
+    seed: that of a model, which replaces the one of ``initialize``. The result is None without both: ``initialize`` was
+    not called, or with ``seed=None``. The client of a server makes the same seed, so the adapters of a script begin
+    with the same weights on a server.
     """
     seed = _settings.seed if seed is None else seed
     if seed is None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = ("tests.model.megatron.stage_programs", "tests.model.megatron.trainer_programs")
+_PROGRAMS = tuple(f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "library"))
 
 
 @pytest.fixture(scope="session")

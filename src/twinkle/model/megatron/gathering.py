@@ -163,10 +163,13 @@ class ModelFolder:
 
     files: Mapping[str, str]
 
-    def save(self, directory: Path, weights: Mapping[str, CutWeight], ranks: Ranks, more: Callable[[Path], None]) -> None:
+    def save(
+        self, directory: Path, weights: Mapping[str, CutWeight], ranks: Ranks, more: Callable[[Path], None]
+    ) -> None:
         """Write a folder that Transformers loads. The first rank writes; all ranks must call this.
 
-        ``more``: writes further files into the directory that it is given. The folder appears with all its files or not at all.
+        ``more``: writes further files into the directory that it is given. The folder appears with all its files or not
+        at all.
         """
         tensors = whole_tensors(weights)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle.errors import AdapterExistsError, InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.errors import AdapterExistsError, UnknownNameError, UnsupportedError, UserError
 from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.checkpoint import CONFIG, read_json
@@ -183,9 +183,7 @@ class MegatronModel(MegatronVerbs):
         group = self._group(adapter_name)
         self._require_trained(group, "forward_backward")
         if group.adapter_name in self._frozen_adapters:
-            raise UserError(
-                f"backward: the loss depends on nothing that is trained; {group.adapter_name!r} is frozen"
-            )
+            raise UserError(f"backward: the loss depends on nothing that is trained; {group.adapter_name!r} is frozen")
         return super().prepare_forward_backward(adapter_name=group.adapter_name, **options)
 
     def save(

@@ -51,9 +51,7 @@ class FrozenBase:
     @functools.cached_property
     def parameters(self) -> dict[str, CutWeight]:
         """Return the weights by the names of Transformers' parameters. All processes must call this."""
-        path, count = self.stage.architecture.layers_path, self.stage.architecture.layer_count
-        fused = frozenset(f"{path}.{index}.mlp.experts.gate_up_proj" for index in range(count))
-        return cut_weights(self.stage.pieces(fused), self.trainer.ranks)
+        return cut_weights(self.stage.pieces(fused_experts=True), self.trainer.ranks)
 
     def merged(self, weights: Mapping[str, CutWeight], adapter_name: str, asked: str) -> dict[str, CutWeight]:
         """Return weights with an adapter merged into what is read of them. ``asked``: the option, for errors."""
@@ -191,7 +189,9 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
             return None
         directory = checkpoint_path(group, name, output_dir)
         weights = self.base.merged(self._weights_of_files(), group.adapter_name, "merge_lora")
-        _model_folder(self.base.stage, hub.resolve(self.model_id).path).save(directory, weights, self._ranks, self._copy_tokenizer)
+        _model_folder(self.base.stage, hub.resolve(self.model_id).path).save(
+            directory, weights, self._ranks, self._copy_tokenizer
+        )
         return str(directory)
 
     @at_once
@@ -265,9 +265,11 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
 
     def _weights_of_files(self) -> dict[str, CutWeight]:
         """Return the weights of the base model, by the names that the model's files have."""
-        with CheckpointFiles(hub.resolve(self.model_id).path) as files:
-            names = files.names()
-        return cut_weights(self.base.stage.pieces(names), self._ranks)
+        local, fused = hub.resolve(self.model_id), False
+        if local.random_seed is None:
+            with CheckpointFiles(local.path) as files:
+                fused = any(name.endswith(".experts.gate_up_proj") for name in files.names())
+        return cut_weights(self.base.stage.pieces(fused_experts=fused), self._ranks)
 
     def _copy_tokenizer(self, staging: Path) -> None:
         if self.tokenizer_id is not None:
