@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = tuple(f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "library"))
+_PROGRAMS = tuple(f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "library"))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,10 @@ PP2: Mapping[str, Any] = {"pp_size": 2}
 SP: Mapping[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 EP2: Mapping[str, Any] = {"dp_size": 2, "ep_size": 2}
 EP2_TP2: Mapping[str, Any] = {"tp_size": 2, "ep_size": 2}  # the experts are divided among the two ranks of tp
+EP2_SP: Mapping[str, Any] = {**EP2_TP2, "sequence_parallel": True}
+TP2_PP2: Mapping[str, Any] = {"tp_size": 2, "pp_size": 2}
+TP2_PP2_SP: Mapping[str, Any] = {**TP2_PP2, "sequence_parallel": True}
+DP2_TP2: Mapping[str, Any] = {"dp_size": 2, "tp_size": 2}
 DENSE = ("llama", "llama_biases", "llama_tied", "qwen2", "qwen2_window", "qwen3")
 MIXTURES = ("qwen3_moe", "qwen3_moe_plain")
 
@@ -83,27 +87,29 @@ def test_one_process(folders: Mapping[str, Path], name: str) -> None:
     check_gradients(name, [stage_programs.gradients(folders[name], {})])
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-def test_two_processes(folders: Mapping[str, Path], two: ProcessPool, name: str) -> None:
-    for sizes in (TP2, PP2, SP):
+# Each mesh is a test that takes all models: making the groups of a mesh takes seconds and dozens of threads.
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, SP], ids=str)
+def test_two_processes(folders: Mapping[str, Path], two: ProcessPool, sizes: Mapping[str, Any]) -> None:
+    for name in (*DENSE, *MIXTURES):
         check(name, sizes, folders[name], two)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_experts_on_two_processes(folders: Mapping[str, Path], two: ProcessPool, name: str) -> None:
-    for sizes in (EP2, EP2_TP2, {**EP2_TP2, "sequence_parallel": True}):
+@pytest.mark.parametrize("sizes", [EP2, EP2_TP2, EP2_SP], ids=str)
+def test_experts_on_two_processes(folders: Mapping[str, Path], two: ProcessPool, sizes: Mapping[str, Any]) -> None:
+    for name in MIXTURES:
         check(name, sizes, folders[name], two)
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_moe"])
-def test_four_processes(folders: Mapping[str, Path], four: ProcessPool, name: str) -> None:
-    both = {"tp_size": 2, "pp_size": 2}
-    meshes: list[Mapping[str, Any]] = [both, {**both, "sequence_parallel": True}, {"dp_size": 2, "tp_size": 2}]
-    if name in MIXTURES:
-        meshes = [
-            {**both, "ep_size": 2},
-            {"dp_size": 2, "tp_size": 2, "ep_size": 4},
-            {"dp_size": 2, "tp_size": 2, "ep_size": 2},
-        ]
-    for sizes in meshes:
+@pytest.mark.parametrize("sizes", [TP2_PP2, TP2_PP2_SP, DP2_TP2], ids=str)
+def test_four_processes(folders: Mapping[str, Path], four: ProcessPool, sizes: Mapping[str, Any]) -> None:
+    for name in ("llama_biases", "llama_tied"):
         check(name, sizes, folders[name], four)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{**TP2_PP2, "ep_size": 2}, {**DP2_TP2, "ep_size": 4}, {**DP2_TP2, "ep_size": 2}], ids=str
+)
+def test_experts_on_four_processes(folders: Mapping[str, Path], four: ProcessPool, sizes: Mapping[str, Any]) -> None:
+    check("qwen3_moe", sizes, folders["qwen3_moe"], four)

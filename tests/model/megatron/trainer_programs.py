@@ -15,18 +15,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.model.megatron import stage_programs
-from tests.model.megatron.stage_programs import device_mesh
+from tests.model.megatron.stage_programs import device_mesh, make_mesh
 from tests.support.models.reference import random_datum
 from twinkle.model import AdamParams, Datum, LoraSpec, ObjectiveValue, TokenValues, Trainer, TrainFailure, TrainItem
 from twinkle.model.adapters.cuts import ModelCuts
 from twinkle.model.megatron import layers
 from twinkle.model.megatron.head import VocabParallelHead
-from twinkle.model.megatron.mesh import leave_mesh
 from twinkle.model.megatron.trainer import load_trainer
 
 Sizes = Mapping[str, Any]  # of a mesh; empty: one process with Transformers' layers
 
-# The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps the noise of gradients near zero small.
+# The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps the noise of small ones small.
 ADAM = AdamParams(learning_rate=5e-4, eps=1e-5, weight_decay=0.01, grad_clip_norm=0.5)
 
 
@@ -194,7 +193,7 @@ def make_trainer(folder: Path, sizes: Sizes, max_tokens: int) -> Trainer:
     options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "max_tokens_per_batch": max_tokens}
     if not sizes:
         return Trainer.from_pretrained(folder, **options)
-    leave_mesh()
+    make_mesh(sizes)
     return load_trainer(folder, device_mesh=device_mesh(sizes), **options)
 
 

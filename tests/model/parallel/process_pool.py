@@ -26,6 +26,17 @@ class ProcessPool:
         self._programs = list(programs)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._mesh: object = None
+
+    def on(self, mesh: object) -> "ProcessPool":
+        """Return this pool, with new processes unless the last programs ran on the same mesh.
+
+        A process that leaves a mesh keeps the threads of its groups, thousands after a few meshes.
+        """
+        if mesh != self._mesh:
+            self.close()
+        self._mesh = mesh
+        return self
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``program(*args)`` on each rank and return the results by rank."""

@@ -96,10 +96,15 @@ class Adapter:
         return tuple(self.spec.module_ranks([target.name for target in self.layout.targets]))
 
     @cached_property
+    def scaling(self) -> float | None:
+        """Return the factor of B if it is the same for all target modules of the whole adapter; else None."""
+        found = set(self.spec.module_scalings([target.name for target in self.whole.targets]))
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
     def scalings(self) -> tuple[float, ...]:
-        """Return the factor of B of each target module; only one factor if it is the same for all."""
-        scalings = tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
-        return scalings[:1] if len(set(scalings)) == 1 else scalings
+        """Return the factor of B of each target module."""
+        return tuple(self.spec.module_scalings([target.name for target in self.layout.targets]))
 
     @property
     def compute_copy(self) -> Tensor:
@@ -171,8 +176,8 @@ class Adapter:
         """Write the weights to ``row_P`` in its dtype (the compute dtype), with B multiplied by the scaling."""
         split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
-        if len(self.scalings) == 1:
-            torch.mul(weights_P[split:], self.scalings[0], out=row_P[split:])
+        if self.scaling is not None:
+            torch.mul(weights_P[split:], self.scaling, out=row_P[split:])
             return
         row_P[split:].copy_(weights_P[split:])
         self.scale_b(row_P)

@@ -161,9 +161,13 @@ def leave_mesh() -> None:
 
     All processes call it. Models that use the old mesh must not be used any more.
     """
-    if parallel_state.model_parallel_is_initialized():
-        dist.barrier()  # a group must not be closed while another process still receives from it
-        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    dist.barrier()  # a group must not be closed while another process still receives from it
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:  # megatron-core forgets them, but each has threads and connections, which would stay
+        dist.destroy_process_group(group)
 
 
 def _check_same(sizes: MeshSizes) -> None:

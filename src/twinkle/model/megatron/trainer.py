@@ -127,6 +127,7 @@ def make_cuts(stage: Stage) -> AdapterCuts:
 
 def make_head(stage: Stage) -> ChunkedHead:
     """Return the head of the last stage, with this rank's rows of its weights."""
+    assert stage.head_weight_VH is not None, "only the last stage has the head"
     weight_VH, whole = stage.head_weight_VH.detach(), stage.architecture.head_spec
     spec = HeadSpec(weight_VH, None, whole.scale, whole.softcap)
     chunk_rows = head_chunk_rows(stage.device, len(weight_VH))

@@ -237,12 +237,12 @@ def harvest(gradients: Sequence[GradientRows], parts: Sequence[Part]) -> Gradien
 
 def _scale_gradients(layout: RowLayout, gradient_GP: Tensor, adapters: Sequence[Adapter]) -> None:
     """Multiply gradients of B by the scaling: compute copies hold B times the scaling, master weights hold B alone."""
-    scaling_G = [adapter.scalings[0] if len(adapter.scalings) == 1 else 1.0 for adapter in adapters]
+    scaling_G = [1.0 if adapter.scaling is None else adapter.scaling for adapter in adapters]
     if set(scaling_G) != {1.0}:
         b_rows = gradient_GP[:, layout.a_size :]
         b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
     for adapter, row_P in zip(adapters, gradient_GP, strict=True):
-        if len(adapter.scalings) > 1:
+        if adapter.scaling is None:
             adapter.scale_b(row_P)
 
 

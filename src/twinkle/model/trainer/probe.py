@@ -102,7 +102,7 @@ def probe_adapters(
     init: bool = True,
     cuts: AdapterCuts = WHOLE,
 ) -> list[Adapter]:
-    """Return temporary adapters on all linear layers, and with ``head`` on the head. ``cuts``: as a trainer has them."""
+    """Return temporary adapters on all linear layers; with ``head`` also on the head. ``cuts``: those of a trainer."""
     adapters: list[Adapter] = []
     stacks: dict[int, Stack] = {}
     targets = (*architecture.linear, architecture.head) if head else architecture.linear

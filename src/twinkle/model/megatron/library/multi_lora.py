@@ -31,7 +31,7 @@ class MultiLoraMegatronModel(MegatronVerbs):
 
     def __init__(
         self,
-        model_id: str | PathLike[str] | None = None,
+        model_id: str | PathLike[str],
         config: object = None,
         ddp_config: Mapping[str, Any] | None = None,
         device_mesh: DeviceMesh | None = None,
