@@ -10,6 +10,7 @@ _PROGRAMS = (
     "tests.model.megatron.stage_programs",
     "tests.model.megatron.trainer_programs",
     "tests.model.megatron.failure_programs",
+    "tests.model.megatron.full_programs",
 )
 
 
