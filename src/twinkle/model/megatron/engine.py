@@ -182,16 +182,21 @@ class StageRuns:
                 micro_batch_size=1,
                 forward_only=not train,
             )
+        _raise_together(scheduled.entries, stage.mesh.model)
         _send_values(scheduled.entries, stage)
         return [entry.computed() for entry in scheduled.entries]
 
     def _head_step(self, entry: "_Entry", blocks: Sequence[Block], hidden_TH: Tensor, train: bool) -> Tensor | None:
         """Compute the head of one micro-batch; in training, return dL/dhidden."""
-        if not train:
-            entry.values = head_values(self._own_head, blocks, hidden_TH)
-            return None
-        entry.values, dhidden_TH = head_pass(self._own_head, blocks, hidden_TH)
-        return dhidden_TH
+        try:
+            if not train:
+                entry.values = head_values(self._own_head, blocks, hidden_TH)
+                return None
+            entry.values, dhidden_TH = head_pass(self._own_head, blocks, hidden_TH)
+            return dhidden_TH
+        except Exception as error:  # noqa: BLE001 (a script's loss may raise anything, while other stages wait)
+            entry.error = error
+            return torch.zeros_like(hidden_TH) if train else None
 
     def _build(self, parts: Sequence[Part], recompute: bool | None, give_way: GiveWay | None) -> DeviceBatch:
         return build_batch(
@@ -224,6 +229,7 @@ class _Entry:
     shapes: tuple[tuple[int, int], ...] = ()  # of the values
     lengths: tuple[tuple[int, ...], ...] = ()
     gradients: tuple[GradientRows, ...] = ()
+    error: Exception | None = None  # what the head or a loss raised; it is raised again when the schedule has ended
 
     def remember(self, batch: DeviceBatch, architecture: Architecture) -> None:
         self.shapes = tuple(_values_shape(block, architecture) for block in batch.blocks)
@@ -284,6 +290,17 @@ def _values_shape(block: Block, architecture: Architecture) -> tuple[int, int]:
         return len(block.last_rows), block.width + head.in_features
     columns = block.width + (STATISTICS if block.query.statistics else 0)
     return len(block.targets_nK), columns + (head.out_features if block.query.logits else 0)
+
+
+def _raise_together(entries: Sequence[_Entry], ranks: Ranks) -> None:
+    """Raise an error on all ranks if one of them had one."""
+    error = next((entry.error for entry in entries if entry.error is not None), None)
+    if ranks.smallest(int(error is None)):
+        return
+    texts = ranks.gather(None if error is None else repr(error))
+    if error is not None:
+        raise error
+    raise RuntimeError(f"another rank failed: {next(text for text in texts if text is not None)}")
 
 
 @torch.no_grad()
