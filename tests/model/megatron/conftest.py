@@ -6,7 +6,9 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = tuple(f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "library"))
+_PROGRAMS = tuple(
+    f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "full", "library")
+)
 
 
 @pytest.fixture(scope="session")

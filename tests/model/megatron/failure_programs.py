@@ -121,6 +121,23 @@ def broken_objective(folder: Path, sizes: Sizes) -> tuple[str, bool]:
     return raised, not isinstance(good, TrainFailure)
 
 
+def pipeline_runs(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> list[list[int]]:
+    """Run one call, and return for each schedule the number of tenants in each of its micro-batches."""
+    trainer = make_trainer(folder, sizes, 1000)
+    add_tenants(trainer, model)
+    pipeline, runs = trainer._pipeline, []
+    assert pipeline is not None
+    forward_backward = pipeline.forward_backward
+
+    def watched(batches: Any, recompute: Any) -> Any:
+        runs.append([len({part.item.adapter_id for part in parts}) for parts in batches])
+        return forward_backward(batches, recompute)
+
+    with mock.patch.object(pipeline, "forward_backward", watched):
+        trainer.forward_backward([request.item for request in requests])
+    return runs
+
+
 def few_at_a_time(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> dict[str, Any]:
     """Train tenants that do not all fit the device together, in one call; return gradients."""
     trainer = make_trainer(folder, sizes, 60)
@@ -157,3 +174,12 @@ def load_saved(folder: Path, model: str, sizes: Sizes, source: Path, to: Path) -
 
 def _snapshots(trainer: Trainer) -> dict[str, AdapterSnapshot]:
     return {name: trainer.snapshot(name) for name in trainer.adapter_ids()}
+
+
+def random_model(sizes: Sizes) -> Any:
+    """Return log-probabilities of a model whose weights are drawn from a seed."""
+    trainer = make_trainer("random://llama-tiny?seed=3", sizes, 60)
+    tokens = np.arange(3, 30)
+    result = trainer.forward([TrainItem("", [Datum(tokens, tokens)], base_model=True)])[0]
+    assert not isinstance(result, TrainFailure), result.error
+    return result.logprobs[0]

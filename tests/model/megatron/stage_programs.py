@@ -72,25 +72,27 @@ def make_tokens() -> list[Tensor]:
     return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
 
 
-def make_batch(stage: Stage, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, LayerBatch]:
+def make_batch(stage: Stage, tokens: Sequence[Tensor], recompute: bool) -> tuple[Tensor, Tensor, LayerBatch]:
     """Return ids, positions and a batch without adapters."""
-    positions = torch.cat([torch.arange(len(each)) for each in tokens])
-    packing = Packing.from_lengths(tuple(map(len, tokens)), CPU)
-    batch = LayerBatch(packing, bind_layers([], stage.architecture), recompute=False)
-    return torch.cat(list(tokens))[None], positions[None], batch
+    positions = torch.cat([torch.arange(len(each)) for each in tokens]).to(stage.device)
+    packing = Packing.from_lengths(tuple(map(len, tokens)), stage.device)
+    batch = LayerBatch(packing, bind_layers([], stage.architecture), recompute)
+    return torch.cat(list(tokens)).to(stage.device)[None], positions[None], batch
 
 
-def make_mesh(sizes: Mapping[str, Any]) -> MegatronMesh:
+def make_mesh(sizes: Mapping[str, Any], device: torch.device = CPU) -> MegatronMesh:
     """Join a mesh; leave the one of an earlier program if it has other sizes. Making its groups takes seconds."""
     try:
-        return join_mesh(device_mesh(sizes), CPU)
+        return join_mesh(device_mesh(sizes), device)
     except UnsupportedError:
         leave_mesh()
-        return join_mesh(device_mesh(sizes), CPU)
+        return join_mesh(device_mesh(sizes), device)
 
 
-def make_stage(folder: Path, sizes: Mapping[str, Any]) -> Stage:
-    return build_stage(LocalModel("test", folder, None), make_mesh(sizes), torch.float32, CPU)
+def make_stage(
+    folder: Path, sizes: Mapping[str, Any], dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Stage:
+    return build_stage(LocalModel("test", folder, None), make_mesh(sizes, device), dtype, device)
 
 
 def device_mesh(sizes: Mapping[str, Any]) -> DeviceMesh | None:
@@ -100,12 +102,13 @@ def device_mesh(sizes: Mapping[str, Any]) -> DeviceMesh | None:
 class Pipeline:
     """Runs one batch forth and back through all stages, one after another."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, *, recompute: bool = False) -> None:
         self.stage, self.mesh = stage, stage.mesh
+        self.recompute = recompute
 
     def forward(self, tokens: Sequence[Tensor]) -> Tensor:
         """Return the hidden states (T, H) on the last stage, elsewhere what the next stage got."""
-        ids, positions, batch = make_batch(self.stage, tokens)
+        ids, positions, batch = make_batch(self.stage, tokens, self.recompute)
         self.entered = ids
         if not self.mesh.is_first:
             self.entered = self._receive(self.mesh.pp.number - 1).requires_grad_()
@@ -134,7 +137,7 @@ class Pipeline:
 def whole_logits(stage: Stage, hidden_TH: Tensor) -> Tensor:
     """Return the logits (T, V) of the whole vocabulary."""
     assert stage.head_weight_VH is not None
-    parts = stage.mesh.tp.gather((hidden_TH @ stage.head_weight_VH.t()).detach())
+    parts = stage.mesh.tp.gather((hidden_TH @ stage.head_weight_VH.t()).detach().float().cpu())
     return torch.cat(parts, 1)[:, : stage.shape.vocabulary]
 
 
@@ -143,9 +146,11 @@ def own_tokens(mesh: MegatronMesh, tokens: Sequence[Tensor]) -> list[Tensor]:
     return list(tokens[mesh.dp.number :: mesh.dp.size])
 
 
-def score(folder: Path, sizes: Mapping[str, Any]) -> list[Tensor] | None:
+def score(
+    folder: Path, sizes: Mapping[str, Any], dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> list[Tensor] | None:
     """Return the log-probabilities (T, V) of this rank's sequences; None on ranks without a head."""
-    stage = make_stage(folder, sizes)
+    stage = make_stage(folder, sizes, dtype, device)
     tokens = own_tokens(stage.mesh, make_tokens())
     with torch.no_grad():
         hidden_TH = Pipeline(stage).forward(tokens)
@@ -155,14 +160,16 @@ def score(folder: Path, sizes: Mapping[str, Any]) -> list[Tensor] | None:
     return list(logprobs.split([len(each) for each in tokens]))
 
 
-def gradients(folder: Path, sizes: Mapping[str, Any]) -> list[tuple[str, int | None, int, int, Tensor]]:
+def gradients(
+    folder: Path, sizes: Mapping[str, Any], recompute: bool = False
+) -> list[tuple[str, int | None, int, int, Tensor]]:
     """Return this rank's part of the gradient of its weights, for the sum of squares of all hidden states.
 
     The sum of the ranks' parts is the gradient: what is the same on all ranks of tp is divided by their number.
     """
     stage = make_stage(folder, sizes)
     stage.model.requires_grad_(True)
-    pipeline = Pipeline(stage)
+    pipeline = Pipeline(stage, recompute=recompute)
     hidden_TH = pipeline.forward(own_tokens(stage.mesh, make_tokens()))
     pipeline.backward(2 * hidden_TH.detach() if stage.is_last else None)
     found = []

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.model.megatron import stage_programs
 from tests.model.parallel.process_pool import ProcessPool
-from twinkle.errors import UnsupportedError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub import LocalModel
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.megatron.mesh import MegatronMesh
@@ -101,7 +101,7 @@ def test_random_models_are_those_of_one_process(tmp_path: Path, two: ProcessPool
         assert all(torch.equal(found[each], wanted[each]) for each in wanted)
 
 
-def test_files_in_several_parts_and_missing_weights(tmp_path: Path) -> None:
+def test_files_in_several_parts_and_weights_that_do_not_fit(tmp_path: Path) -> None:
     weights = saved("qwen2", tmp_path)
     before = stage_programs.score(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
@@ -111,6 +111,12 @@ def test_files_in_several_parts_and_missing_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     after = stage_programs.score(tmp_path, {})
     assert same(before, after)
+    rows = weights["lm_head.weight"]
+    save_file({**weights, "lm_head.weight": rows[:-1].contiguous()}, tmp_path / places["lm_head.weight"])
+    with pytest.raises(
+        InvalidInputError, match=r'lm_head\.weight: got "a weight of which .* \(96, 32\)", allowed: \[97, 32\]'
+    ):
+        stage_programs.score(tmp_path, {})
     del places["model.norm.weight"]
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(UnsupportedError, match=r"no weight 'model\.norm\.weight'"):

@@ -74,6 +74,16 @@ def test_a_loss_that_breaks_down_is_an_error_on_all_ranks(
         assert works
 
 
+def test_micro_batches_of_several_tenants_fill_the_pipeline(
+    folder: Path, two: ProcessPool, requests: list[trainer_programs.Request]
+) -> None:
+    """All requests would fit one micro-batch, but then one stage would always wait for the other."""
+    for runs in two.on(PP2).run(failure_programs.pipeline_runs, folder, "llama", PP2, requests):
+        assert len(runs) == 1
+        assert len(runs[0]) >= 4
+        assert max(runs[0]) > 1
+
+
 @MESHES
 def test_adapters_that_do_not_fit_together_are_trained_in_groups(
     folder: Path, two: ProcessPool, sizes: Mapping[str, Any], requests: list[trainer_programs.Request]
@@ -129,3 +139,25 @@ def test_adapters_saved_on_a_mesh_load_in_peft(
         targets = np.tile(np.arange(97), (len(tokens), 1))
         result = trainer.forward([TrainItem(path.name, [failure_programs.Datum(tokens, targets)])])[0]
         assert_numbers_close(result.logprobs[0], wanted_TV.numpy())
+
+
+def test_one_process_yields_between_micro_batches(folder: Path, requests: list[trainer_programs.Request]) -> None:
+    """A server with one process runs other work between micro-batches, and on a CPU between layers."""
+    items = [request.item for request in requests]
+    whole, stepped = (trainer_programs.make_trainer(folder, {"dp_size": 1}, 60) for _ in range(2))
+    for trainer in (whole, stepped):
+        trainer_programs.add_tenants(trainer, "llama")
+    whole.forward_backward(items)
+    pauses: list[str] = []
+    steps = stepped.in_steps(items, train=True, limit=lambda: 30, give_way=lambda: pauses.append("layer"))
+    pauses += ["micro-batch" for _ in steps]
+    assert pauses.count("micro-batch") > 2
+    assert pauses.count("layer") > 2
+    for name in whole.adapter_ids():
+        assert_tensors_close(stepped.gradients(name), whole.gradients(name))
+
+
+def test_a_random_model_is_that_of_the_transformers_trainer(two: ProcessPool) -> None:
+    alone = failure_programs.random_model({})
+    for each in two.on(TP2).run(failure_programs.random_model, TP2):
+        assert_numbers_close(each, alone)

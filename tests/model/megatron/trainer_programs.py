@@ -188,7 +188,7 @@ def mistake(name: str | None) -> Iterator[None]:
         yield
 
 
-def make_trainer(folder: Path, sizes: Sizes, max_tokens: int) -> Trainer:
+def make_trainer(folder: Path | str, sizes: Sizes, max_tokens: int) -> Trainer:
     """Return a trainer. ``max_tokens`` is small, so that a call has several micro-batches."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "max_tokens_per_batch": max_tokens}
     if not sizes:

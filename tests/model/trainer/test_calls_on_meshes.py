@@ -172,6 +172,17 @@ def test_a_plan_has_enough_micro_batches_for_a_pipeline() -> None:
     assert len(plan(sequences, Budget(20, 20), at_least=4)) == 6  # more than that, if memory asks for it
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pipeline_is_filled_with_about_equal_micro_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 50, rng.integers(1, 20))
+    sequences = [SequenceRef(number // 3, number % 3, int(length)) for number, length in enumerate(lengths)]
+    batches = plan(sequences, Budget(2000, 2000), at_least=4)
+    assert [each for batch in batches for each in batch.sequences] == sequences
+    assert len(batches) >= min(4, len(sequences))
+    assert max(batch.tokens for batch in batches) <= sum(lengths) / min(4, len(sequences)) + max(lengths)
+
+
 def test_micro_batches_run_together_as_far_as_their_adapters_fit() -> None:
     batches = [MicroBatch((SequenceRef(item, 0, 5), SequenceRef(item + 1, 0, 5))) for item in range(5)]
     assert [len(group) for group in schedules(batches, 3, lambda items: True)] == [3, 2]

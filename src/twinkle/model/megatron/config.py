@@ -4,6 +4,7 @@ Every family is read here. A family that is not listed is refused, because its l
 configuration does not show.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -231,4 +232,6 @@ def stage_config(spec: StageSpec) -> TransformerConfig:
         "moe_token_dispatcher_type": "alltoall",  # asked for by the line above, also for models without experts
         "calculate_per_token_loss": True,  # schedules must not scale the loss
     }
-    return TransformerConfig(**settings)
+    with warnings.catch_warnings():  # one of its defaults is deprecated in 0.16
+        warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
+        return TransformerConfig(**settings)

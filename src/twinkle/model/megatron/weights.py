@@ -59,7 +59,12 @@ class Piece:
 
     @torch.no_grad()
     def fill(self, part: Tensor) -> None:
-        """Copy the part into the view, and clear the padding."""
+        """Copy the part into the view, and clear the padding; raise if it has another shape."""
+        shape = list(self.view.shape)
+        if self.dim is not None:
+            shape[self.dim] = self.stop - self.start
+        if list(part.shape) != shape:
+            raise InvalidInputError(self.name, f"a weight of which this rank's part is {tuple(part.shape)}", f"{shape}")
         rows = part.shape[0]
         self.view[:rows].copy_(part)
         self.view[rows:].zero_()

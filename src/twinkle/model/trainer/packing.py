@@ -154,24 +154,30 @@ def _fill(
     Only a batch of a single sequence may exceed the limits of tokens and cells.
     """
     most_cells = max(cells, limit)  # with one target per token, only the limit of tokens matters
-    count = max(-(-sum(sequence.length for sequence in sequences) // limit), min(at_least, len(sequences)))
+    at_least = min(at_least, len(sequences))
+    count = max(-(-sum(sequence.length for sequence in sequences) // limit), at_least)
     even = -(-sum(sequence.length for sequence in sequences) // count)
     current: list[SequenceRef] = []
     items: frozenset[int] = frozenset()
-    total = longest = wide = 0
-    for sequence in sequences:
+    total = longest = wide = yielded = 0
+    for place, sequence in enumerate(sequences):
         total += sequence.length
         wide += sequence.cells
         longest = max(longest, sequence.length)
         rows = (len(current) + 1) * longest if padded else total
         joined = items if sequence.item in items else items | {sequence.item}
-        full = rows > limit or wide > most_cells or total - sequence.length >= even
+        # A batch may become larger than the others by its last sequence; in a pipeline by half of it, because there
+        # the others wait for the largest.
+        over = sequence.length if at_least == 1 else sequence.length // 2
+        full = rows > limit or wide > most_cells or total - over >= even
+        full = full or len(sequences) - place < at_least - yielded  # each of the rest must be a batch of its own
         full = full or (joined is not items and not fits(joined))
         if current and full:
             yield current
             current, joined = [], frozenset({sequence.item})
             total = longest = sequence.length
             wide = sequence.cells
+            yielded += 1
         current.append(sequence)
         items = joined
     if current:
