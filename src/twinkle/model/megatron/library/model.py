@@ -1,30 +1,47 @@
 """One model that is cut over processes, trained with adapters or with all its parameters."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from twinkle.errors import AdapterExistsError, UnknownNameError, UnsupportedError, UserError
+from twinkle import hub
+from twinkle.errors import AdapterExistsError, TwinkleError, UnknownNameError, UnsupportedError, UserError
 from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.checkpoint import CONFIG, read_json
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.full.trainer import FullTrainer
 from twinkle.model.library.optimizer_group import OptimizerGroup
-from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.remote_verbs import at_once, gathered
 from twinkle.model.library.training_state import find_checkpoint
+from twinkle.model.megatron.full import load_stage, make_full_trainer
 from twinkle.model.megatron.library.strategy import MegatronStrategy, ModelOptions
-from twinkle.model.megatron.library.verbs import MegatronVerbs
+from twinkle.model.megatron.library.verbs import MegatronVerbs, load_base, parameters_of
+from twinkle.model.megatron.stage import Stage
 from twinkle.model.multi_lora.limits import check_limit, check_name, config_fields, seeded
 from twinkle.model.multi_lora.verbs import PreparedPass
-from twinkle.model.types import MAX_LOGITS
+from twinkle.model.types import MAX_LOGITS, FullSpec
+from twinkle.model.weights.buckets import Bucket, TensorMeta
+from twinkle.model.weights.offer import WeightsOffer
+from twinkle.model.weights.sources import metas, read_bucket
 from twinkle.patch.interface import make_patch
+from twinkle.utils.logger import note_once
 
 __all__ = ["MegatronModel"]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model all of whose parameters are trained: this process's stage of it, and the trainer."""
+
+    stage: Stage
+    trainer: FullTrainer
 
 
 @remote_class()
@@ -76,6 +93,8 @@ class MegatronModel(MegatronVerbs):
             transformer_options,
         )
         super().__init__(options, sys.maxsize)
+        self._whole: TrainedModel | None = None  # once all parameters are trained
+        self._patches: list[Callable[[nn.Module], None]] = []
         self._frozen_adapters: set[str] = set()
         self._origins: dict[str, Path] = {}  # adapters that began with the weights of a directory
         self.active_group = ""
@@ -142,6 +161,7 @@ class MegatronModel(MegatronVerbs):
             raise UserError(f"set_optimizer: adapter {group.adapter_name!r} was added with is_trainable=False")
         super().set_optimizer(optimizer_cls, lr, weight_decay, params, adapter_name=group.adapter_name, **options)
         group.chosen.add("set_optimizer")
+        self._require_trained(group)
 
     @at_once
     def apply_patch(self, patch_cls: object, *args: Any, **options: Any) -> None:
@@ -152,11 +172,22 @@ class MegatronModel(MegatronVerbs):
         patch = make_patch(patch_cls)
         if patch.removes_head:
             raise UnsupportedError(f"{type(patch).__name__}: use task='embedding' of forward")
-        for chunk in self.model:
+
+        def apply(chunk: nn.Module) -> None:
             patch(chunk, *args, **options)
+
+        for chunk in self.model:
+            apply(chunk)
+        self._patches.append(apply)
 
     def reload_initial_weights(self, *, adapter_name: str | None = None) -> None:
         group = self._group(adapter_name)
+        self._require_trained(group)
+        if self._whole is not None:
+            self._whole.trainer.remove_adapter("")
+            self._whole.trainer.create_adapter("", FullSpec())
+            group.drop_window()
+            return
         origin = self._origins.get(group.adapter_name)
         if origin is None:
             super().reload_initial_weights(adapter_name=group.adapter_name)
@@ -172,16 +203,16 @@ class MegatronModel(MegatronVerbs):
     ) -> PreparedPass:
         group = self._group(adapter_name)
         if training:
-            self._require_trained(group, "forward")
-        # Without adapters the frozen base computes what a model of all parameters would.
-        without = disable_lora or not group.adapter_name
+            self._require_trained(group)
+        # A model without adapters that is only asked for scores stays frozen, and takes little memory.
+        without = disable_lora or (not group.adapter_name and self._whole is None)
         return super().prepare_forward(
             adapter_name=group.adapter_name, training=training, disable_lora=without, **options
         )
 
     def prepare_forward_backward(self, *, adapter_name: str | None = None, **options: Any) -> PreparedPass:
         group = self._group(adapter_name)
-        self._require_trained(group, "forward_backward")
+        self._require_trained(group)
         if group.adapter_name in self._frozen_adapters:
             raise UserError(f"backward: the loss depends on nothing that is trained; {group.adapter_name!r} is frozen")
         return super().prepare_forward_backward(adapter_name=group.adapter_name, **options)
@@ -198,7 +229,7 @@ class MegatronModel(MegatronVerbs):
         merge_lora: bool = False,
     ) -> str | None:
         group = self._group(adapter_name)
-        self._require_trained(group, "save")
+        self._require_trained(group)
         return super().save(
             name,
             output_dir,
@@ -209,10 +240,42 @@ class MegatronModel(MegatronVerbs):
             merge_lora=merge_lora,
         )
 
-    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str | PathLike[str], *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
         group = self._group(adapter_name)
-        self._require_trained(group, "get_state_dict")
+        self._require_trained(group)
+        return super().resume_from_checkpoint(
+            checkpoint_dir, resume_only_model=resume_only_model, adapter_name=group.adapter_name
+        )
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
+        """Return the trained parameters by name. Those of a whole model are on the first process only."""
+        group = self._group(adapter_name)
+        self._require_trained(group)
         return super().get_state_dict(adapter_name=group.adapter_name)
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        group = self._group(adapter_name)
+        self._require_trained(group)
+        return super().get_train_configs(adapter_name=group.adapter_name)
+
+    @at_once
+    def offer_weights(self, *, adapter_name: str | None = None, merge_and_sync: bool = True) -> WeightsOffer:
+        """Return what :meth:`send_weights` can send: all weights, and an adapter unless it is merged into them."""
+        if self._whole is None:
+            return super().offer_weights(adapter_name=adapter_name, merge_and_sync=merge_and_sync)
+        self._group(adapter_name)
+        return WeightsOffer("", False, metas(parameters_of(self._whole.stage)), None)
+
+    @gathered
+    def send_weights(
+        self, adapter_name: str, merged: bool, pieces: Sequence[TensorMeta], *, keep: bool = True
+    ) -> Bucket:
+        if self._whole is None:
+            return super().send_weights(adapter_name, merged, pieces, keep=keep)
+        bucket = read_bucket(parameters_of(self._whole.stage), pieces)
+        return bucket if keep else Bucket((), ())
 
     @at_once
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, object] | None:  # type: ignore[override]
@@ -231,9 +294,39 @@ class MegatronModel(MegatronVerbs):
     def _sent_name(self, adapter_name: str | None) -> str:
         return self._group(adapter_name).adapter_name
 
-    def _require_trained(self, group: OptimizerGroup, verb: str) -> None:
-        """Make sure that this group can be trained."""
-        if not group.adapter_name:
-            raise UnsupportedError(
-                f"{verb}: a MegatronModel without adapters cannot be trained yet; call add_adapter_to_model first"
-            )
+    def _own_stage(self) -> Stage:
+        return self.base.stage if self._whole is None else self._whole.stage
+
+    def _require_trained(self, group: OptimizerGroup) -> None:
+        """Make sure that a group can be trained. Without adapters all parameters are trained from now on."""
+        if not group.adapter_name and self._whole is None:
+            self._train_all()
+
+    def _train_all(self) -> None:
+        """Load the model again, with fp32 master weights, in the place of the frozen one."""
+        if self._data_ranks.size > 1 and self.strategy.use_distributed_optimizer:
+            note_once("use_distributed_optimizer: no effect; each data rank has the optimizer state of its whole cut")
+        self._base = None
+        del self._lora_trainer, self._requests, self.state  # they hold the frozen model, whose memory is needed now
+        try:
+            self._whole = self._load_whole()
+        except TwinkleError:
+            self._base = load_base(self._options, self.strategy)
+            self._use(self._base.trainer)
+            raise
+        self._use(self._whole.trainer)
+        for apply in self._patches:
+            apply(self._whole.stage.model)
+
+    def _load_whole(self) -> "TrainedModel":
+        options = self._options
+        stage = load_stage(hub.resolve(options.model_id), *options.place(self.strategy))
+        trainer = make_full_trainer(
+            stage,
+            options.model_id,
+            tokenizer_id=options.tokenizer_id,
+            memory_budget_bytes=options.memory_budget_bytes,
+            max_tokens_per_batch=options.max_tokens_per_batch,
+        )
+        trainer.create_adapter("", FullSpec())
+        return TrainedModel(stage, trainer)

@@ -16,7 +16,6 @@ from twinkle.model.library.parallel_options import choose_precision
 from twinkle.model.megatron.config import DecoderShape, check_sizes, read_shape
 from twinkle.model.megatron.library.options import check_ddp_config, check_recompute, check_transformer_options
 from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
-from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.parallel import own_device
 from twinkle.model.types import MAX_LOGITS
 from twinkle.utils.logger import note_once
@@ -98,22 +97,23 @@ class ModelOptions:
         check_ddp_config(self.ddp_config)
         check_recompute(*self.recompute)
 
-    def load_stage(self) -> tuple[Stage, MegatronStrategy]:
-        """Check the options, join the other processes, and load this process's stage. All processes call this."""
+    def checked_strategy(self) -> MegatronStrategy:
+        """Check the options before processes wait for each other, and return the strategy for this model."""
         self.check()
-        mesh = self.strategy.device_mesh
-        device = own_device(self.device, mesh)
+        device, dtype = self._device_and_dtype()
         if device.type not in ("cpu", "cuda"):
             raise InvalidInputError("device", str(device), "cpu or cuda")
-        dtype = read_dtype(choose_precision(self.strategy.mixed_precision, device), device)
-        local = hub.resolve(self.model_id)
-        shape = read_shape(AutoConfig.from_pretrained(local.path))
+        shape = read_shape(AutoConfig.from_pretrained(hub.resolve(self.model_id).path))
         strategy = self.strategy.for_shape(shape)
-        # As it will be after joining: options are checked before processes wait for each other.
-        check_transformer_options(
-            self.transformer,
-            shape,
-            MegatronMesh(sizes=strategy.sizes, sequence_parallel=strategy.sequence_parallel),
-            dtype,
-        )
-        return build_stage(local, join_mesh(strategy.device_mesh, device), dtype, device), strategy
+        mesh = MegatronMesh(sizes=strategy.sizes, sequence_parallel=strategy.sequence_parallel)
+        check_transformer_options(self.transformer, shape, mesh, dtype)
+        return strategy
+
+    def place(self, strategy: MegatronStrategy) -> tuple[MegatronMesh, torch.dtype, torch.device]:
+        """Join the other processes, and return where this one's stage is and what it computes with."""
+        device, dtype = self._device_and_dtype()
+        return join_mesh(strategy.device_mesh, device), dtype, device
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        device = own_device(self.device, self.strategy.device_mesh)
+        return device, read_dtype(choose_precision(self.strategy.mixed_precision, device), device)

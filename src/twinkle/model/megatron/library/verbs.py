@@ -26,8 +26,8 @@ from twinkle.model.megatron.library.optimizer import (
     is_megatron_scheduler,
     optimizer_options,
 )
-from twinkle.model.megatron.library.strategy import ModelOptions
-from twinkle.model.megatron.stage import Stage
+from twinkle.model.megatron.library.strategy import MegatronStrategy, ModelOptions
+from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.megatron.trainer import make_trainer
 from twinkle.model.megatron.weights import CheckpointFiles
 from twinkle.model.multi_lora.outgoing import adapter_sources, merge_adapter
@@ -51,7 +51,7 @@ class FrozenBase:
     @functools.cached_property
     def parameters(self) -> dict[str, CutWeight]:
         """Return the weights by the names of Transformers' parameters. All processes must call this."""
-        return cut_weights(self.stage.pieces(fused_experts=True), self.trainer.ranks)
+        return parameters_of(self.stage)
 
     def merged(self, weights: Mapping[str, CutWeight], adapter_name: str, asked: str) -> dict[str, CutWeight]:
         """Return weights with an adapter merged into what is read of them. ``asked``: the option, for errors."""
@@ -59,19 +59,32 @@ class FrozenBase:
         return merge_adapter(weights, self.trainer, adapter_name, tied=tied, asked=asked)
 
 
+def parameters_of(stage: Stage) -> dict[str, CutWeight]:
+    """Return the weights of a stage's model by the names of Transformers' parameters. All processes must call this."""
+    return cut_weights(stage.pieces(fused_experts=True), stage.mesh.world)
+
+
+def load_base(options: ModelOptions, strategy: MegatronStrategy) -> FrozenBase:
+    """Load this process's cut of a model that is not trained. All processes call this."""
+    stage = build_stage(hub.resolve(options.model_id), *options.place(strategy))
+    trainer = make_trainer(
+        stage,
+        options.model_id,
+        memory_budget_bytes=options.memory_budget_bytes,
+        max_tokens_per_batch=options.max_tokens_per_batch,
+    )
+    return FrozenBase(stage, trainer)
+
+
 class MegatronVerbs(LoraVerbs, WeightChannel):
     """Adapters on a frozen model that is cut over the processes of a mesh."""
 
     def __init__(self, options: ModelOptions, max_length: int) -> None:
-        stage, self.strategy = options.load_stage()
-        trainer = make_trainer(
-            stage,
-            options.model_id,
-            memory_budget_bytes=options.memory_budget_bytes,
-            max_tokens_per_batch=options.max_tokens_per_batch,
-        )
+        self.strategy = options.checked_strategy()
         self._options = options
-        self._base: FrozenBase | None = FrozenBase(stage, trainer)
+        base = load_base(options, self.strategy)
+        stage, trainer = base.stage, base.trainer
+        self._base: FrozenBase | None = base
         self.hf_config = stage.hf_config
         self.weights_device = stage.device
         super().__init__(
@@ -101,7 +114,7 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
     @property
     def model(self) -> list[nn.Module]:
         """Return the chunks of the model that this process runs: one, a pipeline stage."""
-        return [self.base.stage.model]
+        return [self._own_stage().model]
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +228,7 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
 
     @at_once
     def base_model(self) -> BaseModel:
-        return BaseModel(self.model_id, self.tokenizer_id, self.trainer.dtype)
+        return BaseModel(self.model_id, self.tokenizer_id, self._own_stage().dtype)
 
     # --- weight synchronisation ---------------------------------------------------------------------------------------
 
@@ -264,12 +277,15 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
         return self._group(adapter_name).adapter_name
 
     def _weights_of_files(self) -> dict[str, CutWeight]:
-        """Return the weights of the base model, by the names that the model's files have."""
+        """Return the weights of the model without adapters, by the names that the model's files have."""
         local, fused = hub.resolve(self.model_id), False
         if local.random_seed is None:
             with CheckpointFiles(local.path) as files:
                 fused = any(name.endswith(".experts.gate_up_proj") for name in files.names())
-        return cut_weights(self.base.stage.pieces(fused_experts=fused), self._ranks)
+        return cut_weights(self._own_stage().pieces(fused_experts=fused), self._ranks)
+
+    def _own_stage(self) -> Stage:
+        return self.base.stage
 
     def _copy_tokenizer(self, staging: Path) -> None:
         if self.tokenizer_id is not None:
