@@ -138,29 +138,35 @@ def _write_weights(weights: Mapping[str, Tensor], staging: Path) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint whose names, shapes and numbers were checked. Tensors are read one by one, in the layout's order."""
+    """A checkpoint whose names, shapes and numbers were checked. Tensors are read one by one."""
 
-    weights: "_Tensors"
-    moments: Sequence["_Tensors"]  # empty: without the optimizer's state
+    weights: "StoredTensors"
+    moments: Sequence["StoredTensors"]  # empty: without the optimizer's state
     state: TrainingState
 
 
-def read_full(directory: Path, layout: ParameterLayout, *, optimizer: bool) -> Loaded:
-    """Open a folder of weights for a model of this layout. Everything is checked here: nothing fails afterwards."""
-    weights = _Tensors(_weight_files(directory), layout, "", directory)
-    weights.check()
+def read_full(
+    directory: Path, layout: ParameterLayout, *, optimizer: bool, names: Sequence[str] | None = None
+) -> Loaded:
+    """Open a folder of weights for a model of this layout. Everything is checked here: nothing fails afterwards.
+
+    names: the parameters that will be read; the numbers of others are not checked. None: all.
+    """
+    own = layout.names if names is None else names
+    weights = StoredTensors(_weight_files(directory), layout, "", directory)
+    weights.check(own)
     if not optimizer:
         return Loaded(weights, (), NEW_STATE)
     path = directory / OPTIMIZER
     if not path.exists():
         raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
-    moments = [_Tensors(_names_in(path), layout, f"{kind}.", path) for kind in MOMENTS]
+    moments = [StoredTensors(_names_in(path), layout, f"{kind}.", path) for kind in MOMENTS]
     for each in moments:
-        each.check()
+        each.check(own)
     return Loaded(weights, moments, read_training_state(directory / STATE))
 
 
-class _Tensors:
+class StoredTensors:
     """The tensors of a layout in the files of a checkpoint, under their names with a prefix."""
 
     def __init__(self, files: Mapping[str, Path], layout: ParameterLayout, prefix: str, source: Path) -> None:
@@ -171,27 +177,33 @@ class _Tensors:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the tensors in the layout's order."""
+        return self.read(self._layout.names)
+
+    def read(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield the tensors of these parameters."""
         with _Opened() as opened:
-            for name in self._layout.names:
+            for name in names:
                 yield opened.read(*self._place(name))
 
-    def check(self) -> None:
-        """Raise a CheckpointError for names, shapes and numbers that do not fit."""
+    def check(self, names: Sequence[str]) -> None:
+        """Raise a CheckpointError for names and shapes that do not fit, and for numbers of ``names`` that do not."""
         self._check_names()
-        aliases = dict(self._layout.aliases)
+        aliases, own = dict(self._layout.aliases), frozenset(names)
         with _Opened() as opened:
             for name, shape in zip(self._layout.names, self._layout.shapes, strict=True):
                 path, stored = self._place(name)
                 found = opened.shape(path, stored)
                 if found != shape:
                     raise CheckpointError(f"{path}: {stored} has shape {found}, expected {shape}")
+                if name not in own:
+                    continue
                 tensor = opened.read(path, stored)
                 if not tensor.is_floating_point():
                     raise CheckpointError(f"{path}: {stored} is {tensor.dtype}, expected floating-point numbers")
                 if not tensor.isfinite().all():
                     raise CheckpointError(f"{path}: {stored} holds NaN or infinity")
             for alias, name in aliases.items():
-                both = [self._prefix + each in self._files for each in (alias, name)]
+                both = [name in own, *(self._prefix + each in self._files for each in (alias, name))]
                 if all(both) and not torch.equal(*(opened.read(*self._at(each)) for each in (alias, name))):
                     raise CheckpointError(f"{self._source}: {alias} differs from {name}; this model has them tied")
 

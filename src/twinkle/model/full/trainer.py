@@ -37,7 +37,7 @@ from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.precision import read_dtype
-from twinkle.model.full.assembly import assemble
+from twinkle.model.full.assembly import TrainedModel, assemble
 from twinkle.model.full.checkpoint import read_full, save_full
 from twinkle.model.full.requests import Outcome, RequestRunner, Steps, finished
 from twinkle.model.full.run import FullRun
@@ -89,12 +89,10 @@ class FullTrainer:
         reshard_after_forward: free the gathered layers of a sharded model after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
         """
-        self.model_id = id_text(model_id)
-        self.base_name = base_name or self.model_id
-        self._model = assemble(
+        assembled = assemble(
             model,
             dtype=dtype or model.dtype,
-            base_name=self.base_name,
+            base_name=base_name or id_text(model_id),
             tokenizer_id=tokenizer_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -102,6 +100,19 @@ class FullTrainer:
             device_mesh=device_mesh,
             reshard_after_forward=reshard_after_forward,
         )
+        self._take_over(assembled, id_text(model_id))
+
+    @classmethod
+    def from_assembled(cls, model: TrainedModel, *, model_id: str | PathLike[str]) -> Self:
+        """Make a trainer of a model that is assembled already, such as one that Megatron runs."""
+        trainer = cls.__new__(cls)  # the constructor takes a model of Transformers, and assembles it
+        trainer._take_over(model, id_text(model_id))
+        return trainer
+
+    def _take_over(self, model: TrainedModel, model_id: str) -> None:
+        self.model_id = model_id
+        self.base_name = model.files.base_model
+        self._model = model
         self.architecture = self._model.architecture
         self.device, self.dtype = self._model.device, self._model.dtype
         self.end_tokens, self.memory = self._model.end_tokens, self._model.memory
@@ -158,6 +169,11 @@ class FullTrainer:
         """Return the group of processes that train together; all must be given the same calls."""
         return self._parallel.ranks
 
+    @property
+    def data_ranks(self) -> Ranks:
+        """Return one rank of each group of processes that have the same sequences; a sum over them counts each once."""
+        return self._parallel.data
+
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def check_adapter(self, spec: TrainingSpec) -> None:
@@ -171,7 +187,7 @@ class FullTrainer:
         """Begin a run with the weights of the base model. CapacityError while another run holds the model."""
         self.check_adapter(spec)
         self._require_free(adapter_id)
-        self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
+        self._run = FullRun.fresh(adapter_id, self._weights)
         return FullSpec()
 
     def remove_adapter(self, adapter_id: str) -> None:
@@ -203,7 +219,7 @@ class FullTrainer:
         return self.memory.state.moments + self.memory.state.gradient if self.device.type == "cpu" else 0
 
     def numbers(self) -> TrainerNumbers:
-        rows = self._model.engine.token_rows, self._model.engine.padding_rows
+        rows = self._model.passes.token_rows, self._model.passes.padding_rows
         return TrainerNumbers(len(self.adapter_ids()), 0, *rows, device_memory(self.device))
 
     def vocabulary_size(self) -> int:
@@ -261,7 +277,7 @@ class FullTrainer:
 
     def _keep_gradient(self, item: TrainItem) -> None:
         """Add the gradient of a request that succeeded to that of its run."""
-        self._get(item.adapter_id).add_gradient(self._model.gradient.take(), self._parallel.replicas)
+        self._get(item.adapter_id).add_gradient(self._model.gradient.take())
 
     def optim_step(
         self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
@@ -274,7 +290,7 @@ class FullTrainer:
         """
         run = self._get(adapter_id)
         check_adam_params(params)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run.adam_step(params, decoupled=decoupled, decay_norms=decay_norms)
 
     def optimizer_step(
@@ -288,7 +304,7 @@ class FullTrainer:
         run = self._get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run.optimizer_step(name, settings, decay_norms=decay_norms)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
@@ -332,20 +348,20 @@ class FullTrainer:
 
         They are the live tensors, which the next step changes: copy them before that.
         """
-        if self._parallel.sharded:
-            raise UnsupportedError("compute_weights: the model is sharded over processes; use gather_compute_weights()")
+        if not self._weights.held_whole:
+            raise UnsupportedError("compute_weights: the model is divided over processes; use gather_compute_weights()")
         return self._weights.layout.named([parameter.detach() for parameter in self._weights.parameters])
 
     def gather_compute_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what :meth:`compute_weights` returns one by one, each gathered if the model is sharded.
+        """Yield what :meth:`compute_weights` returns one by one, each gathered if the model is divided over processes.
 
         All ranks must iterate to the end.
         """
-        if not self._parallel.sharded:
+        if self._weights.held_whole:
             yield from self.compute_weights().items()
             return
-        for index, name in enumerate(self._weights.layout.names):
-            yield name, self._weights.whole(index, self._weights.masters[index].to(self.dtype))
+        weights = self._weights
+        yield from zip(weights.layout.names, weights.compute_wholes(self.dtype), strict=True)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -368,7 +384,7 @@ class FullTrainer:
                 raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({layout.size},)")
         if adapter_id not in self.adapter_ids():
             self._require_free(adapter_id)
-            self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
+            self._run = FullRun.fresh(adapter_id, self._weights)
         self._get(adapter_id).restore(snapshot)
 
     def save(
@@ -413,7 +429,8 @@ class FullTrainer:
         accumulated gradient is dropped. If the folder does not fit, nothing changes.
         """
         run = self._get(adapter_id)
-        read = functools.partial(read_full, Path(directory), self._weights.layout, optimizer=optimizer)
+        weights = self._weights
+        read = functools.partial(read_full, Path(directory), weights.layout, optimizer=optimizer, names=weights.names)
         run.load(together(self._parallel.ranks, read))
 
     def set_aside(self, size: int) -> None:
@@ -435,7 +452,7 @@ class FullTrainer:
     def _with_gradient(self, adapter_id: str) -> FullRun:
         """Return the run with its whole gradient."""
         run = self._get(adapter_id)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run
 
     def _require_free(self, adapter_id: str) -> None:

@@ -95,19 +95,27 @@ class LoraVerbs(TwinkleModel):
         process_state: bool,
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
+        data_ranks: Ranks | None = None,
         guard: Guard = nullcontext,
         max_logits: int = MAX_LOGITS,
     ) -> None:
         """process_state: whether checkpoints include the tokenizer and the states of random generators.
 
-        It is False where tenants share this process. max_logits: the most logits that one request may compute.
+        It is False where tenants share this process. max_logits: the most logits that one request may compute. ranks
+        and data_ranks: see :class:`TwinkleModel`.
         """
-        super().__init__(model_id, tokenizer_id, device_mesh, ranks)
-        self._lora_trainer = trainer
-        self._requests = LoraRequests(trainer, max_length, max_logits, ranks)
+        super().__init__(model_id, tokenizer_id, device_mesh, ranks, data_ranks)
+        self._max_length, self._max_logits = max_length, max_logits
+        self._process_state = process_state
         self._guard = guard
-        tokenizer = self.tokenizer_id if process_state else None
-        self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
+        self._use(trainer)
+
+    def _use(self, trainer: LoraTrainer) -> None:
+        """Let the verbs run on this trainer from now on."""
+        self._lora_trainer = trainer
+        self._requests = LoraRequests(trainer, self._max_length, self._max_logits, self._data_ranks)
+        tokenizer = self.tokenizer_id if self._process_state else None
+        self.state = LoraState(trainer, tokenizer, process_state=self._process_state, ranks=self._data_ranks)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -436,7 +444,7 @@ class LoraVerbs(TwinkleModel):
         # Accuracy is not among the defaults: it needs the most likely token of every row, which CUDA's fast head
         # kernels do not compute.
         for status in (group.train_status, group.eval_status):
-            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]
+            status.metrics += [metric(self.device_mesh, self._data_ranks.group) for metric in (LossMetric, TrainMetric)]
         return group
 
     def _check_loss(self, loss: Loss) -> None:
@@ -444,7 +452,7 @@ class LoraVerbs(TwinkleModel):
         check_no_values(loss)
 
     def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor(self._ranks)
+        divisor = group.take_divisor(self._data_ranks)
         if divisor is not None:
             self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
 
