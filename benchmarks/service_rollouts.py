@@ -85,6 +85,8 @@ def main() -> None:
             if args.lone_steps:
                 report["lone_step_ms"] = lone_step_ms(args, url)
         if args.simulate:
+            from simulated_device import device_report  # imports the server, which the clients' processes do not need
+
             timeline = Path(directory) / "server" / TIMELINE
             report["device"] = device_report(timeline, args.simulate, report["interval"])
             if args.json:
@@ -205,26 +207,6 @@ def decode_rows(before: dict[str, Any], after: dict[str, Any]) -> float | None:
     """Return the sequences in a decode step, on average between two reports of the server; None: it does not count."""
     tokens, steps = (_difference(before, after, key) for key in ("decoded_tokens", "decode_steps"))
     return tokens / steps if tokens and steps else None
-
-
-def device_report(timeline: Path, stretch: float, interval: tuple[float, float]) -> dict[str, Any]:
-    """Return what the simulated device did in an interval, in its own seconds: how often, for how long, how much."""
-    calls = [json.loads(line) for line in timeline.read_text().splitlines()]
-    report: dict[str, Any] = {}
-    for kind in dict.fromkeys(kind for kind, *_ in calls):
-        own = [
-            (size, end - start)
-            for name, size, start, end in calls
-            if name == kind and interval[0] <= start < interval[1]
-        ]
-        if own:
-            report[kind] = {
-                "calls": len(own),
-                "seconds": sum(seconds for _, seconds in own) / stretch,
-                "mean_size": statistics.mean(size for size, _ in own),
-            }
-    report["busy_seconds"] = sum(each["seconds"] for kind, each in report.items() if kind != "files")
-    return report
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any], key: str, unit: float = 1.0) -> float | None:

@@ -18,6 +18,7 @@ device did and when to TIMELINE: one JSON list for each call, of its kind, its s
 """
 
 import json
+import statistics
 import sys
 import time
 from bisect import bisect_left
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -236,6 +238,26 @@ def simulated_model(served: ServedModelConfig, device: Device) -> ServedModel:
         cheap_tokens=CHEAP_TOKENS,
         device="cuda",
     )
+
+
+def device_report(timeline: Path, stretch: float, interval: tuple[float, float]) -> dict[str, Any]:
+    """Return what the simulated device did in an interval, in its own seconds: how often, for how long, how much."""
+    calls = [json.loads(line) for line in timeline.read_text().splitlines()]
+    report: dict[str, Any] = {}
+    for kind in dict.fromkeys(kind for kind, *_ in calls):
+        own = [
+            (size, end - start)
+            for name, size, start, end in calls
+            if name == kind and interval[0] <= start < interval[1]
+        ]
+        if own:
+            report[kind] = {
+                "calls": len(own),
+                "seconds": sum(seconds for _, seconds in own) / stretch,
+                "mean_size": statistics.mean(size for size, _ in own),
+            }
+    report["busy_seconds"] = sum(each["seconds"] for kind, each in report.items() if kind != "files")
+    return report
 
 
 def stretch_limits(stretch: float) -> None:
