@@ -21,7 +21,7 @@ from twinkle.model.adapters.optimizer import check_steps, state_names, step_tens
 from twinkle.model.full.checkpoint import FullCopy, Loaded, ModelFiles
 from twinkle.model.full.weights import TrainedWeights
 from twinkle.model.library.parameter_groups import is_decayed
-from twinkle.model.types import AdamParams, AdapterSnapshot, FullSpec
+from twinkle.model.types import AdamParams, AdapterSnapshot, FloatArray, FullSpec
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
 
@@ -203,10 +203,16 @@ class FullRun:
         weights.put(split(snapshot.weights))
         self._put_state(split(snapshot.exp_avg), split(snapshot.exp_avg_sq))
         if snapshot.gradient is not None:
-            own = (weights.part(index, tensor) for index, tensor in enumerate(split(snapshot.gradient)))
-            self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
+            self.put_gradient(snapshot.gradient)
         self.step, self.passes = snapshot.step, snapshot.passes
         self.optimizer, self.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def put_gradient(self, gradient: FloatArray) -> None:
+        """Take this rank's part of a whole gradient, in the place of the one that there is."""
+        weights = self.weights
+        tensors = weights.layout.split(gradient, names=weights.names)
+        own = (weights.part(index, tensor) for index, tensor in enumerate(tensors))
+        self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
 
     def copied(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
         """Return a copy in host memory, as it is written to disk, without the gradient.

@@ -387,6 +387,15 @@ class FullTrainer:
             self._run = FullRun.fresh(adapter_id, self._weights)
         self._get(adapter_id).restore(snapshot)
 
+    def put_gradient(self, adapter_id: str, gradient: FloatArray) -> None:
+        """Set the gradient of a window, which is whole and the same on all ranks."""
+        size = self._weights.layout.size
+        if gradient.shape != (size,):
+            raise InvalidInputError("gradient", f"shape {gradient.shape}", f"({size},)")
+        run = self._get(adapter_id)
+        run.drop_gradient()
+        run.put_gradient(gradient)
+
     def save(
         self,
         adapter_id: str,

@@ -314,7 +314,7 @@ class MegatronModel(MegatronVerbs):
             self._base = load_base(self._options, self.strategy)
             self._use(self._base.trainer)
             raise
-        self._use(self._whole.trainer)
+        self._use(self._whole.trainer, self._whole.trainer.put_gradient)
         for apply in self._patches:
             apply(self._whole.stage.model)
 
