@@ -12,7 +12,7 @@ from unittest import mock
 
 from tests.model.full.plain_run import RUN
 from tests.model.megatron.stage_programs import CPU, device_mesh
-from twinkle.errors import UnsupportedError
+from twinkle.errors import CheckpointError, UnsupportedError
 from twinkle.model import AdamParams, AdapterSnapshot, FullSpec, FullTrainer, TrainFailure, TrainItem
 from twinkle.model.megatron import full_weights
 from twinkle.model.megatron.full import load_full_trainer
@@ -166,4 +166,9 @@ def fail_and_continue(
         trainer.optimizer_step(RUN, "Muon", {"lr": 0.1})
     except UnsupportedError as error:
         refused = str(error)
-    return {"errors": errors, "gradients": trainer.gradients(RUN), "refused": refused}
+    written = ""
+    try:
+        trainer.save(RUN, folder)  # it exists: the first rank cannot write
+    except CheckpointError as error:
+        written = str(error)
+    return {"errors": errors, "gradients": trainer.gradients(RUN), "refused": refused, "written": written}

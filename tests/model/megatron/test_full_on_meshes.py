@@ -68,7 +68,6 @@ class Case:
     losses: list[float]
     logprobs: list[Any]
     gradients: list[dict[str, Any]]
-    norms: list[float]
     weights: list[dict[str, Any]]
 
 
@@ -82,14 +81,14 @@ def make_case(name: str, folder: Path) -> Case:
         ([request(model, 10 * step + number, 5, 21, 9, 3, loss=loss) for number, loss in enumerate(losses)], adam(step))
         for step, losses in enumerate(LOSSES)
     ]
-    plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [], [])
+    plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [])
     for items, params in windows:
         for item in items:
             result = plain.forward_backward(item)
             case.losses.append(result.loss)
             case.logprobs.append(result.logprobs)
         case.gradients.append(plain.gradients())
-        case.norms.append(plain.optim_step(params))
+        plain.optim_step(params)
         case.weights.append(plain.weights())
     return case
 
@@ -123,10 +122,10 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
             assert_logprobs_close(each["logprobs"][number], case.logprobs[number][data :: len(by_data)])
     for window, gradients in enumerate(case.gradients):
         assert_tensors_close(together[0]["gradients"][window], gradients)
-        assert_numbers_close(together[0]["norms"][window], case.norms[window])
+        # torch's own norm in fp32 is too inexact for wide models
         numbers = np.concatenate([each.astype(np.float64).ravel() for each in gradients.values()])
-        other = [np.linalg.norm(numbers, kind) for kind in (1, np.inf)]
-        np.testing.assert_allclose(together[0]["other norms"][window], other, rtol=1e-5)
+        found = [together[0]["norms"][window], *together[0]["other norms"][window]]
+        np.testing.assert_allclose(found, [np.linalg.norm(numbers, kind) for kind in (2, 1, np.inf)], rtol=1e-5)
         assert_tensors_close(together[0]["weights"][window], case.weights[window])
 
 
@@ -288,6 +287,7 @@ def test_a_request_that_fails_on_one_data_rank_fails_on_all(cases: Cases, four: 
     for each in results:
         assert each["errors"] == [None, "InvalidInputError", "NonFiniteError", "AdapterNotFoundError", None]
         assert "Muon" in each["refused"]
+        assert "exists already" in each["written"]
     assert_tensors_close(results[0]["gradients"], plain.gradients())
 
 
