@@ -174,6 +174,29 @@ def test_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes, name: str
 
 
 @pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        pytest.param(DP2, "qwen3_moe", id="dp2 the same experts"),
+        pytest.param(EP2, "qwen3_moe", id="dp2 ep2"),
+        pytest.param(DP2_TP2, "llama_biases", id="dp2 tp2"),
+        pytest.param(DP2_PP2, "llama_tied", id="dp2 pp2 tied"),
+    ],
+)
+def test_data_ranks_share_the_optimizer(
+    cases: Cases, two: ProcessPool, four: ProcessPool, sizes: Sizes, name: str
+) -> None:
+    """Each data rank has half of the optimizer's state of its cut, and the numbers are the same."""
+    case, pool = cases(name), two if sizes in (DP2, EP2) else four
+    results = pool.run(train, case.folder, {**sizes, "share_optimizer": True}, case.windows)
+    compare(results, case)
+    every = pool.run(train, case.folder, sizes, case.windows[:1])
+    for shared, whole in zip(results, every, strict=True):
+        # Shares are rounded up. Experts that are divided already are on one rank only, which has their state.
+        most = whole["state"] - 1 if sizes is EP2 else whole["state"] / 2 + 100
+        assert whole["state"] / 2 <= shared["state"] <= most
+
+
+@pytest.mark.parametrize(
     ("wrong", "sizes", "name"),
     [
         ("no sum over tp", SP, "llama"),
@@ -199,7 +222,7 @@ def test_bf16_computes_with_rounded_master_weights(cases: Cases, two: ProcessPoo
         2 * max(relative_error(ours[name], theirs[name]) for name in theirs)
         for ours, theirs in zip((alone["gradients"][0], alone["weights"][-1]), wanted, strict=True)
     ]
-    for sizes in (TP2, PP2):
+    for sizes in (TP2, PP2, {**DP2, "share_optimizer": True}):
         first, second = two.run(train, case.folder, sizes, case.windows, "bf16")
         assert_tensors_close(first["gradients"][0], wanted[0], bounds[0])
         assert_tensors_close(first["weights"][-1], wanted[1], bounds[1])
@@ -242,6 +265,7 @@ def check_moved(saved: Saved, states: Mapping[str, AdapterSnapshot], into: Path,
     [
         pytest.param(TP2_PP2_SP, "llama_tied", id="tp2 pp2 sp tied"),
         pytest.param(DP2_TP2_EP2_SP, "qwen3_moe", id="dp2 tp2 ep2 sp"),
+        pytest.param({**DP2_TP2, "share_optimizer": True}, "llama_biases", id="dp2 tp2 shared"),
     ],
 )
 def test_files_move_between_meshes(

@@ -1,5 +1,6 @@
 """Trains all parameters of a model on a mesh of processes: loads the stages, and makes a FullTrainer of them."""
 
+from dataclasses import replace
 from os import PathLike
 
 import torch
@@ -27,7 +28,7 @@ from twinkle.model.trainer.memory import available_bytes, parameter_bytes
 from twinkle.model.trainer.preparation import read_end_tokens
 from twinkle.utils.progress import Progress
 
-__all__ = ["load_full_trainer"]
+__all__ = ["load_full_trainer", "load_stage", "make_full_trainer"]
 
 
 def load_full_trainer(
@@ -39,10 +40,12 @@ def load_full_trainer(
     base_name: str | None = None,
     memory_budget_bytes: int | None = None,
     max_tokens_per_batch: int | None = None,
+    share_optimizer: bool = False,
 ) -> FullTrainer:
     """Load a model by its id onto the processes of a mesh; all of them call this. Each trains its cut of the weights.
 
-    The arguments are those of :meth:`FullTrainer.from_pretrained`. ``memory_budget_bytes`` is that of each process,
+    share_optimizer: divide master weights and optimizer state among the data ranks, which otherwise have the same. The
+    other arguments are those of :meth:`FullTrainer.from_pretrained`. ``memory_budget_bytes`` is that of each process,
     ``max_tokens_per_batch`` that of one micro-batch.
     """
     if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
@@ -50,8 +53,32 @@ def load_full_trainer(
     chosen = own_device(device, device_mesh)
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidInputError("device", str(chosen), "cpu or cuda")
+    stage = load_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    return make_full_trainer(
+        stage,
+        model_id,
+        base_name=base_name,
+        memory_budget_bytes=memory_budget_bytes,
+        max_tokens_per_batch=max_tokens_per_batch,
+        share_optimizer=share_optimizer,
+    )
+
+
+def make_full_trainer(
+    stage: Stage,
+    model_id: str | PathLike[str],
+    *,
+    base_name: str | None = None,
+    tokenizer_id: str | PathLike[str] | None = None,
+    memory_budget_bytes: int | None = None,
+    max_tokens_per_batch: int | None = None,
+    share_optimizer: bool = False,
+) -> FullTrainer:
+    """Make a trainer of a stage that :func:`load_stage` has loaded. The arguments are those of the trainer.
+
+    tokenizer_id: the model whose tokenizer is copied into checkpoints; None: this model's.
+    """
     local = hub.resolve(model_id)
-    stage = load_stage(local, join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
     model = meta_model(stage.hf_config, stage.dtype)
     if (local.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(local.path)
@@ -61,9 +88,10 @@ def load_full_trainer(
             stage,
             model,
             base_name=base_name or loadable_name(model_id),
-            tokenizer_id=model_id,
+            tokenizer_id=tokenizer_id or model_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
+            share_optimizer=share_optimizer,
         )
     return FullTrainer.from_assembled(assembled, model_id=model_id)
 
@@ -91,6 +119,7 @@ def assemble_stage(
     tokenizer_id: str | PathLike[str] | None,
     memory_budget_bytes: int | None,
     max_tokens_per_batch: int | None,
+    share_optimizer: bool,
 ) -> TrainedModel:
     """Put together what a trainer runs on this process's stage. ``model``: the whole model, without memory.
 
@@ -98,17 +127,22 @@ def assemble_stage(
     """
     mesh, device = stage.mesh, stage.device
     layout, parallel = read_layout(model), parallelism(mesh)
-    own = own_weights(stage, layout)
+    own = own_weights(stage, layout, shared=share_optimizer)
     held, count = parameter_bytes(stage.model), sum(each.parameter.numel() for each in own)
     weight_bytes = count * stage.dtype.itemsize
+    trained = sum(each.share(each.view).numel() for each in own)
     state = StateBytes.for_parameters(
-        count, separate_master=stage.dtype != torch.float32, base=held if device.type == "cpu" else 0
+        trained, separate_master=stage.dtype != torch.float32, base=held if device.type == "cpu" else 0
     )
+    # Until it is added up, a gradient is that of the whole cut.
+    state = replace(state, gradient=StateBytes.for_parameters(count, separate_master=False, base=0).gradient)
     free = available_bytes(device, mesh.world.size) + held - weight_bytes
     if memory_budget_bytes is not None:
         free = min(free, memory_budget_bytes - weight_bytes)
     together(mesh.world, lambda: require_state(state, weight_bytes, free))
     weights = CutWeights(layout, own, _split_masters(stage, own), mesh, parallel)
+    if state.base:
+        state = replace(state, base=weights.base_bytes)
     gradient = CutGradient(own)
     engine = make_engine(stage, make_head(stage, _head_gradient(stage, own, gradient)) if stage.is_last else None)
     cost = measure_cost(engine, lambda tokens: [random_part(stage.architecture, tokens)], gradient.drop)
@@ -141,7 +175,8 @@ def _split_masters(stage: Stage, own: list[OwnWeight]) -> dict[str, Tensor]:
     masters: dict[str, Tensor] = {}
     for each in own:
         if stage.dtype != torch.float32:
-            masters[each.name] = each.parameter.data.float()[: each.rows]
+            cut = each.parameter.data.float()[: each.rows]
+            masters[each.name] = each.share(cut).clone() if each.sharers.size > 1 else cut
             each.parameter.data = each.parameter.data.to(stage.dtype)
     return masters
 
