@@ -188,9 +188,11 @@ def mistake(name: str | None) -> Iterator[None]:
         yield
 
 
-def make_trainer(folder: Path | str, sizes: Sizes, max_tokens: int) -> Trainer:
+def make_trainer(
+    folder: Path | str, sizes: Sizes, max_tokens: int, device: str = "cpu", dtype: str = "fp32"
+) -> Trainer:
     """Return a trainer. ``max_tokens`` is small, so that a call has several micro-batches."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "max_tokens_per_batch": max_tokens}
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "max_tokens_per_batch": max_tokens}
     if not sizes:
         return Trainer.from_pretrained(folder, **options)
     make_mesh(sizes)
@@ -209,10 +211,12 @@ def train(
     calls: Sequence[Sequence[Request]],
     max_tokens: int = 60,
     wrong: str | None = None,
+    device: str = "cpu",
+    dtype: str = "fp32",
 ) -> dict[str, Any]:
     """Train all tenants, and return everything that came out."""
     with mistake(wrong):
-        trainer = make_trainer(folder, sizes, max_tokens)
+        trainer = make_trainer(folder, sizes, max_tokens, device, dtype)
         add_tenants(trainer, model)
         data = trainer._parallel.data
         initial = {name: trainer.weights(name) for name in trainer.adapter_ids()}

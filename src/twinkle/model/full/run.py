@@ -5,6 +5,7 @@ Every step of an optimizer is torch's own code, with all settings passed at each
 of state have the same meaning as there.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -220,13 +221,27 @@ class FullRun:
         With the ``optimizer``'s state the weights are fp32, else of ``dtype``. All ranks must call this; the copy has
         no tensors on all but the first.
         """
+        streamed, on_host = self.streamed(files, dtype, optimizer=optimizer), self.weights.on_host
+        moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
+        return dataclasses.replace(
+            streamed,
+            weights=on_host(self.weights.masters, streamed.dtype),
+            moments=tuple(on_host(tensors, torch.float32) for tensors in moments),
+        )
+
+    def streamed(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
+        """Return what :meth:`copied` returns, with generators that gather one tensor at a time.
+
+        All ranks must iterate over the weights, then over each row of the optimizer's state, to the end.
+        """
         weights = self.weights
         moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
         return FullCopy(
             weights.layout,
             files,
-            weights.on_host(weights.masters, torch.float32 if optimizer else dtype),
-            tuple(weights.on_host(tensors, torch.float32) for tensors in moments),
+            torch.float32 if optimizer else dtype,
+            weights.gathered(weights.masters),
+            tuple(weights.gathered(tensors) for tensors in moments),
             step=self.step,
             passes=self.passes,
             optimizer=self.optimizer,
