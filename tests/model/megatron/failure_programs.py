@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import torch.distributed as dist
 
-from tests.model.megatron.trainer_programs import ADAM, Request, Sizes, add_tenants, make_trainer
+from tests.model.megatron.trainer_programs import ADAM, Request, Sizes, add_tenants, make_trainer, squared
 from twinkle.errors import InvalidInputError
 from twinkle.model import (
     AdapterSnapshot,
@@ -136,6 +136,18 @@ def pipeline_runs(folder: Path, model: str, sizes: Sizes, requests: Sequence[Req
     with mock.patch.object(pipeline, "forward_backward", watched):
         trainer.forward_backward([request.item for request in requests])
     return runs
+
+
+def all_on_one_rank(folder: Path, sizes: Sizes) -> tuple[float, Any]:
+    """Train with sequences on one data rank only, with an objective that needs a forward pass first."""
+    trainer = make_trainer(folder, sizes, 20)
+    trainer.create_adapter("a", dataclasses.replace(SPEC, train_mlp=False))
+    data = trainer._parallel.data
+    own = [datum(length, length) for length in (19, 8, 30, 2)] if data.number == data.size - 1 else []
+    numbers = range(len(own))
+    result = trainer.forward_backward([TrainItem("a", own, objective=squared if own else None, numbers=numbers)])[0]
+    assert not isinstance(result, TrainFailure), result.error
+    return result.metrics["loss:sum"], trainer.gradients("a")
 
 
 def few_at_a_time(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from unittest import mock
 
 from tests.model.full.plain_run import RUN
 from tests.model.megatron.stage_programs import CPU, device_mesh
-from twinkle.errors import UnsupportedError
+from twinkle.errors import CheckpointError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import AdamParams, AdapterSnapshot, FullSpec, FullTrainer, TrainFailure, TrainItem
 from twinkle.model.megatron import full_weights
 from twinkle.model.megatron.full import load_full_trainer
 from twinkle.model.megatron.mesh import join_mesh, leave_mesh
 
-Sizes = Mapping[str, Any]  # of a mesh; empty: one process with Transformers' layers
+# of a mesh, and whether data ranks share the optimizer; empty: one process with Transformers' layers
+Sizes = Mapping[str, Any]
 Window = tuple[Sequence[TrainItem], AdamParams]  # the requests before a step of the optimizer, and its settings
 
 
@@ -26,18 +28,20 @@ def make_trainer(folder: Path, sizes: Sizes, dtype: str = "fp32", max_tokens: in
     """Return a trainer with a run. ``max_tokens`` is small, so that a call has several micro-batches."""
     options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "max_tokens_per_batch": max_tokens}
     if sizes:
-        enter_mesh(sizes)
-        trainer = load_full_trainer(folder, device_mesh=device_mesh(sizes), **options)
+        mesh = device_mesh({name: size for name, size in sizes.items() if name != "share_optimizer"})
+        enter_mesh(mesh)
+        shared = bool(sizes.get("share_optimizer"))
+        trainer = load_full_trainer(folder, device_mesh=mesh, share_optimizer=shared, **options)
     else:
         trainer = FullTrainer.from_pretrained(folder, **options)
     trainer.create_adapter(RUN, FullSpec())
     return trainer
 
 
-def enter_mesh(sizes: Sizes) -> None:
+def enter_mesh(mesh: DeviceMesh | None) -> None:
     """Leave the mesh of the program before, unless it is the same: making groups takes time."""
     try:
-        join_mesh(device_mesh(sizes), CPU)
+        join_mesh(mesh, CPU)
     except UnsupportedError:
         leave_mesh()
 
@@ -92,6 +96,8 @@ def train(
         found["weights"].append(trainer.weights(RUN))
     found["computed"] = {name: tensor.float().numpy().copy() for name, tensor in trainer.gather_compute_weights()}
     found["padding"] = _largest_padding(trainer)
+    assert trainer._run is not None
+    found["state"] = sum(tensor.numel() for tensor in trainer._run.exp_avg)
     return found
 
 
@@ -166,4 +172,9 @@ def fail_and_continue(
         trainer.optimizer_step(RUN, "Muon", {"lr": 0.1})
     except UnsupportedError as error:
         refused = str(error)
-    return {"errors": errors, "gradients": trainer.gradients(RUN), "refused": refused}
+    written = ""
+    try:
+        trainer.save(RUN, folder)  # it exists: the first rank cannot write
+    except CheckpointError as error:
+        written = str(error)
+    return {"errors": errors, "gradients": trainer.gradients(RUN), "refused": refused, "written": written}

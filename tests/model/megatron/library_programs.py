@@ -29,7 +29,7 @@ CONFIGS = {
     "second": peft.LoraConfig(r=3, lora_alpha=4, target_modules=["q_proj", "down_proj", "lm_head"]),
 }
 # The first step of Adam moves a weight by about g / (|g| + eps): a large eps keeps noise of gradients near zero small.
-RATE, EPS = 5e-3, 1e-5
+RATE, WHOLE_RATE, EPS = 5e-3, 1e-3, 1e-5
 BUCKET_MB = 0.01  # smaller than the larger weights, which go in pieces then
 STEPS = 3
 
@@ -49,8 +49,11 @@ def own(model: Model, batch: Sequence[Any]) -> list[Any]:
     return list(batch if mesh is None else batch[mesh.get_slice(len(batch))])
 
 
-def multi_lora(folder: Path, sizes: Sizes | None, dropout: float = 0.0) -> Model:
-    """Return a model with two adapters, the first with ``dropout``. ``sizes`` None: a model of Transformers."""
+def multi_lora(folder: Path, sizes: Sizes | None, dropout: float = 0.0, targets: str = "all") -> Model:
+    """Return a model with two adapters, the first with ``dropout``. ``sizes`` None: a model of Transformers.
+
+    targets: "attention" for adapters on attention alone.
+    """
     options: Any = {"model_id": folder, "mixed_precision": "no", "device": "cpu", "max_tokens_per_batch": 24}
     if sizes is None:
         model: Model = MultiLoraTransformersModel(**options)
@@ -59,6 +62,8 @@ def multi_lora(folder: Path, sizes: Sizes | None, dropout: float = 0.0) -> Model
         model = MultiLoraMegatronModel(**options, device_mesh=device_mesh(sizes))
     for seed, name in enumerate(NAMES):
         config = CONFIGS[name].to_dict() | ({"lora_dropout": dropout} if name == "first" else {})
+        if targets == "attention":
+            config["target_modules"] = ["q_proj", "v_proj", "o_proj"]
         model.add_adapter_to_model(name, config, seed=seed)
         model.set_optimizer("AdamW", lr=RATE, eps=EPS, adapter_name=name)
         model.set_lr_scheduler("CosineAnnealingLR", T_max=8, adapter_name=name)
@@ -81,9 +86,9 @@ def single(folder: Path, sizes: Sizes | None) -> Model:
     return model
 
 
-def train_two(folder: Path, sizes: Sizes | None, dropout: float = 0.0) -> dict[str, Any]:
+def train_two(folder: Path, sizes: Sizes | None, dropout: float = 0.0, targets: str = "all") -> dict[str, Any]:
     """Train two adapters in turn, the second with the verbs one by one."""
-    model = multi_lora(folder, sizes, dropout)
+    model = multi_lora(folder, sizes, dropout, targets)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for number in range(STEPS):
         batch = own(model, rows(number))
@@ -116,6 +121,62 @@ def train_one(folder: Path, sizes: Sizes | None) -> dict[str, Any]:
     return found | _state(model)
 
 
+def whole(folder: Path, sizes: Sizes | None) -> Model:
+    """Return a model that is trained in all parameters. ``sizes`` None: one of Transformers."""
+    options: Any = {"model_id": folder, "mixed_precision": "no", "device": "cpu"}
+    if sizes is None:
+        model: Model = TransformersModel(**options)
+        model.set_optimizer("AdamW", lr=WHOLE_RATE, eps=EPS)
+        return model
+    leave_mesh()
+    model = MegatronModel(**options, device_mesh=device_mesh(sizes), max_tokens_per_batch=24)
+    model.set_optimizer("default", lr=WHOLE_RATE, adam_eps=EPS)
+    return model
+
+
+def train_whole(folder: Path, sizes: Sizes | None) -> dict[str, Any]:
+    """Train all parameters."""
+    model = whole(folder, sizes)
+    found: dict[str, Any] = {"losses": [], "norms": [], "configs": None}
+    for number in range(STEPS):
+        model.forward_backward(inputs=own(model, rows(number)))
+        found["norms"].append(model.clip_grad_and_step(max_grad_norm=0.3))
+        found["losses"].append(model.calculate_metric(is_training=True)["loss"])
+    batch = own(model, rows(80, 4))
+    logps = model.forward_only(inputs=batch)["logps"]
+    scores = [one[: len(row["labels"])].numpy() for one, row in zip(logps, batch, strict=True)]
+    return found | {"scores": {"": scores}, "weights": {"": _numpy(model.get_state_dict())}}
+
+
+def save_whole(folder: Path, sizes: Sizes, output: Path) -> dict[str, Any]:
+    """Train all parameters, and save in the middle of a window."""
+    model = whole(folder, sizes)
+    for number in range(2):
+        model.forward_backward(inputs=own(model, rows(number)))
+        model.clip_grad_and_step()
+    model.forward_backward(inputs=own(model, rows(3)), gradient_accumulation_steps=2)
+    plain = model.save("plain", output)
+    return {"whole": model.save("whole", output, save_optimizer=True), "plain": plain, **_finish_window(model)}
+
+
+def resume_whole(folder: Path, sizes: Sizes, directory: str, output: Path) -> dict[str, Any]:
+    """Resume a checkpoint of all parameters, save it again, and finish its window."""
+    model = whole(folder, sizes)
+    progress = model.resume_from_checkpoint(directory)
+    return {"progress": progress, "again": model.save("again", output, save_optimizer=True), **_finish_window(model)}
+
+
+def _finish_window(model: Model) -> dict[str, Any]:
+    model.forward_backward(inputs=own(model, rows(2)))
+    norm = model.clip_grad_and_step()
+    assert norm is not None, "the window is complete"
+    return {"norm": norm, "weights": _numpy(model.get_state_dict())}
+
+
+def _numpy(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().numpy().copy() for name, tensor in weights.items()}
+
+
 def _state(model: Model) -> dict[str, Any]:
     names = [name for name in NAMES if name in model.optimizer_group]
     batch = own(model, rows(80, 4))
@@ -131,9 +192,9 @@ def _state(model: Model) -> dict[str, Any]:
     }
 
 
-def save(folder: Path, sizes: Sizes | None, output: Path) -> dict[str, str]:
-    """Train both adapters, save the first in the middle of a window, and the whole model with each of them merged."""
-    model = multi_lora(folder, sizes)
+def save(folder: Path, sizes: Sizes | None, output: Path, targets: str = "all") -> dict[str, Any]:
+    """Train both adapters, save the first in the middle of a window, and the whole model with the second merged."""
+    model = multi_lora(folder, sizes, 0.0, targets)
     for number in range(2):
         for name in NAMES:
             model.forward_backward(inputs=own(model, rows(number)), adapter_name=name)
@@ -190,9 +251,12 @@ def whole_weights(folder: Path, sizes: Sizes) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in model.get_hf_state_dict()}
 
 
-def synchronised(folder: Path, sizes: Sizes, merge: bool) -> list[float]:
-    """Return how far a sampler's log-probabilities are from the model's, at most, after each synchronisation."""
-    model = single(folder, sizes)
+def synchronised(folder: Path, sizes: Sizes, merge: bool | None) -> list[float]:
+    """Return how far a sampler's log-probabilities are from the model's, at most, after each synchronisation.
+
+    merge: None for a model that is trained in all parameters.
+    """
+    model = whole(folder, sizes) if merge is None else single(folder, sizes)
     sampler = LocalSampler(folder, kv_budget_bytes=1 << 20, dtype="fp32")
     manager = CheckpointEngineManager(model, sampler, bucket_size_mb=BUCKET_MB)
     found = []

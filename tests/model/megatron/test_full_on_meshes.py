@@ -68,7 +68,6 @@ class Case:
     losses: list[float]
     logprobs: list[Any]
     gradients: list[dict[str, Any]]
-    norms: list[float]
     weights: list[dict[str, Any]]
 
 
@@ -82,14 +81,14 @@ def make_case(name: str, folder: Path) -> Case:
         ([request(model, 10 * step + number, 5, 21, 9, 3, loss=loss) for number, loss in enumerate(losses)], adam(step))
         for step, losses in enumerate(LOSSES)
     ]
-    plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [], [])
+    plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [])
     for items, params in windows:
         for item in items:
             result = plain.forward_backward(item)
             case.losses.append(result.loss)
             case.logprobs.append(result.logprobs)
         case.gradients.append(plain.gradients())
-        case.norms.append(plain.optim_step(params))
+        plain.optim_step(params)
         case.weights.append(plain.weights())
     return case
 
@@ -123,10 +122,10 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
             assert_logprobs_close(each["logprobs"][number], case.logprobs[number][data :: len(by_data)])
     for window, gradients in enumerate(case.gradients):
         assert_tensors_close(together[0]["gradients"][window], gradients)
-        assert_numbers_close(together[0]["norms"][window], case.norms[window])
+        # torch's own norm in fp32 is too inexact for wide models
         numbers = np.concatenate([each.astype(np.float64).ravel() for each in gradients.values()])
-        other = [np.linalg.norm(numbers, kind) for kind in (1, np.inf)]
-        np.testing.assert_allclose(together[0]["other norms"][window], other, rtol=1e-5)
+        found = [together[0]["norms"][window], *together[0]["other norms"][window]]
+        np.testing.assert_allclose(found, [np.linalg.norm(numbers, kind) for kind in (2, 1, np.inf)], rtol=1e-5)
         assert_tensors_close(together[0]["weights"][window], case.weights[window])
 
 
@@ -175,6 +174,29 @@ def test_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes, name: str
 
 
 @pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        pytest.param(DP2, "qwen3_moe", id="dp2 the same experts"),
+        pytest.param(EP2, "qwen3_moe", id="dp2 ep2"),
+        pytest.param(DP2_TP2, "llama_biases", id="dp2 tp2"),
+        pytest.param(DP2_PP2, "llama_tied", id="dp2 pp2 tied"),
+    ],
+)
+def test_data_ranks_share_the_optimizer(
+    cases: Cases, two: ProcessPool, four: ProcessPool, sizes: Sizes, name: str
+) -> None:
+    """Each data rank has half of the optimizer's state of its cut, and the numbers are the same."""
+    case, pool = cases(name), two if sizes in (DP2, EP2) else four
+    results = pool.run(train, case.folder, {**sizes, "share_optimizer": True}, case.windows)
+    compare(results, case)
+    every = pool.run(train, case.folder, sizes, case.windows[:1])
+    for shared, whole in zip(results, every, strict=True):
+        # Shares are rounded up. Experts that are divided already are on one rank only, which has their state.
+        most = whole["state"] - 1 if sizes is EP2 else whole["state"] / 2 + 100
+        assert whole["state"] / 2 <= shared["state"] <= most
+
+
+@pytest.mark.parametrize(
     ("wrong", "sizes", "name"),
     [
         ("no sum over tp", SP, "llama"),
@@ -200,7 +222,7 @@ def test_bf16_computes_with_rounded_master_weights(cases: Cases, two: ProcessPoo
         2 * max(relative_error(ours[name], theirs[name]) for name in theirs)
         for ours, theirs in zip((alone["gradients"][0], alone["weights"][-1]), wanted, strict=True)
     ]
-    for sizes in (TP2, PP2):
+    for sizes in (TP2, PP2, {**DP2, "share_optimizer": True}):
         first, second = two.run(train, case.folder, sizes, case.windows, "bf16")
         assert_tensors_close(first["gradients"][0], wanted[0], bounds[0])
         assert_tensors_close(first["weights"][-1], wanted[1], bounds[1])
@@ -243,6 +265,7 @@ def check_moved(saved: Saved, states: Mapping[str, AdapterSnapshot], into: Path,
     [
         pytest.param(TP2_PP2_SP, "llama_tied", id="tp2 pp2 sp tied"),
         pytest.param(DP2_TP2_EP2_SP, "qwen3_moe", id="dp2 tp2 ep2 sp"),
+        pytest.param({**DP2_TP2, "share_optimizer": True}, "llama_biases", id="dp2 tp2 shared"),
     ],
 )
 def test_files_move_between_meshes(
@@ -288,6 +311,7 @@ def test_a_request_that_fails_on_one_data_rank_fails_on_all(cases: Cases, four: 
     for each in results:
         assert each["errors"] == [None, "InvalidInputError", "NonFiniteError", "AdapterNotFoundError", None]
         assert "Muon" in each["refused"]
+        assert "exists already" in each["written"]
     assert_tensors_close(results[0]["gradients"], plain.gradients())
 
 

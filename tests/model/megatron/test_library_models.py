@@ -1,6 +1,6 @@
 """The library's models on meshes of Megatron: the numbers, files and errors of the models of Transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,19 @@ def test_exports_load_in_peft_and_transformers(folder: Path, two: ProcessPool, t
         merged = AutoModelForCausalLM.from_pretrained(saved["merged"])
         base = AutoModelForCausalLM.from_pretrained(folder)
         adapted = peft.PeftModel.from_pretrained(base, saved["weights"])
-        for row, wanted in zip(library_programs.rows(80, 4), saved["scores"]["second"], strict=True):
-            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
-            for model in (merged, adapted):
-                with torch.no_grad():
-                    logprobs = model(ids).logits[0].log_softmax(-1)
-                found = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0].numpy()
-                kept = labels.numpy() != -100
-                assert_numbers_close(found[kept], wanted[kept], 3e-5)
+        for model in (merged, adapted):
+            check_scores(model, saved["scores"]["second"])
+
+
+def check_scores(model: Any, scores: Sequence[Any]) -> None:
+    """Compare the log-probabilities of a model of Transformers with those that a Megatron model has returned."""
+    for row, wanted in zip(library_programs.rows(80, 4), scores, strict=True):
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        found = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0].numpy()
+        kept = labels.numpy() != -100
+        assert_numbers_close(found[kept], wanted[kept], 3e-5)
 
 
 def test_whole_weights_are_those_of_the_files(folder: Path, two: ProcessPool) -> None:
@@ -142,10 +147,10 @@ def test_whole_weights_are_those_of_the_files(folder: Path, two: ProcessPool) ->
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapter"])
+@pytest.mark.parametrize("merge", [True, False, None], ids=["merged", "adapter", "whole"])
 @pytest.mark.parametrize("sizes", [TP2, PP2], ids=str)
 def test_a_sampler_draws_with_the_weights_of_all_cuts(
-    folder: Path, two: ProcessPool, sizes: Sizes, merge: bool
+    folder: Path, two: ProcessPool, sizes: Sizes, merge: bool | None
 ) -> None:
     for found in two.run(library_programs.synchronised, folder, sizes, merge):
         assert max(found) < 2e-5
@@ -163,3 +168,56 @@ def test_an_adapter_from_a_directory_is_scored_and_not_trained(folder: Path, two
         assert "'second' is frozen" in found["errors"][1]
         for ours, theirs in zip(found["scores"]["second"], saved["scores"]["second"], strict=True):
             assert_numbers_close(ours, theirs, 3e-5)
+
+
+@pytest.fixture(scope="module")
+def all_parameters(folder: Path) -> Results:
+    return library_programs.train_whole(folder, None)
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, SP, DP2], ids=str)
+def test_all_parameters_learn_what_they_learn_in_one_process(
+    folder: Path, two: ProcessPool, all_parameters: Results, sizes: Sizes
+) -> None:
+    found = two.run(library_programs.train_whole, folder, sizes)
+    assert found[1]["weights"] == {"": {}}, "whole weights are on the first process"
+    check_same([found[0], found[1] | {"weights": found[0]["weights"]}], all_parameters, sizes.get("dp_size", 1))
+
+
+def test_checkpoints_of_all_parameters_move_between_meshes(folder: Path, two: ProcessPool, tmp_path: Path) -> None:
+    saved = two.run(library_programs.save_whole, folder, TP2, tmp_path / "tp2")[0]
+    first = contents(saved["whole"])
+    for sizes, place in ((PP2, "pp2"), (TP2, "back")):
+        found = two.run(library_programs.resume_whole, folder, sizes, saved["whole"], tmp_path / place)[0]
+        assert found["progress"] == {"cur_step": 3, "consumed_train_samples": 0, "gradient_accumulation_steps": 2}
+        again = contents(found["again"])
+        assert again.keys() == first.keys()
+        assert [name for name in first if again[name] != first[name]] == []
+        assert_numbers_close(found["norm"], saved["norm"], 3e-5)
+        assert_tensors_close(found["weights"], saved["weights"], 3e-5)
+    alone = library_programs.resume_whole(folder, {}, saved["whole"], tmp_path / "alone")
+    assert contents(alone["again"]) == first
+    reloaded = AutoModelForCausalLM.from_pretrained(saved["plain"]).state_dict()
+    assert reloaded.keys() == saved["weights"].keys()
+
+
+EXPERTS: list[tuple[Sizes, float]] = [({"dp_size": 2, "ep_size": 2}, 0.0), ({"tp_size": 2, "ep_size": 2}, 0.2)]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_moe")
+    stage_programs.make_model("qwen3_moe").save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize(("sizes", "dropout"), EXPERTS, ids=str)
+def test_adapters_on_a_model_with_experts(experts: Path, two: ProcessPool, sizes: Sizes, dropout: float) -> None:
+    wanted = library_programs.train_two(experts, None, dropout, "attention")
+    found = two.run(library_programs.train_two, experts, sizes, dropout, "attention")
+    check_same(found, wanted, sizes.get("dp_size", 1))
+
+
+def test_a_merged_folder_with_experts(experts: Path, two: ProcessPool, tmp_path: Path) -> None:
+    saved = two.run(library_programs.save, experts, {"tp_size": 2, "ep_size": 2}, tmp_path, "attention")[0]
+    check_scores(AutoModelForCausalLM.from_pretrained(saved["merged"]), saved["scores"]["second"])

@@ -84,6 +84,17 @@ def test_micro_batches_of_several_tenants_fill_the_pipeline(
         assert max(runs[0]) > 1
 
 
+def test_experts_of_a_rank_without_sequences_are_used(two: ProcessPool, tmp_path: Path) -> None:
+    """The rank without sequences runs as many micro-batches as the other: forward alone first, then with backward."""
+    trainer_programs.make_model("qwen3_moe").save_pretrained(tmp_path)
+    loss, gradients = failure_programs.all_on_one_rank(tmp_path, {})
+    sizes = {"dp_size": 2, "ep_size": 2}
+    answers = two.on(sizes).run(failure_programs.all_on_one_rank, tmp_path, sizes)
+    assert_numbers_close([each for each, _ in answers], [0.0, loss])
+    for _, found in answers:
+        assert_tensors_close(found, gradients)
+
+
 @MESHES
 def test_adapters_that_do_not_fit_together_are_trained_in_groups(
     folder: Path, two: ProcessPool, sizes: Mapping[str, Any], requests: list[trainer_programs.Request]

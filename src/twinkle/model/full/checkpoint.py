@@ -13,7 +13,7 @@ folder appears complete or not at all, see :func:`twinkle.model.adapters.checkpo
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, NoOptimizerStateError
@@ -40,6 +39,7 @@ from twinkle.model.adapters.checkpoint import (
     write_whole,
 )
 from twinkle.model.full.layout import ParameterLayout
+from twinkle.model.full.tensor_files import write_tensors
 from twinkle.model.library.training_state import copy_tokenizer
 from twinkle.model.types import EMPTY
 
@@ -63,12 +63,16 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class FullCopy:
-    """A copy of a run in host memory, for writing to disk. ``moments``: empty if saved without the optimizer."""
+    """A run for writing to disk. Its tensors, whole and in the layout's order, are copies in host memory or generators.
+
+    ``dtype``: of the weights in the file. ``moments``: empty if saved without the optimizer.
+    """
 
     layout: ParameterLayout
     files: ModelFiles
-    weights: Sequence[Tensor]
-    moments: Sequence[Sequence[Tensor]]
+    dtype: torch.dtype
+    weights: Iterable[Tensor]
+    moments: Sequence[Iterable[Tensor]]
     step: int = 0
     passes: int = 0
     optimizer: str = ADAM
@@ -102,14 +106,9 @@ def _write_files(copy: FullCopy, staging: Path, more_state: Mapping[str, object]
     (staging / "config.json").write_text(files.config)
     if files.generation_config is not None:
         (staging / "generation_config.json").write_text(files.generation_config)
-    _write_weights(copy.layout.named(copy.weights), staging)
+    _write_weights(copy, staging)
     if copy.moments:
-        moments = {
-            f"{kind}.{name}": tensor
-            for kind, tensors in zip(MOMENTS, copy.moments, strict=True)
-            for name, tensor in copy.layout.named(tensors).items()
-        }
-        save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
+        _write_moments(copy, staging)
     state = {
         "format": FORMAT,
         "train_mode": "full",
@@ -124,16 +123,34 @@ def _write_files(copy: FullCopy, staging: Path, more_state: Mapping[str, object]
         copy_tokenizer(files.tokenizer_id, staging)
 
 
-def _write_weights(weights: Mapping[str, Tensor], staging: Path) -> None:
+def _write_weights(copy: FullCopy, staging: Path) -> None:
     """Write weights as Transformers does: one file, or several with an index."""
+    layout = copy.layout
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    sizes = {name: torch.empty(shape, dtype=copy.dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(
-        dict(weights), filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_BYTES
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_BYTES
     )
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: weights[name] for name in names}, staging / file, metadata={"format": "pt"})
+    files = {
+        staging / file: {name: shapes[name] for name in names} for file, names in split.filename_to_tensors.items()
+    }
+    write_tensors(files, copy.dtype, zip(layout.names, copy.weights, strict=True))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_moments(copy: FullCopy, staging: Path) -> None:
+    layout = copy.layout
+    shapes = {
+        f"{kind}.{name}": shape for kind in MOMENTS for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    tensors = (
+        (f"{kind}.{name}", tensor)
+        for kind, tensors in zip(MOMENTS, copy.moments, strict=True)
+        for name, tensor in zip(layout.names, tensors, strict=True)
+    )
+    write_tensors({staging / OPTIMIZER: shapes}, torch.float32, tensors)
 
 
 @dataclass(frozen=True)

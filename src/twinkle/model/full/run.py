@@ -5,6 +5,7 @@ Every step of an optimizer is torch's own code, with all settings passed at each
 of state have the same meaning as there.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from twinkle.model.adapters.optimizer import check_steps, state_names, step_tens
 from twinkle.model.full.checkpoint import FullCopy, Loaded, ModelFiles
 from twinkle.model.full.weights import TrainedWeights
 from twinkle.model.library.parameter_groups import is_decayed
-from twinkle.model.types import AdamParams, AdapterSnapshot, FullSpec
+from twinkle.model.types import AdamParams, AdapterSnapshot, FloatArray, FullSpec
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
 
@@ -203,10 +204,16 @@ class FullRun:
         weights.put(split(snapshot.weights))
         self._put_state(split(snapshot.exp_avg), split(snapshot.exp_avg_sq))
         if snapshot.gradient is not None:
-            own = (weights.part(index, tensor) for index, tensor in enumerate(split(snapshot.gradient)))
-            self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
+            self.put_gradient(snapshot.gradient)
         self.step, self.passes = snapshot.step, snapshot.passes
         self.optimizer, self.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def put_gradient(self, gradient: FloatArray) -> None:
+        """Take this rank's part of a whole gradient, in the place of the one that there is."""
+        weights = self.weights
+        tensors = weights.layout.split(gradient, names=weights.names)
+        own = (weights.part(index, tensor) for index, tensor in enumerate(tensors))
+        self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
 
     def copied(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
         """Return a copy in host memory, as it is written to disk, without the gradient.
@@ -214,13 +221,27 @@ class FullRun:
         With the ``optimizer``'s state the weights are fp32, else of ``dtype``. All ranks must call this; the copy has
         no tensors on all but the first.
         """
+        streamed, on_host = self.streamed(files, dtype, optimizer=optimizer), self.weights.on_host
+        moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
+        return dataclasses.replace(
+            streamed,
+            weights=on_host(self.weights.masters, streamed.dtype),
+            moments=tuple(on_host(tensors, torch.float32) for tensors in moments),
+        )
+
+    def streamed(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
+        """Return what :meth:`copied` returns, with generators that gather one tensor at a time.
+
+        All ranks must iterate over the weights, then over each row of the optimizer's state, to the end.
+        """
         weights = self.weights
         moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
         return FullCopy(
             weights.layout,
             files,
-            weights.on_host(weights.masters, torch.float32 if optimizer else dtype),
-            tuple(weights.on_host(tensors, torch.float32) for tensors in moments),
+            torch.float32 if optimizer else dtype,
+            weights.gathered(weights.masters),
+            tuple(weights.gathered(tensors) for tensors in moments),
             step=self.step,
             passes=self.passes,
             optimizer=self.optimizer,

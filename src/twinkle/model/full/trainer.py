@@ -11,6 +11,7 @@ sequences of a call's requests or none. What is returned as numpy arrays, and ch
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -41,7 +42,7 @@ from twinkle.model.full.assembly import TrainedModel, assemble
 from twinkle.model.full.checkpoint import read_full, save_full
 from twinkle.model.full.requests import Outcome, RequestRunner, Steps, finished
 from twinkle.model.full.run import FullRun
-from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, together
+from twinkle.model.parallel import Ranks, check_mesh, own_device, together
 from twinkle.model.trainer.call import StepLimit
 from twinkle.model.trainer.memory import device_memory
 from twinkle.model.types import (
@@ -387,6 +388,15 @@ class FullTrainer:
             self._run = FullRun.fresh(adapter_id, self._weights)
         self._get(adapter_id).restore(snapshot)
 
+    def put_gradient(self, adapter_id: str, gradient: FloatArray) -> None:
+        """Set the gradient of a window, which is whole and the same on all ranks."""
+        size = self._weights.layout.size
+        if gradient.shape != (size,):
+            raise InvalidInputError("gradient", f"shape {gradient.shape}", f"({size},)")
+        run = self._get(adapter_id)
+        run.drop_gradient()
+        run.put_gradient(gradient)
+
     def save(
         self,
         adapter_id: str,
@@ -399,13 +409,23 @@ class FullTrainer:
         """Write a directory that Transformers can load; with ``optimizer`` also its state. The gradient is not written.
 
         state: further entries of trainer_state.json. companions: a function that writes further files into the
-        directory it is given. The checkpoint appears with all its files or not at all.
+        directory it is given. The checkpoint appears with all its files or not at all. Where the model is divided over
+        processes, the first rank gathers and writes one tensor at a time.
         """
-        copy = self._get(adapter_id).copied(self._model.files, self.dtype, optimizer=optimizer)
-        write = functools.partial(
-            save_full, copy, Path(directory), overwrite=overwrite, state=state, companions=companions
-        )
-        first_does(self._parallel.ranks, write)
+        copy = self._get(adapter_id).streamed(self._model.files, self.dtype, optimizer=optimizer)
+
+        def write() -> None:
+            try:
+                save_full(copy, Path(directory), overwrite=overwrite, state=state, companions=companions)
+            finally:
+                take_part()  # also after an error: other ranks wait until all tensors are gathered
+
+        def take_part() -> None:
+            for tensors in (copy.weights, *copy.moments):
+                deque(tensors, maxlen=0)
+
+        ranks = self._parallel.ranks
+        together(ranks, write if ranks.number == 0 else take_part)
 
     def prepare_save(
         self,

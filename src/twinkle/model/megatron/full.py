@@ -1,5 +1,6 @@
 """Trains all parameters of a model on a mesh of processes: loads the stages, and makes a FullTrainer of them."""
 
+from dataclasses import replace
 from os import PathLike
 
 import torch
@@ -39,10 +40,12 @@ def load_full_trainer(
     base_name: str | None = None,
     memory_budget_bytes: int | None = None,
     max_tokens_per_batch: int | None = None,
+    share_optimizer: bool = False,
 ) -> FullTrainer:
     """Load a model by its id onto the processes of a mesh; all of them call this. Each trains its cut of the weights.
 
-    The arguments are those of :meth:`FullTrainer.from_pretrained`. ``memory_budget_bytes`` is that of each process,
+    share_optimizer: divide master weights and optimizer state among the data ranks, which otherwise have the same. The
+    other arguments are those of :meth:`FullTrainer.from_pretrained`. ``memory_budget_bytes`` is that of each process,
     ``max_tokens_per_batch`` that of one micro-batch.
     """
     if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
@@ -57,6 +60,7 @@ def load_full_trainer(
         base_name=base_name,
         memory_budget_bytes=memory_budget_bytes,
         max_tokens_per_batch=max_tokens_per_batch,
+        share_optimizer=share_optimizer,
     )
 
 
@@ -68,6 +72,7 @@ def make_full_trainer(
     tokenizer_id: str | PathLike[str] | None = None,
     memory_budget_bytes: int | None = None,
     max_tokens_per_batch: int | None = None,
+    share_optimizer: bool = False,
 ) -> FullTrainer:
     """Make a trainer of a stage that :func:`load_stage` has loaded. The arguments are those of the trainer.
 
@@ -86,6 +91,7 @@ def make_full_trainer(
             tokenizer_id=tokenizer_id or model_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
+            share_optimizer=share_optimizer,
         )
     return FullTrainer.from_assembled(assembled, model_id=model_id)
 
@@ -113,6 +119,7 @@ def assemble_stage(
     tokenizer_id: str | PathLike[str] | None,
     memory_budget_bytes: int | None,
     max_tokens_per_batch: int | None,
+    share_optimizer: bool,
 ) -> TrainedModel:
     """Put together what a trainer runs on this process's stage. ``model``: the whole model, without memory.
 
@@ -120,17 +127,22 @@ def assemble_stage(
     """
     mesh, device = stage.mesh, stage.device
     layout, parallel = read_layout(model), parallelism(mesh)
-    own = own_weights(stage, layout)
+    own = own_weights(stage, layout, shared=share_optimizer)
     held, count = parameter_bytes(stage.model), sum(each.parameter.numel() for each in own)
     weight_bytes = count * stage.dtype.itemsize
+    trained = sum(each.share(each.view).numel() for each in own)
     state = StateBytes.for_parameters(
-        count, separate_master=stage.dtype != torch.float32, base=held if device.type == "cpu" else 0
+        trained, separate_master=stage.dtype != torch.float32, base=held if device.type == "cpu" else 0
     )
+    # Until it is added up, a gradient is that of the whole cut.
+    state = replace(state, gradient=StateBytes.for_parameters(count, separate_master=False, base=0).gradient)
     free = available_bytes(device, mesh.world.size) + held - weight_bytes
     if memory_budget_bytes is not None:
         free = min(free, memory_budget_bytes - weight_bytes)
     together(mesh.world, lambda: require_state(state, weight_bytes, free))
     weights = CutWeights(layout, own, _split_masters(stage, own), mesh, parallel)
+    if state.base:
+        state = replace(state, base=weights.base_bytes)
     gradient = CutGradient(own)
     engine = make_engine(stage, make_head(stage, _head_gradient(stage, own, gradient)) if stage.is_last else None)
     cost = measure_cost(engine, lambda tokens: [random_part(stage.architecture, tokens)], gradient.drop)
@@ -163,7 +175,8 @@ def _split_masters(stage: Stage, own: list[OwnWeight]) -> dict[str, Tensor]:
     masters: dict[str, Tensor] = {}
     for each in own:
         if stage.dtype != torch.float32:
-            masters[each.name] = each.parameter.data.float()[: each.rows]
+            cut = each.parameter.data.float()[: each.rows]
+            masters[each.name] = each.share(cut).clone() if each.sharers.size > 1 else cut
             each.parameter.data = each.parameter.data.to(stage.dtype)
     return masters
 

@@ -33,7 +33,7 @@ from twinkle.model.library.training_state import checkpoint_path, find_checkpoin
 from twinkle.model.multi_lora.library_objective import check_task, needs_logits, wanted_output
 from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
-from twinkle.model.multi_lora.state import LoraState, StateTrainer
+from twinkle.model.multi_lora.state import LoraState, PutGradient, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
@@ -110,12 +110,18 @@ class LoraVerbs(TwinkleModel):
         self._guard = guard
         self._use(trainer)
 
-    def _use(self, trainer: LoraTrainer) -> None:
-        """Let the verbs run on this trainer from now on."""
+    def _use(self, trainer: LoraTrainer, put_gradient: PutGradient | None = None) -> None:
+        """Let the verbs run on this trainer from now on. ``put_gradient``: see :class:`LoraState`."""
         self._lora_trainer = trainer
         self._requests = LoraRequests(trainer, self._max_length, self._max_logits, self._data_ranks)
         tokenizer = self.tokenizer_id if self._process_state else None
-        self.state = LoraState(trainer, tokenizer, process_state=self._process_state, ranks=self._data_ranks)
+        self.state = LoraState(
+            trainer,
+            tokenizer,
+            process_state=self._process_state,
+            ranks=self._data_ranks,
+            put_gradient=put_gradient,
+        )
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from twinkle.model.weights.buckets import Bucket, TensorMeta
 from twinkle.model.weights.offer import WeightsOffer
 from twinkle.model.weights.sources import metas, read_bucket
 from twinkle.patch.interface import make_patch
-from twinkle.utils.logger import note_once
 
 __all__ = ["MegatronModel"]
 
@@ -50,7 +49,8 @@ class MegatronModel(MegatronVerbs):
 
     Without adapters all parameters are one group, named "". A verb without ``adapter_name`` uses ``active_group``, the
     adapter that was added last. ``device_mesh`` may have the sizes dp, tp, pp and ep, and ``sequence_parallel``.
-    ``seed`` replaces that of ``initialize`` in the seeds of adapters. ``memory_budget_bytes`` and
+    ``use_distributed_optimizer``: without adapters, data ranks share master weights and optimizer state. ``seed``
+    replaces that of ``initialize`` in the seeds of adapters. ``memory_budget_bytes`` and
     ``max_tokens_per_batch`` are options of the :class:`~twinkle.model.Trainer`. Further keywords are fields of
     megatron-core's TransformerConfig; those that ask for another model or another result are refused.
     """
@@ -304,8 +304,6 @@ class MegatronModel(MegatronVerbs):
 
     def _train_all(self) -> None:
         """Load the model again, with fp32 master weights, in the place of the frozen one."""
-        if self._data_ranks.size > 1 and self.strategy.use_distributed_optimizer:
-            note_once("use_distributed_optimizer: no effect; each data rank has the optimizer state of its whole cut")
         self._base = None
         del self._lora_trainer, self._requests, self.state  # they hold the frozen model, whose memory is needed now
         try:
@@ -314,7 +312,7 @@ class MegatronModel(MegatronVerbs):
             self._base = load_base(self._options, self.strategy)
             self._use(self._base.trainer)
             raise
-        self._use(self._whole.trainer)
+        self._use(self._whole.trainer, self._whole.trainer.put_gradient)
         for apply in self._patches:
             apply(self._whole.stage.model)
 
@@ -327,6 +325,7 @@ class MegatronModel(MegatronVerbs):
             tokenizer_id=options.tokenizer_id,
             memory_budget_bytes=options.memory_budget_bytes,
             max_tokens_per_batch=options.max_tokens_per_batch,
+            share_optimizer=self.strategy.use_distributed_optimizer,
         )
         trainer.create_adapter("", FullSpec())
         return TrainedModel(stage, trainer)
