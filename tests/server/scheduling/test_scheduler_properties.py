@@ -395,6 +395,7 @@ def drain(scheduler: Scheduler, fails: set[int]) -> Journal:
             return journal
 
 
+@settings(deadline=None)
 @given(ops=OPS)
 def test_an_adapter_recovers_at_every_point_of_its_life(ops: list[tuple[OpKind, bool] | None]):
     tickets = [op_of("a", seq, op[0], 1, b"") for seq, op in enumerate(ops) if op is not None]
@@ -416,6 +417,7 @@ def test_an_adapter_recovers_at_every_point_of_its_life(ops: list[tuple[OpKind, 
         assert rest.positions[-1:] in ([], whole.positions[-1:])
 
 
+@settings(deadline=None)
 @given(ops=OPS)
 def test_a_journal_is_replayed_with_a_failed_forward_backward_for_each_number_given_up(
     ops: list[tuple[OpKind, bool] | None],
@@ -443,6 +445,7 @@ def test_a_journal_is_replayed_with_a_failed_forward_backward_for_each_number_gi
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(adapters=st.lists(st.integers(1, 20), min_size=2, max_size=5), width=st.integers(1, 6), calls=st.integers(1, 8))
 def test_tenants_with_work_get_equal_tokens_whatever_their_number_of_adapters(
     adapters: list[int], width: int, calls: int

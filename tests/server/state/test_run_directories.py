@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.servers.native_running import NativeTenant
@@ -35,6 +35,7 @@ _ids = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(_ids, _ids)
 def test_no_two_ids_share_a_directory(one: str, other: str) -> None:
     assert (directory_name(one) == directory_name(other)) == (one == other)
