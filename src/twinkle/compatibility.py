@@ -9,7 +9,7 @@ these paths is in :mod:`twinkle_client.compatibility`. docs/compatibility.md lis
 from twinkle.errors import UnsupportedError
 from twinkle_client.compatibility import Absent, Moved, NotYet, OlderImportPaths, Table
 
-__all__ = ["PATHS", "find_name", "install"]
+__all__ = ["PATHS", "find_name", "install", "unusable_name"]
 
 _APPLICATIONS = (
     "the applications of a server share its state and reach each other by handles, so they are not built one by one; "
@@ -19,7 +19,6 @@ _STATE = "the server's state is a database; twinkle_client.TwinkleClient lists r
 _SERVER = "how the server queues, journals and keeps its work is internal; see docs/architecture.md"
 _ENGINE = "engines have one interface, Sampler; vLLM's is twinkle.sampler.vllm.VllmSampler"
 _LAZY = "packages import their names on first use, by the __getattr__ of Python modules"
-_MEGATRON = "there is no Megatron backend yet"
 _EXPERTS = "there is no expert parallelism yet"
 _NPU = "there is no backend for NPUs"
 _NO_MIXIN = (
@@ -29,7 +28,7 @@ _NO_MIXIN = (
 _NO_PATCH = "vLLM runs unpatched; adapters reach it as files in memory"
 _FAILURES = "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass that fails is refused on all ranks"
 _CLIPPING = "a model's clip_grad_norm normalises and clips its gradients"
-_CONTEXT = f"context parallelism is Megatron's, and {_MEGATRON}"
+_CONTEXT = "context parallelism needs Transformer Engine, which is not used here"
 _IMAGES = "images, video and audio are not supported yet"
 _ZEROMQ = "nothing here uses ZeroMQ; weights travel over NCCL or through Ray's object store"
 _DOCUMENT = "no release of the existing library has it either"
@@ -56,13 +55,6 @@ PATHS: Table = {
         "of liger_kernel.transformers change a model of transformers, such as model.model"
     ),
     "twinkle.loss_scale": Absent(f"{_DOCUMENT}; labels of -100 leave tokens out of a loss"),
-    "twinkle.model.megatron": Moved(
-        "twinkle.model",
-        {
-            "MegatronModel": "twinkle.model:MegatronModel",
-            "MultiLoraMegatronModel": "twinkle.model:MultiLoraMegatronModel",
-        },
-    ),
     "twinkle.model.multi_lora:LoraTenant": Absent("the Trainer keeps adapters in its own store, not in PEFT slots"),
     "twinkle.model.multi_lora:MultiLora": Absent("the Trainer keeps adapters in its own store, not in PEFT slots"),
     "twinkle.model.multi_lora_target_parameters": Absent("fused experts are not trained yet"),
@@ -76,13 +68,11 @@ PATHS: Table = {
     "twinkle.model.transformers.strategy": Absent(
         "the device mesh of a model decides: fsdp_size shards, dp_size replicates, ulysses_size divides sequences"
     ),
-    "twinkle.model:MegatronModel": NotYet(f"{_MEGATRON}; TransformersModel has the same verbs"),
     "twinkle.model:MultiAdapter": Absent("the Trainer keeps adapters in its own store, beside the base model"),
-    "twinkle.model:MultiLoraMegatronModel": NotYet(f"{_MEGATRON}; MultiLoraTransformersModel has the same verbs"),
     "twinkle.notifier.base": Moved("twinkle.notifier"),
     "twinkle.patch.gdn_padding_free": Absent("models with linear attention, such as Qwen3.5, train on padded rows"),
-    "twinkle.patch.megatron_emb": Absent(_MEGATRON),
-    "twinkle.patch.megatron_peft": Absent(_MEGATRON),
+    "twinkle.patch.megatron_emb": Absent("task='embedding' of a model's forward returns embeddings, without a patch"),
+    "twinkle.patch.megatron_peft": Absent("adapters of a MegatronModel are not modules of PEFT; it saves PEFT's files"),
     "twinkle.patch.no_split_modules": Moved("twinkle.patch"),
     "twinkle.patch.qwen3_chat_template": Absent(
         "Qwen3_5Template finds the turns of the assistant without changing the chat template"
@@ -94,7 +84,7 @@ PATHS: Table = {
     "twinkle.preprocessor.base": Moved("twinkle.preprocessor"),
     "twinkle.preprocessor.olympiad_bench": Moved("twinkle.preprocessor"),
     "twinkle.processor.base": Moved("twinkle.processor", {"PackedSeqParams": "twinkle.processor:PackedSeqParams"}),
-    "twinkle.processor:PackedSeqParams": NotYet(f"it is a type of Megatron, and {_MEGATRON}"),
+    "twinkle.processor:PackedSeqParams": NotYet("it is a type of megatron-core; batches here have cu_seq_lens_q"),
     "twinkle.reward.olympiad_bench": Moved("twinkle.reward"),
     "twinkle.sampler.vllm_engine": Absent(_ENGINE),
     "twinkle.sampler.vllm_sampler": Moved("twinkle.sampler"),
@@ -182,6 +172,14 @@ _FINDER = OlderImportPaths("twinkle", PATHS, UnsupportedError)
 def install() -> None:
     """Let Python find the older paths of the library. ``import twinkle`` calls it."""
     _FINDER.install()
+
+
+def unusable_name(module: str, name: str, error: Exception) -> type:
+    """Return a placeholder of a name whose use is this error, because a package is not installed.
+
+    A script that offers the name as one of several choices runs with the others.
+    """
+    return _FINDER.unusable(module, name, error)
 
 
 def find_name(module: str, name: str) -> object:

@@ -108,8 +108,11 @@ class OlderImportPaths:
 
     def placeholder(self, module: str, name: str, why: str) -> type:
         """Return the class that stands for a name that does not exist yet: the same one for every import."""
+        return self.unusable(module, name, self._unusable(f"{module}.{name}: {why}"))
+
+    def unusable(self, module: str, name: str, error: Exception) -> type:
+        """Return the class that stands for a name that can be imported, and whose use is this error."""
         path = f"{module}.{name}"
-        error = self._unusable(f"{path}: {why}")
         made = _PlaceholderType(name, (), {"__module__": module, "_unusable": error})
         return self._placeholders.setdefault(path, made)  # the first one stays, also if two threads import at once
 
@@ -123,7 +126,7 @@ class _PlaceholderType(type):
     _unusable: Exception
 
     def __call__(cls, *args: object, **kwargs: object) -> object:
-        raise type(cls._unusable)(*cls._unusable.args)
+        raise cls._unusable.with_traceback(None)
 
     def __getattr__(cls, name: str) -> object:
         raise AttributeError(f"{name}: {cls._unusable}")

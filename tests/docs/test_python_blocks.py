@@ -87,4 +87,4 @@ def test_most_code_runs() -> None:
     fragments = [block for block in everything if block.reason is not None]
     print(*(f"{block.name}: {block.reason}" for block in fragments), sep="\n")
     assert len(everything) - len(fragments) >= 14
-    assert len([block for block in fragments if not is_edit(block)]) <= 3
+    assert len([block for block in fragments if not is_edit(block)]) <= 4

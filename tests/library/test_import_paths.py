@@ -20,7 +20,7 @@ import twinkle_client
 from tests.library.test_library_surface import ABSENT
 from tests.support.paths import ROOT, SOURCE
 from twinkle import compatibility
-from twinkle.errors import UnsupportedError
+from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle_client.compatibility import PATHS as CLIENT_PATHS
 from twinkle_client.compatibility import Absent, Moved, NotYet
 
@@ -42,7 +42,6 @@ EXAMPLES = {
     "twinkle.dataset.base": "DatasetMeta",
     "twinkle.hub.hub": "HubOperation",
     "twinkle.kernel.core": "kernelize",
-    "twinkle.model.megatron": "MegatronModel",
     "twinkle.model.multi_lora_transformers": "MultiLoraTransformersModel",
     "twinkle.model.transformers.moe.expert_parallel": "ExpertParallelConfig",
     "twinkle.model.transformers.multi_lora_transformers": "MultiLoraTransformersModel",
@@ -134,6 +133,21 @@ def test_documented_imports_work() -> None:
     lines += ["chosen = MegatronModel if CheckpointEngineManager is None else TransformersModel"]
     lines += ["print(chosen.__name__)"]
     assert run("\n".join(lines)) == "TransformersModel\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="needs an environment without Megatron")
+def test_a_backend_whose_package_is_missing_can_be_imported_and_not_used() -> None:
+    from twinkle.model import MegatronModel, MultiLoraMegatronModel
+
+    for name, kind in (("MegatronModel", MegatronModel), ("MultiLoraMegatronModel", MultiLoraMegatronModel)):
+        assert pickle.loads(pickle.dumps(kind)) is kind
+        assert not isinstance(twinkle, kind)
+        with pytest.raises(MissingDependencyError) as caught:
+            kind("a model")
+        wanted = f"{name} needs the package 'megatron-core' (our extra 'megatron'): pip install"
+        assert str(caught.value) == f"{wanted} 'twinkle-posttrain[megatron]'"
+    with pytest.raises(MissingDependencyError, match="the Megatron backend needs the package 'megatron-core'"):
+        exec("from twinkle.model.megatron import MegatronStrategy")
 
 
 def test_a_warning_points_at_the_script(tmp_path: Path) -> None:

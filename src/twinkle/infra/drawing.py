@@ -60,10 +60,13 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _sizes_text(mesh: DeviceMesh) -> str:
+    """Return the sizes of the mesh, then what divides the same ranks in another way."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
     others = {"ep": mesh.ep_size, "ulysses": mesh.ulysses_size, "vpp": mesh.vpp_size}
-    active = [f"{name} {size}" for name, size in {**sizes, **others}.items() if size is not None and size > 1]
-    return " × ".join(active) if active else "one rank"
+    active = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    more = [f"{name} {size}" for name, size in others.items() if size is not None and size > 1]
+    more += ["sequence parallel"] if mesh.sequence_parallel else []
+    return ", ".join([" × ".join(active) if active else "one rank", *more])
 
 
 def _grids(mesh: DeviceMesh) -> Iterator[str]:

@@ -127,15 +127,17 @@ def current_seed() -> int:
     return _DEFAULT_SEED
 
 
-def adapter_seed(adapter_name: str) -> int | None:
+def adapter_seed(adapter_name: str, seed: int | None = None) -> int | None:
     """Return the seed of a new adapter's weights, made of the seed of :func:`initialize` and the adapter's name.
 
-    None: ``initialize`` was not called, or with ``seed=None``. The client of a server makes the same seed, so the
-    adapters of a script begin with the same weights on a server.
+    seed: that of a model, which replaces the one of ``initialize``. The result is None without both: ``initialize`` was
+    not called, or with ``seed=None``. The client of a server makes the same seed, so the adapters of a script begin
+    with the same weights on a server.
     """
-    if _settings.seed is None:
+    seed = _settings.seed if seed is None else seed
+    if seed is None:
         return None
-    return int.from_bytes(hashlib.sha256(f"{_settings.seed}\n{adapter_name}".encode()).digest()[:4])
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{adapter_name}".encode()).digest()[:4])
 
 
 def _local_mesh(plans: tuple[GroupPlan, ...], mesh: DeviceMesh | None) -> DeviceMesh:

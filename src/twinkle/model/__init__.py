@@ -3,10 +3,11 @@
 Heavy names (those that need torch and transformers) are imported when they are first used, not with this package.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from twinkle.compatibility import find_name
-from twinkle.extras import load
+from twinkle.compatibility import find_name, unusable_name
+from twinkle.extras import load, missing
 from twinkle.model.types import (
     AdamParams,
     AdapterSnapshot,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from twinkle.model.decoder.loading import adopt_model
     from twinkle.model.full.trainer import FullTrainer
     from twinkle.model.library.interface import TwinkleModel
+    from twinkle.model.megatron.library.model import MegatronModel
+    from twinkle.model.megatron.library.multi_lora import MultiLoraMegatronModel
     from twinkle.model.multi_lora.model import MultiLoraTransformersModel
     from twinkle.model.trainer.trainer import Trainer
     from twinkle.model.transformers.model import TransformersModel
@@ -36,6 +39,8 @@ __all__ = [
     "FullSpec",
     "FullTrainer",
     "LoraSpec",
+    "MegatronModel",
+    "MultiLoraMegatronModel",
     "MultiLoraTransformersModel",
     "ObjectiveValue",
     "TokenValues",
@@ -51,6 +56,8 @@ __all__ = [
 
 _HOME = {
     "FullTrainer": "twinkle.model.full.trainer",
+    "MegatronModel": "twinkle.model.megatron.library.model",
+    "MultiLoraMegatronModel": "twinkle.model.megatron.library.multi_lora",
     "MultiLoraTransformersModel": "twinkle.model.multi_lora.model",
     "Trainer": "twinkle.model.trainer.trainer",
     "TransformersModel": "twinkle.model.transformers.model",
@@ -63,4 +70,7 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         return find_name(__name__, name)
+    if "megatron" in _HOME[name] and find_spec("megatron") is None:
+        # Scripts import models of both backends and use one. The other may lack its package until it is used.
+        return unusable_name(__name__, name, missing("megatron", name))
     return load(_HOME[name], name)

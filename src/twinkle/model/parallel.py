@@ -238,7 +238,7 @@ def add_up_all(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
-    """Raise for mesh dimensions that training does not support; it supports dp and fsdp.
+    """Raise for mesh dimensions that models of Transformers do not support; they support dp and fsdp.
 
     ``cuts_sequences``: allow a ``ulysses_size`` above 1, too.
     """
@@ -253,8 +253,8 @@ def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
     if asked:
         text = ", ".join(f"{name}={size}" for name, size in asked.items())
         raise UnsupportedError(
-            f"device_mesh: {text}: training is spread by dp_size and fsdp_size, and TransformersModel also by "
-            "ulysses_size; tensor, pipeline, context and expert parallelism are not supported"
+            f"device_mesh: {text}: models of Transformers are spread by dp_size and fsdp_size, and TransformersModel "
+            "also by ulysses_size; MegatronModel and MultiLoraMegatronModel have tp_size, pp_size and ep_size"
         )
     if max(1, mesh.dp_world_size) * max(1, mesh.fsdp_world_size) != mesh.world_size:
         raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")

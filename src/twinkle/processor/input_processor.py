@@ -19,6 +19,7 @@ from twinkle.utils.logger import note_once
 
 __all__ = ["InputProcessor"]
 
+_FRAMEWORKS = ("transformers", "megatron")
 _SIDES = ("left", "right")
 _TOKEN_FIELDS = frozenset(SEQUENCE_FIELDS) - {"input_ids", "routed_experts"}  # experts may lack the last tokens
 
@@ -29,7 +30,7 @@ class InputProcessor:
     Rows are stacked, padded on ``padding_side``. With ``padding_free``, or if a row is already packed (its positions
     return to 0), they are concatenated into one row, and ``cu_seq_lens_q``/``_k`` tell where each sequence begins.
     Tensors are made on the CPU; the model moves them to its device. ``device_mesh`` has no effect: a model that divides
-    sequences among processes does that itself.
+    sequences among processes does that itself. ``framework`` has none either: models of both backends take this batch.
     """
 
     def __init__(
@@ -39,10 +40,8 @@ class InputProcessor:
         framework: str = "transformers",
         padding_side: str = "right",
     ) -> None:
-        if framework == "megatron":
-            raise UnsupportedError("framework: 'megatron' is not supported yet, allowed: 'transformers'")
-        if framework != "transformers":
-            raise UnknownNameError("framework", framework, ["transformers"])
+        if framework not in _FRAMEWORKS:
+            raise UnknownNameError("framework", framework, _FRAMEWORKS)
         if device_mesh is not None:
             note_once("device_mesh of InputProcessor: no effect; models divide sequences themselves")
         self.device_mesh = device_mesh

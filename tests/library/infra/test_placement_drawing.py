@@ -46,10 +46,11 @@ def test_two_dimensions_are_a_grid():
 
 
 def test_more_dimensions_are_several_grids():
-    record_component("Model", "big", "model", DeviceMesh.from_sizes(pp_size=2, dp_size=2, tp_size=2, ep_size=2))
+    mesh = DeviceMesh.from_sizes(pp_size=2, dp_size=2, tp_size=2, ep_size=2, sequence_parallel=True)
+    record_component("Model", "big", "model", mesh)
     lines = drawn([DeviceGroup("model", 8, "GPU", gpus_per_worker=2)])
     assert "group model: 4 workers on GPU, 2 devices each, ranks 0–7" in lines
-    assert "big: pp 2 × dp 2 × tp 2 × ep 2" in lines
+    assert "big: pp 2 × dp 2 × tp 2, ep 2, sequence parallel" in lines
     second = lines.index("pp 1")
     assert lines[second + 2 : second + 4] == ["dp 0     4    5", "dp 1     6    7"]
 

@@ -155,9 +155,13 @@ def test_embeddings_are_of_the_last_token(options):
         processor.postprocess_tensor_sp(batch, {"features": features}, sp_strategy=object())
 
 
+def test_models_of_both_backends_take_the_same_batch():
+    plain, other = (InputProcessor(framework=name)([row(2), row(3)]) for name in ("transformers", "megatron"))
+    assert plain.keys() == other.keys()
+    assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
 def test_what_is_refused():
-    with pytest.raises(UnsupportedError, match="'megatron' is not supported yet"):
-        InputProcessor(framework="megatron")
     with pytest.raises(UnknownNameError, match="framework 'jax'"):
         InputProcessor(framework="jax")
     with pytest.raises(InvalidInputError, match="padding_side"):

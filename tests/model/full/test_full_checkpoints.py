@@ -24,6 +24,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateE
 from twinkle.model import AdamParams, AdapterSnapshot, FullSpec, FullTrainer, LoraSpec, Trainer, adopt_model
 from twinkle.model.adapters.checkpoint import write_whole
 from twinkle.model.full import checkpoint
+from twinkle.model.full.tensor_files import write_tensors
 
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.01)
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
@@ -372,3 +373,14 @@ def test_a_folder_of_another_model_changes_nothing(saved: tuple[FullTrainer, Pat
     with pytest.raises(InvalidInputError, match=r"snapshot.layout.*another base model"):
         trainer.restore(RUN, snapshot.snapshot(RUN))
     assert_same(trainer.snapshot(RUN), before)
+
+
+def test_files_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
+    """Tensors come one at a time and in any order; the bytes are those of save_file."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"b.weight": (3, 5), "a": (2,), "a10": (4, 1), 'é"x': (0, 3), "a2": (1,)}
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        save_file({name: each.to(dtype) for name, each in tensors.items()}, tmp_path / "all", {"format": "pt"})
+        write_tensors({tmp_path / "each": shapes}, dtype, reversed(tensors.items()))
+        assert (tmp_path / "each").read_bytes() == (tmp_path / "all").read_bytes()

@@ -6,10 +6,8 @@ import pytest
 
 from tests.model.parallel.process_pool import ProcessPool
 
-_PROGRAMS = (
-    "tests.model.megatron.stage_programs",
-    "tests.model.megatron.trainer_programs",
-    "tests.model.megatron.failure_programs",
+_PROGRAMS = tuple(
+    f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "full", "library")
 )
 
 

@@ -28,9 +28,11 @@ from twinkle.model.full.memory import (
 from twinkle.model.full.sharding import ShardedGradient, ShardedWeights, shard_model
 from twinkle.model.full.weights import TrainedWeights, read_layout, split_masters
 from twinkle.model.parallel import Parallelism, own_device, read_mesh
+from twinkle.model.trainer.call import Pipeline
 from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.memory import available_bytes, head_chunk_rows, parameter_bytes
-from twinkle.model.trainer.preparation import read_end_tokens
+from twinkle.model.trainer.preparation import CountedPasses, read_end_tokens
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.utils.progress import Progress
 
@@ -47,12 +49,14 @@ class TrainedModel:
     device: torch.device
     dtype: torch.dtype  # what it computes with
     end_tokens: frozenset[int]
-    engine: Engine
+    passes: CountedPasses
     weights: TrainedWeights
     gradient: RequestGradient
     memory: FullMemoryPlan
     files: ModelFiles
     parallel: Parallelism
+    engine: Engine | None = None  # what runs the passes of a model of Transformers
+    pipeline: Pipeline | None = None  # what runs several micro-batches at once, instead of ``passes``
 
 
 def assemble(
@@ -76,7 +80,7 @@ def assemble(
     parallel = read_mesh(device_mesh, device)
     if compiled and parallel.sharded:
         raise UnsupportedError("compiled: the layers of a sharded model are not compiled, allowed: False")
-    end_tokens, files = read_end_tokens(model), _model_files(model, base_name, dtype, tokenizer_id)
+    end_tokens, files = read_end_tokens(model), model_files(model, base_name, dtype, tokenizer_id)
     needs = _needs(model, dtype, device, parallel, memory_budget_bytes, reshard_after_forward)
     require_state(needs.state, needs.weights, needs.free)
     with Progress(f"preparing {base_name}") as progress:
@@ -105,7 +109,17 @@ def assemble(
         device=device,
     )
     return TrainedModel(
-        engine.architecture, device, dtype, end_tokens, engine, weights, gradient, memory, files, parallel
+        engine.architecture,
+        device,
+        dtype,
+        end_tokens,
+        Lockstep(engine, parallel.shards) if parallel.sharded else engine,
+        weights,
+        gradient,
+        memory,
+        files,
+        parallel,
+        engine,
     )
 
 
@@ -120,14 +134,14 @@ def _take_weights(
     """Return all weights of the model and the gradient of a request, which the engine's passes add up from now on."""
     layout = read_layout(model)
     if parallel.shard_mesh is None:
-        weights = TrainedWeights(layout, list(named_weights(model).values()), masters, parallel.ranks)
-        gradient = CollectedGradient(weights.parameters)
+        weights = TrainedWeights(layout, layout.names, list(named_weights(model).values()), masters, parallel)
+        gradient = CollectedGradient(list(named_weights(model).values()))
         head_gradient = _head_gradient(model, weights, gradient)
         engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, head_gradient)
         return weights, gradient
     head_name = engine.architecture.head.name
     head = shard_model(engine, model, parallel.shard_mesh, dtype=dtype, reshard_after_forward=reshard_after_forward)
-    shards = ShardedWeights(layout, model, head_name, head, parallel.ranks)
+    shards = ShardedWeights(layout, model, head_name, head, parallel)
     sharded = ShardedGradient(shards, head, head_name, parallel.shards)
     engine.head = ChunkedHead(engine.head.spec, engine.head.chunk_rows, sharded)
     return shards, sharded
@@ -185,13 +199,14 @@ def _compile(engine: Engine) -> None:
     for layer in engine.layers:
         layer.compiled = compiled
     for lengths in _PROBES:
-        engine.forward_backward([random_part(engine, length) for length in lengths], recompute=False)
+        engine.forward_backward([random_part(engine.architecture, length) for length in lengths], recompute=False)
     engine.freeze_compilation()
 
 
-def _model_files(
+def model_files(
     model: PreTrainedModel, base_name: str, dtype: torch.dtype, tokenizer_id: str | PathLike[str] | None
 ) -> ModelFiles:
+    """Return what checkpoints of a model hold beside its weights."""
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.dtype = dtype

@@ -13,7 +13,7 @@ folder appears complete or not at all, see :func:`twinkle.model.adapters.checkpo
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, NoOptimizerStateError
@@ -40,6 +39,7 @@ from twinkle.model.adapters.checkpoint import (
     write_whole,
 )
 from twinkle.model.full.layout import ParameterLayout
+from twinkle.model.full.tensor_files import write_tensors
 from twinkle.model.library.training_state import copy_tokenizer
 from twinkle.model.types import EMPTY
 
@@ -63,12 +63,16 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class FullCopy:
-    """A copy of a run in host memory, for writing to disk. ``moments``: empty if saved without the optimizer."""
+    """A run for writing to disk. Its tensors, whole and in the layout's order, are copies in host memory or generators.
+
+    ``dtype``: of the weights in the file. ``moments``: empty if saved without the optimizer.
+    """
 
     layout: ParameterLayout
     files: ModelFiles
-    weights: Sequence[Tensor]
-    moments: Sequence[Sequence[Tensor]]
+    dtype: torch.dtype
+    weights: Iterable[Tensor]
+    moments: Sequence[Iterable[Tensor]]
     step: int = 0
     passes: int = 0
     optimizer: str = ADAM
@@ -102,14 +106,9 @@ def _write_files(copy: FullCopy, staging: Path, more_state: Mapping[str, object]
     (staging / "config.json").write_text(files.config)
     if files.generation_config is not None:
         (staging / "generation_config.json").write_text(files.generation_config)
-    _write_weights(copy.layout.named(copy.weights), staging)
+    _write_weights(copy, staging)
     if copy.moments:
-        moments = {
-            f"{kind}.{name}": tensor
-            for kind, tensors in zip(MOMENTS, copy.moments, strict=True)
-            for name, tensor in copy.layout.named(tensors).items()
-        }
-        save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
+        _write_moments(copy, staging)
     state = {
         "format": FORMAT,
         "train_mode": "full",
@@ -124,43 +123,67 @@ def _write_files(copy: FullCopy, staging: Path, more_state: Mapping[str, object]
         copy_tokenizer(files.tokenizer_id, staging)
 
 
-def _write_weights(weights: Mapping[str, Tensor], staging: Path) -> None:
+def _write_weights(copy: FullCopy, staging: Path) -> None:
     """Write weights as Transformers does: one file, or several with an index."""
+    layout = copy.layout
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    sizes = {name: torch.empty(shape, dtype=copy.dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(
-        dict(weights), filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_BYTES
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_BYTES
     )
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: weights[name] for name in names}, staging / file, metadata={"format": "pt"})
+    files = {
+        staging / file: {name: shapes[name] for name in names} for file, names in split.filename_to_tensors.items()
+    }
+    write_tensors(files, copy.dtype, zip(layout.names, copy.weights, strict=True))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def _write_moments(copy: FullCopy, staging: Path) -> None:
+    layout = copy.layout
+    shapes = {
+        f"{kind}.{name}": shape for kind in MOMENTS for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    tensors = (
+        (f"{kind}.{name}", tensor)
+        for kind, tensors in zip(MOMENTS, copy.moments, strict=True)
+        for name, tensor in zip(layout.names, tensors, strict=True)
+    )
+    write_tensors({staging / OPTIMIZER: shapes}, torch.float32, tensors)
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint whose names, shapes and numbers were checked. Tensors are read one by one, in the layout's order."""
+    """A checkpoint whose names, shapes and numbers were checked. Tensors are read one by one."""
 
-    weights: "_Tensors"
-    moments: Sequence["_Tensors"]  # empty: without the optimizer's state
+    weights: "StoredTensors"
+    moments: Sequence["StoredTensors"]  # empty: without the optimizer's state
     state: TrainingState
 
 
-def read_full(directory: Path, layout: ParameterLayout, *, optimizer: bool) -> Loaded:
-    """Open a folder of weights for a model of this layout. Everything is checked here: nothing fails afterwards."""
-    weights = _Tensors(_weight_files(directory), layout, "", directory)
-    weights.check()
+def read_full(
+    directory: Path, layout: ParameterLayout, *, optimizer: bool, names: Sequence[str] | None = None
+) -> Loaded:
+    """Open a folder of weights for a model of this layout. Everything is checked here: nothing fails afterwards.
+
+    names: the parameters that will be read; the numbers of others are not checked. None: all.
+    """
+    own = layout.names if names is None else names
+    weights = StoredTensors(_weight_files(directory), layout, "", directory)
+    weights.check(own)
     if not optimizer:
         return Loaded(weights, (), NEW_STATE)
     path = directory / OPTIMIZER
     if not path.exists():
         raise NoOptimizerStateError(f"{directory} holds no optimizer state; load it with optimizer=False")
-    moments = [_Tensors(_names_in(path), layout, f"{kind}.", path) for kind in MOMENTS]
+    moments = [StoredTensors(_names_in(path), layout, f"{kind}.", path) for kind in MOMENTS]
     for each in moments:
-        each.check()
+        each.check(own)
     return Loaded(weights, moments, read_training_state(directory / STATE))
 
 
-class _Tensors:
+class StoredTensors:
     """The tensors of a layout in the files of a checkpoint, under their names with a prefix."""
 
     def __init__(self, files: Mapping[str, Path], layout: ParameterLayout, prefix: str, source: Path) -> None:
@@ -171,27 +194,33 @@ class _Tensors:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the tensors in the layout's order."""
+        return self.read(self._layout.names)
+
+    def read(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield the tensors of these parameters."""
         with _Opened() as opened:
-            for name in self._layout.names:
+            for name in names:
                 yield opened.read(*self._place(name))
 
-    def check(self) -> None:
-        """Raise a CheckpointError for names, shapes and numbers that do not fit."""
+    def check(self, names: Sequence[str]) -> None:
+        """Raise a CheckpointError for names and shapes that do not fit, and for numbers of ``names`` that do not."""
         self._check_names()
-        aliases = dict(self._layout.aliases)
+        aliases, own = dict(self._layout.aliases), frozenset(names)
         with _Opened() as opened:
             for name, shape in zip(self._layout.names, self._layout.shapes, strict=True):
                 path, stored = self._place(name)
                 found = opened.shape(path, stored)
                 if found != shape:
                     raise CheckpointError(f"{path}: {stored} has shape {found}, expected {shape}")
+                if name not in own:
+                    continue
                 tensor = opened.read(path, stored)
                 if not tensor.is_floating_point():
                     raise CheckpointError(f"{path}: {stored} is {tensor.dtype}, expected floating-point numbers")
                 if not tensor.isfinite().all():
                     raise CheckpointError(f"{path}: {stored} holds NaN or infinity")
             for alias, name in aliases.items():
-                both = [self._prefix + each in self._files for each in (alias, name)]
+                both = [name in own, *(self._prefix + each in self._files for each in (alias, name))]
                 if all(both) and not torch.equal(*(opened.read(*self._at(each)) for each in (alias, name))):
                     raise CheckpointError(f"{self._source}: {alias} differs from {name}; this model has them tied")
 

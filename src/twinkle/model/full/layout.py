@@ -49,10 +49,11 @@ class ParameterLayout:
             start += size
         return row_P
 
-    def split(self, row_P: FloatArray) -> list[Tensor]:
-        """Return the parameters of a row, as views of it."""
+    def split(self, row_P: FloatArray, names: Sequence[str]) -> list[Tensor]:
+        """Return the parameters of a row that have these names, as views of it."""
         parts = torch.from_numpy(row_P).split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        views = {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        return [views[name] for name in names]
 
     def named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.names, tensors, strict=True))

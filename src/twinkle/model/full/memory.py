@@ -8,6 +8,7 @@ import torch
 
 from twinkle.errors import CapacityError
 from twinkle.loss import get_loss
+from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.trainer.batch import Part
@@ -95,7 +96,7 @@ def measure_cost(engine: Engine, drop_gradient: Callable[[], None]) -> TokenCost
     engine.head = ChunkedHead(head.spec, min(small, head.chunk_rows), head.gradient)
 
     def run(tokens: int, recompute: bool) -> None:
-        engine.forward_backward([random_part(engine, tokens)], recompute=recompute)
+        engine.forward_backward([random_part(engine.architecture, tokens)], recompute=recompute)
         drop_gradient()
 
     try:
@@ -106,9 +107,9 @@ def measure_cost(engine: Engine, drop_gradient: Callable[[], None]) -> TokenCost
     return TokenCost(kept, min(recomputed, kept))
 
 
-def random_part(engine: Engine, length: int) -> Part:
+def random_part(architecture: Architecture, length: int) -> Part:
     """Return a request of one sequence of random tokens."""
-    tokens = np.random.default_rng(0).integers(0, engine.architecture.vocab_size, length)
+    tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, length)
     datum = CheckedDatum(tokens, tokens[:, None], {}, tokens.shape)
     item = CheckedItem("probe", get_loss("cross_entropy"), {}, (datum,))
     return Part(0, item, None, item.data)

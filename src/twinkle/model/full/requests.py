@@ -9,7 +9,6 @@ from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.full.assembly import TrainedModel
 from twinkle.model.full.passes import FailedPassError, WholePasses
 from twinkle.model.trainer.call import StepLimit, TrainerCall
-from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.packing import Budget
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 
@@ -27,8 +26,8 @@ class RequestRunner:
         self._gradient = model.gradient
         self._parallel = model.parallel
         self._no_adapters = AdapterPool(0, model.dtype, model.device)
-        engine, shards = model.engine, model.parallel.shards
-        self._passes = WholePasses(Lockstep(engine, shards) if model.parallel.sharded else engine)
+        self._passes = WholePasses(model.passes)
+        self._pipeline = model.pipeline
         self._training = False  # whether a request's gradient is being computed
 
     def scored(
@@ -111,6 +110,7 @@ class RequestRunner:
             self._budget,
             train=train,
             parallel=self._parallel,
+            pipeline=self._pipeline,
             give_way=give_way,
             leaves_half=False,
             trains_base=True,

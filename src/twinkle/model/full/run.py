@@ -5,6 +5,8 @@ Every step of an optimizer is torch's own code, with all settings passed at each
 of state have the same meaning as there.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +18,11 @@ from torch.optim.adam import adam
 
 from twinkle.errors import NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM
-from twinkle.model.adapters.optimizer import check_steps, norm_in_fp64, state_names, step_tensors
+from twinkle.model.adapters.optimizer import check_steps, state_names, step_tensors
 from twinkle.model.full.checkpoint import FullCopy, Loaded, ModelFiles
 from twinkle.model.full.weights import TrainedWeights
 from twinkle.model.library.parameter_groups import is_decayed
-from twinkle.model.parallel import ALONE, Ranks, add_up_all
-from twinkle.model.types import AdamParams, AdapterSnapshot, FullSpec
+from twinkle.model.types import AdamParams, AdapterSnapshot, FloatArray, FullSpec
 
 NO_GRADIENT: Mapping[str, float] = {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
 
@@ -36,10 +37,10 @@ class _Tensors(NamedTuple):
 
 @dataclass
 class FullRun:
-    """One run. Lists have a tensor for each parameter; in a sharded model they are this rank's parts.
+    """One run. Lists have a tensor for each parameter that this rank holds, or holds a part of.
 
     ``exp_avg`` and ``exp_avg_sq`` hold the state of the ``optimizer``, ``scalars`` those of its numbers that are the
-    same for all weights. ``shards``: the ranks that hold the parts of the tensors.
+    same for all weights.
     """
 
     adapter_id: str
@@ -50,14 +51,13 @@ class FullRun:
     optimizer: str = ADAM
     scalars: Mapping[str, float] = field(default_factory=dict)
     gradient: list[Tensor] | None = None
-    divided: bool = False  # replicas hold parts of the gradient that have not been added up yet
+    divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
     passes: int = 0
-    shards: Ranks = ALONE
 
     @classmethod
-    def fresh(cls, adapter_id: str, weights: TrainedWeights, shards: Ranks) -> "FullRun":
+    def fresh(cls, adapter_id: str, weights: TrainedWeights) -> "FullRun":
         exp_avg, exp_avg_sq = ([torch.zeros_like(each) for each in weights.masters] for _ in range(2))
-        return cls(adapter_id, weights, exp_avg, exp_avg_sq, shards=shards)
+        return cls(adapter_id, weights, exp_avg, exp_avg_sq)
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +67,11 @@ class FullRun:
 
     # --- gradient -----------------------------------------------------------------------------------------------------
 
-    def add_gradient(self, gradient: list[Tensor], replicas: Ranks) -> None:
-        """Add the gradient of a request. Each replica adds that of its own sequences."""
-        if replicas.size > 1 and not self.divided:
-            # A gradient from before is the same on all replicas: one of them keeps it, or it would count several times.
-            self.gradient = self.gradient if replicas.number == 0 else None
+    def add_gradient(self, gradient: list[Tensor]) -> None:
+        """Add the gradient of a request. Each rank adds what it has computed of it."""
+        if self.weights.adds_up and not self.divided:
+            if self.gradient is not None:
+                self.gradient = self.weights.counted_once(self.gradient)
             self.divided = True
         if self.gradient is None:
             self.gradient = gradient
@@ -79,30 +79,19 @@ class FullRun:
             torch._foreach_add_(self.gradient, gradient)
         self.passes += 1
 
-    def unite_gradient(self, replicas: Ranks) -> None:
-        """Add up the parts of all replicas, if that was not done yet."""
+    def unite_gradient(self) -> None:
+        """Add up the parts of all ranks, if that was not done yet."""
         if self.divided:
             assert self.gradient is not None
-            add_up_all(replicas, self.gradient)
+            self.weights.add_up(self.gradient)
             self.divided = False
 
     def drop_gradient(self) -> None:
         self.gradient, self.divided = None, False
 
     def gradient_norm(self, norm_type: float = 2.0) -> float:
-        """Return the norm of the whole gradient; 0 without one. All shards must call this."""
-        own = 0.0
-        if self.gradient is not None:
-            on_cpu = self.gradient[0].device.type == "cpu"
-            norms = (
-                [norm_in_fp64(each, norm_type) for each in self.gradient]
-                if on_cpu
-                else torch._foreach_norm(self.gradient, norm_type)
-            )
-            own = float(torch.linalg.vector_norm(torch.stack(tuple(norms)).double(), norm_type))
-        if self.shards.size == 1:
-            return own
-        return float(torch.linalg.vector_norm(torch.tensor(self.shards.gather(own), dtype=torch.float64), norm_type))
+        """Return the norm of the whole gradient; 0 without one. All ranks must call this."""
+        return 0.0 if self.gradient is None else self.weights.norm(self.gradient, norm_type)
 
     def _finite_norm(self) -> float:
         norm = self.gradient_norm()
@@ -170,7 +159,7 @@ class FullRun:
 
     def _decay_groups(self, decay_norms: bool) -> list[tuple[list[int], bool]]:
         """Return parameters by number in groups: with weight decay (True) and without. Empty groups are left out."""
-        names = self.weights.layout.names
+        names = self.weights.names
         decayed = [number for number, name in enumerate(names) if decay_norms or is_decayed(name)]
         others = sorted(set(range(len(names))) - set(decayed))
         return [(numbers, decays) for numbers, decays in ((decayed, True), (others, False)) if numbers]
@@ -209,15 +198,22 @@ class FullRun:
 
     def restore(self, snapshot: AdapterSnapshot) -> None:
         """Take the state of a snapshot whose layout and shapes are those of the weights."""
-        weights, split = self.weights, self.weights.layout.split
+        weights = self.weights
+        split = functools.partial(weights.layout.split, names=weights.names)
         self.drop_gradient()
         weights.put(split(snapshot.weights))
         self._put_state(split(snapshot.exp_avg), split(snapshot.exp_avg_sq))
         if snapshot.gradient is not None:
-            own = (weights.part(index, tensor) for index, tensor in enumerate(split(snapshot.gradient)))
-            self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
+            self.put_gradient(snapshot.gradient)
         self.step, self.passes = snapshot.step, snapshot.passes
         self.optimizer, self.scalars = snapshot.optimizer, dict(snapshot.scalars)
+
+    def put_gradient(self, gradient: FloatArray) -> None:
+        """Take this rank's part of a whole gradient, in the place of the one that there is."""
+        weights = self.weights
+        tensors = weights.layout.split(gradient, names=weights.names)
+        own = (weights.part(index, tensor) for index, tensor in enumerate(tensors))
+        self.gradient = [each.to(weights.masters[0].device, copy=True) for each in own]
 
     def copied(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
         """Return a copy in host memory, as it is written to disk, without the gradient.
@@ -225,13 +221,27 @@ class FullRun:
         With the ``optimizer``'s state the weights are fp32, else of ``dtype``. All ranks must call this; the copy has
         no tensors on all but the first.
         """
+        streamed, on_host = self.streamed(files, dtype, optimizer=optimizer), self.weights.on_host
+        moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
+        return dataclasses.replace(
+            streamed,
+            weights=on_host(self.weights.masters, streamed.dtype),
+            moments=tuple(on_host(tensors, torch.float32) for tensors in moments),
+        )
+
+    def streamed(self, files: ModelFiles, dtype: torch.dtype, *, optimizer: bool) -> FullCopy:
+        """Return what :meth:`copied` returns, with generators that gather one tensor at a time.
+
+        All ranks must iterate over the weights, then over each row of the optimizer's state, to the end.
+        """
         weights = self.weights
         moments = (self.exp_avg, self.exp_avg_sq) if optimizer else ()
         return FullCopy(
             weights.layout,
             files,
-            weights.on_host(weights.masters, torch.float32 if optimizer else dtype),
-            tuple(weights.on_host(tensors, torch.float32) for tensors in moments),
+            torch.float32 if optimizer else dtype,
+            weights.gathered(weights.masters),
+            tuple(weights.gathered(tensors) for tensors in moments),
             step=self.step,
             passes=self.passes,
             optimizer=self.optimizer,
@@ -240,9 +250,11 @@ class FullRun:
 
     def load(self, loaded: Loaded) -> None:
         """Take weights and state of a checkpoint that was checked; without optimizer state, that starts from zero."""
-        self.weights.put(loaded.weights)
+        names = self.weights.names
+        self.weights.put(loaded.weights.read(names))
         if loaded.moments:
-            self._put_state(*loaded.moments)
+            exp_avg, exp_avg_sq = (each.read(names) for each in loaded.moments)
+            self._put_state(exp_avg, exp_avg_sq)
         else:
             torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq])
         self.step, self.passes = loaded.state.step, loaded.state.passes
@@ -264,8 +276,8 @@ class FullRun:
 
     def _require_matrices(self, name: str) -> None:
         layout = self.weights.layout
-        if self.shards.size > 1:
-            raise UnsupportedError(f"optimizer: {name} needs whole matrices, and this model is sharded over processes")
+        if not self.weights.held_whole:
+            raise UnsupportedError(f"optimizer: {name} needs whole matrices, and this model is divided over processes")
         others = [each for each, shape in zip(layout.names, layout.shapes, strict=True) if len(shape) != 2]
         if others:
             raise UnsupportedError(

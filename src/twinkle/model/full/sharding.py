@@ -21,7 +21,7 @@ from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.decoder.products import add_outer_products
 from twinkle.model.full.layout import ParameterLayout
 from twinkle.model.full.weights import TrainedWeights, local
-from twinkle.model.parallel import Ranks
+from twinkle.model.parallel import Parallelism, Ranks
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.sharding import ShardedHead
 
@@ -30,7 +30,12 @@ class ShardedWeights(TrainedWeights):
     """Weights of a sharded model. All tensors are this rank's parts."""
 
     def __init__(
-        self, layout: ParameterLayout, model: PreTrainedModel, head_name: str, head: ShardedHead, ranks: Ranks
+        self,
+        layout: ParameterLayout,
+        model: PreTrainedModel,
+        head_name: str,
+        head: ShardedHead,
+        parallel: Parallelism,
     ) -> None:
         own = {
             name: parameter for name, parameter in named_weights(model).items() if name.rpartition(".")[0] != head_name
@@ -44,7 +49,7 @@ class ShardedWeights(TrainedWeights):
         if head.bias_V is not None:
             own[f"{head_name}.bias"] = head.bias_V
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        super().__init__(layout, [own[name] for name in layout.names], {}, ranks)
+        super().__init__(layout, layout.names, [own[name] for name in layout.names], {}, parallel)
 
     @torch.no_grad()
     def refresh(self) -> None:

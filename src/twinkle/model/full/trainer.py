@@ -11,6 +11,7 @@ sequences of a call's requests or none. What is returned as numpy arrays, and ch
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -37,11 +38,11 @@ from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.precision import read_dtype
-from twinkle.model.full.assembly import assemble
+from twinkle.model.full.assembly import TrainedModel, assemble
 from twinkle.model.full.checkpoint import read_full, save_full
 from twinkle.model.full.requests import Outcome, RequestRunner, Steps, finished
 from twinkle.model.full.run import FullRun
-from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, together
+from twinkle.model.parallel import Ranks, check_mesh, own_device, together
 from twinkle.model.trainer.call import StepLimit
 from twinkle.model.trainer.memory import device_memory
 from twinkle.model.types import (
@@ -89,12 +90,10 @@ class FullTrainer:
         reshard_after_forward: free the gathered layers of a sharded model after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
         """
-        self.model_id = id_text(model_id)
-        self.base_name = base_name or self.model_id
-        self._model = assemble(
+        assembled = assemble(
             model,
             dtype=dtype or model.dtype,
-            base_name=self.base_name,
+            base_name=base_name or id_text(model_id),
             tokenizer_id=tokenizer_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -102,6 +101,19 @@ class FullTrainer:
             device_mesh=device_mesh,
             reshard_after_forward=reshard_after_forward,
         )
+        self._take_over(assembled, id_text(model_id))
+
+    @classmethod
+    def from_assembled(cls, model: TrainedModel, *, model_id: str | PathLike[str]) -> Self:
+        """Make a trainer of a model that is assembled already, such as one that Megatron runs."""
+        trainer = cls.__new__(cls)  # the constructor takes a model of Transformers, and assembles it
+        trainer._take_over(model, id_text(model_id))
+        return trainer
+
+    def _take_over(self, model: TrainedModel, model_id: str) -> None:
+        self.model_id = model_id
+        self.base_name = model.files.base_model
+        self._model = model
         self.architecture = self._model.architecture
         self.device, self.dtype = self._model.device, self._model.dtype
         self.end_tokens, self.memory = self._model.end_tokens, self._model.memory
@@ -158,6 +170,11 @@ class FullTrainer:
         """Return the group of processes that train together; all must be given the same calls."""
         return self._parallel.ranks
 
+    @property
+    def data_ranks(self) -> Ranks:
+        """Return one rank of each group of processes that have the same sequences; a sum over them counts each once."""
+        return self._parallel.data
+
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def check_adapter(self, spec: TrainingSpec) -> None:
@@ -171,7 +188,7 @@ class FullTrainer:
         """Begin a run with the weights of the base model. CapacityError while another run holds the model."""
         self.check_adapter(spec)
         self._require_free(adapter_id)
-        self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
+        self._run = FullRun.fresh(adapter_id, self._weights)
         return FullSpec()
 
     def remove_adapter(self, adapter_id: str) -> None:
@@ -203,7 +220,7 @@ class FullTrainer:
         return self.memory.state.moments + self.memory.state.gradient if self.device.type == "cpu" else 0
 
     def numbers(self) -> TrainerNumbers:
-        rows = self._model.engine.token_rows, self._model.engine.padding_rows
+        rows = self._model.passes.token_rows, self._model.passes.padding_rows
         return TrainerNumbers(len(self.adapter_ids()), 0, *rows, device_memory(self.device))
 
     def vocabulary_size(self) -> int:
@@ -261,7 +278,7 @@ class FullTrainer:
 
     def _keep_gradient(self, item: TrainItem) -> None:
         """Add the gradient of a request that succeeded to that of its run."""
-        self._get(item.adapter_id).add_gradient(self._model.gradient.take(), self._parallel.replicas)
+        self._get(item.adapter_id).add_gradient(self._model.gradient.take())
 
     def optim_step(
         self, adapter_id: str, params: AdamParams, *, decoupled: bool = True, decay_norms: bool = True
@@ -274,7 +291,7 @@ class FullTrainer:
         """
         run = self._get(adapter_id)
         check_adam_params(params)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run.adam_step(params, decoupled=decoupled, decay_norms=decay_norms)
 
     def optimizer_step(
@@ -288,7 +305,7 @@ class FullTrainer:
         run = self._get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run.optimizer_step(name, settings, decay_norms=decay_norms)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
@@ -332,20 +349,20 @@ class FullTrainer:
 
         They are the live tensors, which the next step changes: copy them before that.
         """
-        if self._parallel.sharded:
-            raise UnsupportedError("compute_weights: the model is sharded over processes; use gather_compute_weights()")
+        if not self._weights.held_whole:
+            raise UnsupportedError("compute_weights: the model is divided over processes; use gather_compute_weights()")
         return self._weights.layout.named([parameter.detach() for parameter in self._weights.parameters])
 
     def gather_compute_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what :meth:`compute_weights` returns one by one, each gathered if the model is sharded.
+        """Yield what :meth:`compute_weights` returns one by one, each gathered if the model is divided over processes.
 
         All ranks must iterate to the end.
         """
-        if not self._parallel.sharded:
+        if self._weights.held_whole:
             yield from self.compute_weights().items()
             return
-        for index, name in enumerate(self._weights.layout.names):
-            yield name, self._weights.whole(index, self._weights.masters[index].to(self.dtype))
+        weights = self._weights
+        yield from zip(weights.layout.names, weights.compute_wholes(self.dtype), strict=True)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -368,8 +385,17 @@ class FullTrainer:
                 raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({layout.size},)")
         if adapter_id not in self.adapter_ids():
             self._require_free(adapter_id)
-            self._run = FullRun.fresh(adapter_id, self._weights, self._parallel.shards)
+            self._run = FullRun.fresh(adapter_id, self._weights)
         self._get(adapter_id).restore(snapshot)
+
+    def put_gradient(self, adapter_id: str, gradient: FloatArray) -> None:
+        """Set the gradient of a window, which is whole and the same on all ranks."""
+        size = self._weights.layout.size
+        if gradient.shape != (size,):
+            raise InvalidInputError("gradient", f"shape {gradient.shape}", f"({size},)")
+        run = self._get(adapter_id)
+        run.drop_gradient()
+        run.put_gradient(gradient)
 
     def save(
         self,
@@ -383,13 +409,23 @@ class FullTrainer:
         """Write a directory that Transformers can load; with ``optimizer`` also its state. The gradient is not written.
 
         state: further entries of trainer_state.json. companions: a function that writes further files into the
-        directory it is given. The checkpoint appears with all its files or not at all.
+        directory it is given. The checkpoint appears with all its files or not at all. Where the model is divided over
+        processes, the first rank gathers and writes one tensor at a time.
         """
-        copy = self._get(adapter_id).copied(self._model.files, self.dtype, optimizer=optimizer)
-        write = functools.partial(
-            save_full, copy, Path(directory), overwrite=overwrite, state=state, companions=companions
-        )
-        first_does(self._parallel.ranks, write)
+        copy = self._get(adapter_id).streamed(self._model.files, self.dtype, optimizer=optimizer)
+
+        def write() -> None:
+            try:
+                save_full(copy, Path(directory), overwrite=overwrite, state=state, companions=companions)
+            finally:
+                take_part()  # also after an error: other ranks wait until all tensors are gathered
+
+        def take_part() -> None:
+            for tensors in (copy.weights, *copy.moments):
+                deque(tensors, maxlen=0)
+
+        ranks = self._parallel.ranks
+        together(ranks, write if ranks.number == 0 else take_part)
 
     def prepare_save(
         self,
@@ -413,7 +449,8 @@ class FullTrainer:
         accumulated gradient is dropped. If the folder does not fit, nothing changes.
         """
         run = self._get(adapter_id)
-        read = functools.partial(read_full, Path(directory), self._weights.layout, optimizer=optimizer)
+        weights = self._weights
+        read = functools.partial(read_full, Path(directory), weights.layout, optimizer=optimizer, names=weights.names)
         run.load(together(self._parallel.ranks, read))
 
     def set_aside(self, size: int) -> None:
@@ -435,7 +472,7 @@ class FullTrainer:
     def _with_gradient(self, adapter_id: str) -> FullRun:
         """Return the run with its whole gradient."""
         run = self._get(adapter_id)
-        run.unite_gradient(self._parallel.replicas)
+        run.unite_gradient()
         return run
 
     def _require_free(self, adapter_id: str) -> None:

@@ -9,17 +9,18 @@ reading files, which may have changed or gone meanwhile. They take 2 bytes per p
 else 4.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from twinkle.model.adapters.optimizer import norm_in_fp64
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.full.layout import ParameterLayout
-from twinkle.model.parallel import Ranks
+from twinkle.model.parallel import Parallelism, add_up_all
 from twinkle.model.types import FloatArray
 
 
@@ -55,21 +56,30 @@ def read_layout(model: PreTrainedModel) -> ParameterLayout:
 
 
 class TrainedWeights:
-    """The weights of one model, in the order of ``layout``. Tensors of a sharded model are this rank's parts."""
+    """The weights of one model. Lists have a tensor for each of ``names``, the parameters that this rank holds.
+
+    These are all parameters of ``layout``, in its order. Tensors of a sharded model are this rank's parts.
+    """
 
     def __init__(
-        self, layout: ParameterLayout, parameters: Sequence[nn.Parameter], masters: dict[str, Tensor], ranks: Ranks
+        self,
+        layout: ParameterLayout,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        masters: Mapping[str, Tensor],
+        parallel: Parallelism,
     ) -> None:
         """Take over the weights of a model.
 
-        masters: separate master weights by name; empty: the parameters themselves are the master weights. ranks: the
-        processes that train together, of which the first gets whole tensors.
+        parameters: what the model computes with. masters: separate master weights by name; empty: the parameters
+        themselves are the master weights. parallel: the first of its ranks gets whole tensors.
         """
         self.layout = layout
-        self._ranks = ranks
+        self.names = tuple(names)
+        self._parallel = parallel
         self.parameters = list(parameters)
         self._separate = bool(masters)
-        own = [masters[name] for name in layout.names] if masters else [local(each.data) for each in parameters]
+        own = [masters[name] for name in self.names] if masters else [local(each.data) for each in parameters]
         self.masters: list[Tensor] = own
         self._base: list[Tensor] = [_compact_copy(master) for master in own]
         self.changed = False  # whether they differ from the base
@@ -82,7 +92,7 @@ class TrainedWeights:
             torch._foreach_copy_([each.data for each in self.parameters], self.masters)
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Replace the master weights by whole tensors."""
+        """Replace the master weights by whole tensors, one for each of ``names``."""
         for index, tensor in enumerate(tensors):
             self.masters[index].copy_(self.part(index, tensor))
         self.refresh()
@@ -119,16 +129,25 @@ class TrainedWeights:
         )
         return gathered.full_tensor()
 
+    def wholes(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the whole of each tensor, in the order of the layout. All ranks must iterate to the end."""
+        for index, tensor in enumerate(tensors):
+            yield self.whole(index, tensor)
+
+    def compute_wholes(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the whole of what the model computes with, which has this dtype, as :meth:`wholes` does."""
+        for index, master in enumerate(self.masters):
+            yield self.whole(index, master.to(dtype))
+
     def gathered(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield tensors, one for each parameter, whole on the first rank; others take part, and yield nothing."""
-        for index, tensor in enumerate(tensors):
-            whole = self.whole(index, tensor)
-            if self._ranks.number == 0:
+        for whole in self.wholes(tensors):
+            if self._parallel.ranks.number == 0:
                 yield whole.detach()
 
     def row(self, tensors: Sequence[Tensor]) -> FloatArray:
         """Return tensors as one row; an empty one on all ranks but the first."""
-        if self._ranks.number == 0:
+        if self._parallel.ranks.number == 0:
             return self.layout.row(self.gathered(tensors))
         for _ in self.gathered(tensors):
             pass
@@ -144,6 +163,34 @@ class TrainedWeights:
         host = torch.device("cpu")
         return [each.to(host, dtype, copy=True).contiguous() for each in self.gathered(tensors)]
 
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def held_whole(self) -> bool:
+        """Return whether this rank has all weights of the model as a whole."""
+        return not self._parallel.sharded
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether a gradient is the sum of what several ranks have computed of it."""
+        return self._parallel.replicas.size > 1
+
+    def counted_once(self, gradient: list[Tensor]) -> list[Tensor] | None:
+        """Return what this rank keeps of a gradient that several ranks have, before each of them adds to its own.
+
+        One of them keeps it, or it would count several times.
+        """
+        return gradient if self._parallel.replicas.number == 0 else None
+
+    def add_up(self, gradient: list[Tensor]) -> None:
+        """Add up the parts of a gradient that ranks have computed, in place. All ranks call this."""
+        add_up_all(self._parallel.replicas, gradient)
+
+    def norm(self, gradient: list[Tensor], norm_type: float) -> float:
+        """Return the norm of a gradient whose parts were added up. All ranks call this, and get the same number."""
+        own, shards = tensors_norm(gradient, norm_type), self._parallel.shards
+        return own if shards.size == 1 else joint_norm(shards.gather(own), norm_type)
+
     @property
     def base_bytes(self) -> int:
         """Return the bytes of host memory that the base model's weights take."""
@@ -153,6 +200,20 @@ class TrainedWeights:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor that may be sharded, as a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_norm(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """Return the norm of all numbers of some tensors."""
+    on_cpu = tensors[0].device.type == "cpu"
+    norms = (
+        [norm_in_fp64(each, norm_type) for each in tensors] if on_cpu else torch._foreach_norm(list(tensors), norm_type)
+    )
+    return float(torch.linalg.vector_norm(torch.stack(tuple(norms)).double(), norm_type))
+
+
+def joint_norm(norms: Sequence[float], norm_type: float) -> float:
+    """Return the norm of all numbers of several groups, from the norm of each."""
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
 
 
 def _compact_copy(tensor: Tensor) -> Tensor:

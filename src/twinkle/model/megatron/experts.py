@@ -73,9 +73,10 @@ class ExpertMlp(nn.Module):
     def _run(self, x_SH: Tensor, by_expert: Tensor, counts: list[int]) -> Tensor:
         """Return the outputs of this rank's experts. ``by_expert``: the rows ordered by expert; ``counts``: of each."""
         outputs = []
-        for expert, rows in enumerate(x_SH[by_expert].split(counts)):
-            gate, up = linear(rows, self.gate_up_E2IH[expert]).chunk(2, dim=-1)
-            outputs.append(linear(self._activation(gate) * up, self.down_EHI[expert]))
+        weights = self.gate_up_E2IH.unbind(), self.down_EHI.unbind()  # their gradients are put together once
+        for rows, gate_up_2IH, down_HI in zip(x_SH[by_expert].split(counts), *weights, strict=True):
+            gate, up = linear(rows, gate_up_2IH).chunk(2, dim=-1)
+            outputs.append(linear(self._activation(gate) * up, down_HI))
         return torch.cat(outputs)[torch.argsort(by_expert)]
 
 

@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     # Several modules warn that Transformer Engine and Apex are not installed. Nothing here uses them.
     warnings.filterwarnings("ignore", message=".*Apex.*", category=UserWarning)
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "DistributedDataParallelConfig",
     "GPTModel",
     "ModelType",
     "ModuleSpec",

@@ -48,7 +48,8 @@ class MegatronMesh:
 
     ``tp``: the ranks that hold the cuts of the same layers. ``pp``: one rank of each stage, in their order. ``dp``: the
     ranks that hold the same cut. ``model``: the ranks of one replica (tp × pp). ``ep``: the ranks among which the
-    experts of a layer are divided. ``world``: all.
+    experts of a layer are divided. ``same_experts``: the ranks that hold the same experts as this one. ``ends``: the
+    ranks of the first and the last stage that hold the same part of a tied embedding. ``world``: all.
     """
 
     sizes: MeshSizes = MeshSizes()
@@ -59,6 +60,8 @@ class MegatronMesh:
     dp: Ranks = ALONE
     model: Ranks = ALONE
     ep: Ranks = ALONE
+    same_experts: Ranks = ALONE
+    ends: Ranks = ALONE
 
     @property
     def is_first(self) -> bool:
@@ -153,6 +156,8 @@ def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronM
         _ranks(parallel_state.get_data_parallel_group()),
         _ranks(parallel_state.get_model_parallel_group()),
         _ranks(parallel_state.get_expert_model_parallel_group()),
+        _ranks(parallel_state.get_expert_data_parallel_group()),
+        _ranks(parallel_state.get_embedding_group(check_initialized=False)),
     )
 
 
@@ -182,6 +187,6 @@ def _check_same(sizes: MeshSizes) -> None:
         )
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    """Return the ranks of a group; a group of one process communicates nothing."""
-    return ProcessRanks(group) if dist.get_world_size(group) > 1 else ALONE
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    """Return the ranks of a group; a group of one process communicates nothing. None: this process is in none."""
+    return ALONE if group is None or dist.get_world_size(group) == 1 else ProcessRanks(group)

@@ -1,7 +1,7 @@
 """Loads a base model onto a mesh of processes, and makes a Trainer of it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
-from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.decoder.head import ChunkedHead, HeadGradient, HeadSpec
 from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.megatron.engine import MegatronEngine, make_engine
@@ -22,6 +22,7 @@ from twinkle.model.megatron.head import VocabParallelHead
 from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
 from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.parallel import Parallelism, own_device
+from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.memory import available_bytes, divide, head_chunk_rows, measure_per_token, parameter_bytes
 from twinkle.model.trainer.preparation import PreparedModel, named_end_tokens
 from twinkle.model.trainer.probe import (
@@ -35,7 +36,7 @@ from twinkle.model.trainer.probe import (
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.utils.progress import Progress
 
-__all__ = ["load_trainer", "make_cuts", "make_head", "parallelism"]
+__all__ = ["load_trainer", "make_cuts", "make_head", "make_trainer", "measure_cost", "parallelism"]
 
 
 def load_trainer(
@@ -61,15 +62,35 @@ def load_trainer(
         _check_compilable(read_sizes(device_mesh))
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidInputError("device", str(chosen), "cpu or cuda")
-    local = hub.resolve(model_id)
-    stage = build_stage(local, join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    stage = build_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    return make_trainer(
+        stage,
+        model_id,
+        base_name=base_name,
+        memory_budget_bytes=memory_budget_bytes,
+        max_tokens_per_batch=max_tokens_per_batch,
+        compiled=compiled,
+    )
+
+
+def make_trainer(
+    stage: Stage,
+    model_id: str | PathLike[str],
+    *,
+    base_name: str | None = None,
+    memory_budget_bytes: int | None = None,
+    max_tokens_per_batch: int | None = None,
+    compiled: bool = False,
+) -> Trainer:
+    """Make a trainer of this process's stage of a model. The arguments are those of :func:`load_trainer`."""
+    generation_config = read_generation_config(hub.resolve(model_id).path)
     with Progress(f"preparing {model_id}") as progress:
         engine = make_engine(stage, make_head(stage) if stage.is_last else None)
         if compiled:
             progress.doing("compiling the decoder layers")
             _compile_layers(engine, make_cuts(stage))
         progress.doing("measuring the memory of a training step")
-        prepared = prepare_stage(engine, _generation_config(local.path), memory_budget_bytes, max_tokens_per_batch)
+        prepared = prepare_stage(engine, generation_config, memory_budget_bytes, max_tokens_per_batch)
     return Trainer.from_prepared(prepared, model_id=model_id, base_name=base_name or loadable_name(model_id))
 
 
@@ -86,12 +107,13 @@ def prepare_stage(
     free = available_bytes(device, mesh.world.size)
     if memory_budget_bytes is not None:
         free = min(free, memory_budget_bytes - weights)
-    cost = _measure(engine, cuts)
+    adapters = probe_adapters(stage.architecture, device, stage.dtype, [PROBE_RANK], head=True, cuts=cuts)
+    cost = measure_cost(engine, lambda tokens: probe_parts(stage.architecture, adapters, [tokens]))
     memory = divide(
         weights=weights,
         free=mesh.world.smallest(free),
-        per_token=-mesh.world.smallest(-cost.kept),
-        per_token_recomputed=-mesh.world.smallest(-cost.recomputed),
+        per_token=cost.kept,
+        per_token_recomputed=cost.recomputed,
         max_tokens=max_tokens_per_batch,
         device=device,
     )
@@ -123,16 +145,19 @@ def make_cuts(stage: Stage) -> AdapterCuts:
     return ModelCuts(place, tensor=mesh.tp, pipeline=mesh.pp, model=mesh.model, data=mesh.dp)
 
 
-def make_head(stage: Stage) -> ChunkedHead:
-    """Return the head of the last stage, with this rank's rows of its weights."""
+def make_head(stage: Stage, gradient: HeadGradient | None = None) -> ChunkedHead:
+    """Return the head of the last stage, with this rank's rows of its weights.
+
+    ``gradient``: adds up the gradient of these rows; None: they are frozen.
+    """
     assert stage.head_weight_VH is not None, "only the last stage has the head"
     weight_VH, whole = stage.head_weight_VH.detach(), stage.architecture.head_spec
     spec = HeadSpec(weight_VH, None, whole.scale, whole.softcap)
     chunk_rows = head_chunk_rows(stage.device, len(weight_VH))
     tp = stage.mesh.tp
     if tp.size == 1:
-        return ChunkedHead(spec, chunk_rows)
-    return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features)
+        return ChunkedHead(spec, chunk_rows, gradient)
+    return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features, gradient)
 
 
 def _check_compilable(sizes: MeshSizes) -> None:
@@ -153,28 +178,30 @@ def _compile_layers(engine: MegatronEngine, cuts: AdapterCuts) -> None:
     engine.freeze_compilation()
 
 
-def _measure(engine: MegatronEngine, cuts: AdapterCuts) -> TokenCost:
-    """Return the bytes per token that this rank needs for a forward and backward pass.
+def measure_cost(
+    engine: MegatronEngine, make_parts: Callable[[int], Sequence[Part]], after: Callable[[], None] = lambda: None
+) -> TokenCost:
+    """Return the bytes per token of a forward and backward pass, on the rank that needs most.
 
-    The first stages of a pipeline hold the activations of several micro-batches at once; what they need is divided
-    among all tokens of one.
+    make_parts: returns requests with so many tokens. after: frees what a pass leaves. The first stages of a pipeline
+    hold the activations of several micro-batches at once; what they need is divided among all tokens of one.
     """
     stage = engine.stage
     small, large = PROBE_TOKENS[stage.device.type]
-    adapters = probe_adapters(stage.architecture, stage.device, stage.dtype, [PROBE_RANK], head=True, cuts=cuts)
     in_flight = stage.mesh.pp.size - stage.mesh.pp.number
 
     def measure(recompute: bool) -> int:
         def run(tokens: int) -> None:
-            parts = probe_parts(stage.architecture, adapters, [tokens])
-            engine.forward_backward(parts, recompute=recompute)
+            engine.forward_backward(make_parts(tokens), recompute=recompute)
+            after()
 
         return measure_per_token(run, stage.device, small, large) * in_flight
 
     with _head_chunks(engine, small):
         kept, recomputed = measure(False), measure(True)
     engine.finish()
-    return TokenCost(kept, min(recomputed, kept))
+    world = stage.mesh.world
+    return TokenCost(-world.smallest(-kept), -world.smallest(-min(recomputed, kept)))
 
 
 @contextmanager
@@ -192,7 +219,7 @@ def _head_chunks(engine: MegatronEngine, rows: int) -> Iterator[None]:
         head.chunk_rows = before
 
 
-def _generation_config(folder: Path) -> Mapping[str, Any]:
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
     """Return the contents of a model's generation_config.json; empty if it has none."""
     path = folder / "generation_config.json"
     return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,21 +1,18 @@
 """Many LoRA adapters on one frozen model: the library's verbs, with a Trainer in each process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 
-from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
-from twinkle.infra import adapter_seed, remote_class
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.adapters.peft_config import spec_from_peft
-from twinkle.model.decoder.targets import select_targets
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, read_load_options
 from twinkle.model.library.remote_verbs import at_once, gathered
+from twinkle.model.multi_lora.limits import AdapterLimits, check_limit, seeded
 from twinkle.model.multi_lora.outgoing import adapter_sources, base_sources
 from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.parallel import own_device
@@ -77,11 +74,10 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             raise InvalidInputError("model_id", None, "the id of a model or a local directory")
         if model_cls is not None or config is not None:
             raise UnsupportedError("model_cls, config: a multi-LoRA model is loaded as its own configuration says")
-        shared = {} if lora_config is None else _fields("lora_config", lora_config)
-        self.max_loras = _limit("max_loras", max_loras)
-        self.max_r = _limit("max_r", shared.get("r", max_r))
-        self.max_length = _limit("max_length", max_length)
-        self.target_modules = shared.get("target_modules") or target_modules
+        self._limits = AdapterLimits.read(lora_config, max_loras, max_r, target_modules)
+        self.max_loras, self.max_r = self._limits.max_loras, self._limits.max_r
+        self.target_modules = self._limits.target_modules
+        self.max_length = check_limit("max_length", max_length)
         self.trainer = Trainer.from_pretrained(
             model_id,
             device=device,
@@ -101,7 +97,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             process_state=True,
             device_mesh=device_mesh,
             ranks=self.trainer.ranks,
-            max_logits=_limit("max_logits_per_request", max_logits_per_request),
+            max_logits=check_limit("max_logits_per_request", max_logits_per_request),
         )
         self.base_id = pretrained_id(self.model_id) or uuid4().hex
 
@@ -115,29 +111,10 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
         ``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: that of the initial weights, by
         default made of the seed of ``initialize`` and the adapter's name, else drawn from torch's generator.
         """
-        if not isinstance(adapter_name, str) or not adapter_name:
-            raise InvalidInputError("adapter_name", adapter_name, "a name")
-        if isinstance(config_or_dir, str | Path):
-            raise InvalidInputError("config_or_dir", config_or_dir, "a LoraConfig; load() then reads a directory")
-        if len(self.optimizer_group) >= self.max_loras and adapter_name not in self.optimizer_group:
-            raise CapacityError(f"max_loras: {self.max_loras} adapters exist; remove one, or construct with more")
-        config = _fields("config_or_dir", config_or_dir)
-        if config.get("target_modules") is None:
-            config["target_modules"] = self.target_modules
-        spec = spec_from_peft(config)
-        allowed = f"at most {self.max_r}; construct the model with a larger max_r"
-        if spec.rank > self.max_r:
-            raise InvalidInputError("r", spec.rank, allowed)
-        names = [target.name for target in select_targets(spec, self.trainer.architecture)] if spec.rank_pattern else []
-        for name, rank in zip(names, spec.module_ranks(names), strict=True):
-            if rank > self.max_r:
-                raise InvalidInputError(f"the rank of {name}", rank, allowed)
+        present = self.optimizer_group
+        config, spec = self._limits.adapter(adapter_name, config_or_dir, present, self.trainer.architecture)
         group = self._new_group(adapter_name, config, gradient_accumulation_steps)
-        if seed is None:
-            seed = adapter_seed(adapter_name)
-        if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
-            seed = int(torch.randint(2**62, ()))
-        self.trainer.create_adapter(adapter_name, replace(spec, seed=seed))
+        self.trainer.create_adapter(adapter_name, seeded(spec, adapter_name, seed))
         self.optimizer_group[adapter_name] = group
 
     @at_once
@@ -185,19 +162,3 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
         sources = base_sources(self.trainer, adapter_name if merged else None)
         bucket = read_bucket(sources | adapter_sources(self.trainer, adapter_name), pieces)
         return bucket if keep else Bucket((), ())
-
-
-def _limit(field: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidInputError(field, value, "an integer ≥ 1")
-    return value
-
-
-def _fields(field: str, config: Any) -> dict[str, Any]:
-    """Return the fields of PEFT's LoraConfig (PEFT itself is not imported), or of a mapping like it."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not is_dataclass(config) or isinstance(config, type):
-        raise InvalidInputError(field, config, "a LoraConfig, or its fields as a mapping")
-    fields: dict[str, Any] = config.to_dict()  # type: ignore[attr-defined]
-    return fields

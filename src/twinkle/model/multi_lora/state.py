@@ -21,9 +21,11 @@ from twinkle.model.library.training_state import (
     summary,
 )
 from twinkle.model.parallel import ALONE, Ranks
-from twinkle.model.types import EMPTY, AdapterSnapshot
+from twinkle.model.types import EMPTY, AdapterSnapshot, FloatArray
 
 _WINDOW_GRADIENT = "gradient"
+
+PutGradient = Callable[[str, FloatArray], None]
 
 
 class StateTrainer(Protocol):
@@ -48,12 +50,20 @@ class LoraState:
     """Saves and resumes adapters.
 
     ``process_state``: whether checkpoints include the random generators of this process; False if tenants share it.
+    ``put_gradient``: sets the whole gradient of an open window; None: with a snapshot of the adapter.
     """
 
     def __init__(
-        self, trainer: StateTrainer, tokenizer_id: str | None, *, process_state: bool, ranks: Ranks = ALONE
+        self,
+        trainer: StateTrainer,
+        tokenizer_id: str | None,
+        *,
+        process_state: bool,
+        ranks: Ranks = ALONE,
+        put_gradient: PutGradient | None = None,
     ) -> None:
         self._trainer = trainer
+        self._put_gradient = put_gradient or self._put_gradient_by_snapshot
         self._ranks = ranks
         self._tokenizer_id = tokenizer_id
         self._process_state = process_state
@@ -101,6 +111,8 @@ class LoraState:
             self._trainer.load(group.adapter_name, directory, optimizer=False)
         state, window = load_state(directory, group, self._ranks, process_state=self._process_state)
         if _WINDOW_GRADIENT in window:
-            snapshot = self._trainer.snapshot(group.adapter_name)
-            self._trainer.restore(group.adapter_name, replace(snapshot, gradient=window[_WINDOW_GRADIENT].numpy()))
+            self._put_gradient(group.adapter_name, window[_WINDOW_GRADIENT].numpy())
         return summary(state), missing
+
+    def _put_gradient_by_snapshot(self, adapter_id: str, gradient: FloatArray) -> None:
+        self._trainer.restore(adapter_id, replace(self._trainer.snapshot(adapter_id), gradient=gradient))

@@ -33,7 +33,7 @@ from twinkle.model.library.training_state import checkpoint_path, find_checkpoin
 from twinkle.model.multi_lora.library_objective import check_task, needs_logits, wanted_output
 from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
-from twinkle.model.multi_lora.state import LoraState, StateTrainer
+from twinkle.model.multi_lora.state import LoraState, PutGradient, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
@@ -95,19 +95,33 @@ class LoraVerbs(TwinkleModel):
         process_state: bool,
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
+        data_ranks: Ranks | None = None,
         guard: Guard = nullcontext,
         max_logits: int = MAX_LOGITS,
     ) -> None:
         """process_state: whether checkpoints include the tokenizer and the states of random generators.
 
-        It is False where tenants share this process. max_logits: the most logits that one request may compute.
+        It is False where tenants share this process. max_logits: the most logits that one request may compute. ranks
+        and data_ranks: see :class:`TwinkleModel`.
         """
-        super().__init__(model_id, tokenizer_id, device_mesh, ranks)
-        self._lora_trainer = trainer
-        self._requests = LoraRequests(trainer, max_length, max_logits, ranks)
+        super().__init__(model_id, tokenizer_id, device_mesh, ranks, data_ranks)
+        self._max_length, self._max_logits = max_length, max_logits
+        self._process_state = process_state
         self._guard = guard
-        tokenizer = self.tokenizer_id if process_state else None
-        self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
+        self._use(trainer)
+
+    def _use(self, trainer: LoraTrainer, put_gradient: PutGradient | None = None) -> None:
+        """Let the verbs run on this trainer from now on. ``put_gradient``: see :class:`LoraState`."""
+        self._lora_trainer = trainer
+        self._requests = LoraRequests(trainer, self._max_length, self._max_logits, self._data_ranks)
+        tokenizer = self.tokenizer_id if self._process_state else None
+        self.state = LoraState(
+            trainer,
+            tokenizer,
+            process_state=self._process_state,
+            ranks=self._data_ranks,
+            put_gradient=put_gradient,
+        )
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -436,7 +450,7 @@ class LoraVerbs(TwinkleModel):
         # Accuracy is not among the defaults: it needs the most likely token of every row, which CUDA's fast head
         # kernels do not compute.
         for status in (group.train_status, group.eval_status):
-            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]
+            status.metrics += [metric(self.device_mesh, self._data_ranks.group) for metric in (LossMetric, TrainMetric)]
         return group
 
     def _check_loss(self, loss: Loss) -> None:
@@ -444,7 +458,7 @@ class LoraVerbs(TwinkleModel):
         check_no_values(loss)
 
     def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor(self._ranks)
+        divisor = group.take_divisor(self._data_ranks)
         if divisor is not None:
             self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
 

@@ -186,6 +186,11 @@ class Trainer:
         """Return the group of processes that train together; all must be given the same calls."""
         return self._parallel.ranks
 
+    @property
+    def data_ranks(self) -> Ranks:
+        """Return one rank of each group of processes that have the same sequences; a sum over them counts each once."""
+        return self._parallel.data
+
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def check_adapter(self, spec: TrainingSpec) -> None:

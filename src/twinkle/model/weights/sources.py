@@ -6,7 +6,8 @@ Shapes: O output and I input features of a linear layer, R rank of an adapter.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from twinkle.model.weights.buckets import Bucket, TensorMeta, packed_bytes, unpack
 
-__all__ = ["LowRank", "WeightSource", "metas", "read_bucket"]
+__all__ = ["LowRank", "ReadableWeight", "WeightSource", "merge", "metas", "read_bucket"]
 
 _NUMBERS_AT_ONCE = 1 << 18  # numbers of a merged weight that are computed at once: 1 MiB in fp32
 
@@ -29,12 +30,45 @@ class LowRank:
     scaling: float
 
 
+class ReadableWeight(Protocol):
+    """One weight of a model that is trained, wherever its numbers are."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def computed(self) -> bool:
+        """Return whether what is read is not simply a part of a tensor of this process."""
+        ...
+
+    def meta(self, name: str) -> TensorMeta: ...
+
+    def view(self, piece: TensorMeta) -> Tensor:
+        """Return numbers of the flattened weight, which is not :attr:`computed`, without a copy."""
+        ...
+
+    def read(self, piece: TensorMeta, out: Tensor) -> None:
+        """Write numbers of the flattened weight to ``out``. All ranks that hold a part of it must call this."""
+        ...
+
+    def merged(self, lora: LowRank) -> Self:
+        """Return the same weight with an adapter, which is merged into what is read."""
+        ...
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """One weight of a model, whole or sharded, and the adapter that is merged into what is read of it."""
 
     tensor: Tensor
     lora: LowRank | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def merged(self, lora: LowRank) -> "WeightSource":
+        return replace(self, lora=lora)
 
     def meta(self, name: str) -> TensorMeta:
         return TensorMeta(name, tuple(self.tensor.shape), self.tensor.dtype)
@@ -56,15 +90,15 @@ class WeightSource:
         else:
             out.copy_(self.view(piece))
         if self.lora is not None:
-            _merge(out, self.lora, piece.start)
+            merge(out, self.lora, piece.start)
 
 
-def metas(sources: Mapping[str, WeightSource]) -> tuple[TensorMeta, ...]:
+def metas(sources: Mapping[str, ReadableWeight]) -> tuple[TensorMeta, ...]:
     return tuple(source.meta(name) for name, source in sources.items())
 
 
 @torch.no_grad()
-def read_bucket(sources: Mapping[str, WeightSource], pieces: Iterable[TensorMeta]) -> Bucket:
+def read_bucket(sources: Mapping[str, ReadableWeight], pieces: Iterable[TensorMeta]) -> Bucket:
     """Return pieces whose offsets :func:`~twinkle.model.weights.buckets.plan_buckets` has chosen.
 
     What must be computed is written where it is sent from, so that reading takes no more than one bucket of memory.
@@ -73,7 +107,7 @@ def read_bucket(sources: Mapping[str, WeightSource], pieces: Iterable[TensorMeta
     computed = [sources[piece.name] for piece in pieces if sources[piece.name].computed]
     if not computed:
         return Bucket(pieces, tuple(sources[piece.name].view(piece) for piece in pieces))
-    packed = torch.empty(packed_bytes(pieces), dtype=torch.uint8, device=computed[0].tensor.device)
+    packed = torch.empty(packed_bytes(pieces), dtype=torch.uint8, device=computed[0].device)
     bucket = unpack(pieces, packed)
     for piece, out in bucket:
         sources[piece.name].read(piece, out)
@@ -104,7 +138,7 @@ def _gather(tensor: DTensor, start: int, piece: Tensor) -> None:
             dist.broadcast(part, group=group, group_src=rank)
 
 
-def _merge(piece: Tensor, lora: LowRank, start: int) -> None:
+def merge(piece: Tensor, lora: LowRank, start: int) -> None:
     """Add the adapter in fp32 to ``piece``, which begins at number ``start`` of its weight."""
     columns = lora.a_RI.shape[1]
     a_RI = lora.a_RI.to(piece.device, torch.float32)
