@@ -65,8 +65,8 @@ class SyncsWeights(Protocol):
 class CheckpointEngineManager:
     """Synchronises the weights of a model to a sampler.
 
-    model: a :class:`~twinkle.model.TransformersModel`, :class:`~twinkle.model.MultiLoraTransformersModel`, or a model of
-    Megatron.
+    model: a :class:`~twinkle.model.TransformersModel`, a :class:`~twinkle.model.MultiLoraTransformersModel`, or one of
+    Megatron's models.
     sampler: a :class:`~twinkle.sampler.LocalSampler` or :class:`~twinkle.sampler.vLLMSampler`.
     Each is an object of this process or on a worker group. Between groups whose workers all have GPUs of their own,
     weights travel over NCCL, otherwise through Ray's object store.

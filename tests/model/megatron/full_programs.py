@@ -24,9 +24,9 @@ Sizes = Mapping[str, Any]
 Window = tuple[Sequence[TrainItem], AdamParams]  # the requests before a step of the optimizer, and its settings
 
 
-def make_trainer(folder: Path, sizes: Sizes, dtype: str = "fp32", max_tokens: int = 24) -> FullTrainer:
-    """Return a trainer with a run. ``max_tokens`` is small, so that a call has several micro-batches."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "max_tokens_per_batch": max_tokens}
+def make_trainer(folder: Path, sizes: Sizes, dtype: str = "fp32", device: str = "cpu") -> FullTrainer:
+    """Return a trainer with a run. Micro-batches are small: a call has several, and long sequences are recomputed."""
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "max_tokens_per_batch": 24}
     if sizes:
         mesh = device_mesh({name: size for name, size in sizes.items() if name != "share_optimizer"})
         enter_mesh(mesh)
@@ -77,11 +77,16 @@ def mistake(name: str | None) -> Iterator[None]:
 
 
 def train(
-    folder: Path, sizes: Sizes, windows: Sequence[Window], dtype: str = "fp32", wrong: str | None = None
+    folder: Path,
+    sizes: Sizes,
+    windows: Sequence[Window],
+    dtype: str = "fp32",
+    wrong: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train, and return everything that came out."""
     with mistake(wrong):
-        trainer = make_trainer(folder, sizes, dtype)
+        trainer = make_trainer(folder, sizes, dtype, device)
     found: dict[str, Any] = {"data": trainer._parallel.data.number, "losses": [], "logprobs": [], "norms": []}
     found |= {"gradients": [], "weights": [], "other norms": []}
     for items, params in windows:
@@ -94,7 +99,7 @@ def train(
         found["other norms"].append([trainer.gradient_norm(RUN, kind) for kind in (1.0, float("inf"))])
         found["norms"].append(trainer.optim_step(RUN, params)["unclipped_grad_l2:mean"])
         found["weights"].append(trainer.weights(RUN))
-    found["computed"] = {name: tensor.float().numpy().copy() for name, tensor in trainer.gather_compute_weights()}
+    found["computed"] = {name: tensor.float().cpu().numpy().copy() for name, tensor in trainer.gather_compute_weights()}
     found["padding"] = _largest_padding(trainer)
     assert trainer._run is not None
     found["state"] = sum(tensor.numel() for tensor in trainer._run.exp_avg)

@@ -74,13 +74,20 @@ class Case:
 Cases = Callable[[str], Case]
 
 
+def make_windows(model: PreTrainedModel) -> list[Window]:
+    """Return two requests for each step. One has a single sequence, so that some data ranks have none of it."""
+    windows: list[Window] = []
+    for step, losses in enumerate(LOSSES):
+        lengths = ((5, 21, 9, 3), (30,) if step == 1 else (5, 8, 20))
+        items = [request(model, 10 * step + number, *lengths[number], loss=loss) for number, loss in enumerate(losses)]
+        windows.append((items, adam(step)))
+    return windows
+
+
 def make_case(name: str, folder: Path) -> Case:
     model = make_model(name)
     model.save_pretrained(folder)
-    windows = [
-        ([request(model, 10 * step + number, 5, 21, 9, 3, loss=loss) for number, loss in enumerate(losses)], adam(step))
-        for step, losses in enumerate(LOSSES)
-    ]
+    windows = make_windows(model)
     plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [])
     for items, params in windows:
         for item in items:

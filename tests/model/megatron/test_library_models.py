@@ -1,5 +1,8 @@
 """The library's models on meshes of Megatron: the numbers, files and errors of the models of Transformers."""
 
+import hashlib
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +11,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.model.megatron import library_programs, stage_programs
 from tests.model.parallel.process_pool import ProcessPool
 from tests.support.models.reference import assert_numbers_close, assert_tensors_close
+from tests.support.paths import ROOT
+from twinkle.model import MultiLoraTransformersModel
 
 pytestmark = pytest.mark.megatron
 
@@ -221,3 +227,30 @@ def test_adapters_on_a_model_with_experts(experts: Path, two: ProcessPool, sizes
 def test_a_merged_folder_with_experts(experts: Path, two: ProcessPool, tmp_path: Path) -> None:
     saved = two.run(library_programs.save, experts, {"tp_size": 2, "ep_size": 2}, tmp_path, "attention")[0]
     check_scores(AutoModelForCausalLM.from_pretrained(saved["merged"]), saved["scores"]["second"])
+
+
+def test_a_script_under_torchrun(folder: Path, tmp_path: Path) -> None:
+    """Models and data loaders take the mesh of ``initialize``; both processes get the same rows."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launch, "tests.model.megatron.torchrun_script", str(folder), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "MegatronModel: tp 2" in done.stdout
+    alone = MultiLoraTransformersModel(model_id=folder, mixed_precision="no", device="cpu")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    seed = int.from_bytes(hashlib.sha256(b"3\ndefault").digest()[:4])
+    alone.add_adapter_to_model("default", config, seed=seed)
+    alone.set_optimizer("AdamW", lr=1e-3, eps=1e-5, adapter_name="default")
+    alone.set_lr_scheduler("LambdaLR", lr_lambda=lambda step: (0.0, 1.0, 0.5)[step], adapter_name="default")
+    data = library_programs.rows(0, 8)
+    for batch in (data[:4], data[4:]):
+        alone.forward_backward(inputs=batch, adapter_name="default")
+        alone.clip_grad_and_step(adapter_name="default")
+    weights = load_file(tmp_path / "last" / "adapter_model.safetensors")
+    wanted = alone.get_state_dict(adapter_name="default")
+    assert_tensors_close(
+        {name: each.numpy() for name, each in weights.items()},
+        {name: each.numpy() for name, each in wanted.items()},
+        3e-5,
+    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.model_type == "qwen3"

@@ -246,7 +246,7 @@ def _base_for(model: object, dtype: str | None, budget: int | None) -> _Base:
         trainer = Trainer.from_pretrained(model, dtype=dtype, memory_budget_bytes=budget)
         return _Base(trainer, id_text(model), True, pretrained_id(id_text(model)))
     if not isinstance(model, MultiLoraTransformersModel | TransformersModel):
-        allowed = "a TransformersModel, a MultiLoraTransformersModel, or the id of a model"
+        allowed = "a TransformersModel, a MultiLoraTransformersModel, or the id of a model, also for one of Megatron"
         raise InvalidInputError("model", model, allowed)
     base = model.base_model()
     if elsewhere:

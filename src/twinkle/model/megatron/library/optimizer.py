@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = {
     "params_dtype": "optimizer state is fp32 in any case",
     "overlap_param_gather": "every process has the state of its own weights",
     "overlap_param_gather_with_optimizer_step": "every process has the state of its own weights",
-    "use_distributed_optimizer": "every process has the state of its own weights",
+    "use_distributed_optimizer": "the constructor's option of this name decides",
     "use_torch_optimizer_for_cpu_offload": "nothing is offloaded",
     "barrier_with_L1_time": "nothing is timed",
     "log_num_zeros_in_grad": "zeros are not counted",
