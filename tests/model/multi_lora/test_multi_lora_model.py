@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import twinkle.model
 from tests.support.models.plain_training import LORA, MODEL, PlainLora, assert_close, features, logps, plain_model
 from twinkle.errors import (
     AdapterExistsError,
@@ -547,12 +546,6 @@ def test_unknown_options_are_refused(options, message):
 def test_the_dtype_of_from_pretrained_is_the_precision():
     model = MultiLoraTransformersModel(model_id=MODEL, device="cpu", torch_dtype="float32", attn_implementation="eager")
     assert model.trainer.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["MegatronModel", "MultiLoraMegatronModel"])
-def test_megatron_is_said_to_be_missing(name):
-    with pytest.raises(UnsupportedError, match=f"{name}: there is no Megatron backend yet"):
-        getattr(twinkle.model, name)(model_id=MODEL)
 
 
 def test_train_configs_tell_what_is_trained(model):
