@@ -91,6 +91,10 @@ class MegatronEngine:
     def finish(self) -> None:
         self._runs.finish()
 
+    def freeze_compilation(self) -> None:
+        """Stop compiling: from now on, batches for which there is no compiled code run eagerly."""
+        self._stage_runs.stance = "eager_on_recompile"
+
 
 class MegatronPipeline:
     """Runs several micro-batches through the pipeline stages (:class:`~twinkle.model.trainer.call.Pipeline`)."""
@@ -123,12 +127,13 @@ class StageRuns:
     def __init__(self, stage: Stage, head: ChunkedHead | None) -> None:
         self.head = head
         self.token_rows = 0  # counted over all passes so far
+        self.stance = "default"  # of torch.compile
         self._stage = stage
 
     def run(self, batches: Batches, recompute: Sequence[bool] | None, give_way: GiveWay | None) -> list[Computed]:
         mesh = self._stage.mesh
         assert mesh.world.size == 1 or give_way is None, "ranks compute in step with each other"
-        with _no_way_back(mesh):
+        with _no_way_back(mesh), torch.compiler.set_stance(self.stance):
             if mesh.pp.size > 1:
                 return self._scheduled(batches, recompute)
             if recompute is None:

@@ -10,21 +10,29 @@ from typing import Any
 import torch
 
 from twinkle import hub
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
 from twinkle.model.decoder.head import ChunkedHead, HeadGradient, HeadSpec
+from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.megatron.engine import MegatronEngine, make_engine
 from twinkle.model.megatron.head import VocabParallelHead
-from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
 from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.parallel import Parallelism, own_device
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.memory import available_bytes, divide, head_chunk_rows, measure_per_token, parameter_bytes
 from twinkle.model.trainer.preparation import PreparedModel, named_end_tokens
-from twinkle.model.trainer.probe import PROBE_RANK, PROBE_TOKENS, TokenCost, probe_adapters, probe_parts
+from twinkle.model.trainer.probe import (
+    COMPILED_PROBES,
+    PROBE_RANK,
+    PROBE_TOKENS,
+    TokenCost,
+    probe_adapters,
+    probe_parts,
+)
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.utils.progress import Progress
 
@@ -40,14 +48,18 @@ def load_trainer(
     base_name: str | None = None,
     memory_budget_bytes: int | None = None,
     max_tokens_per_batch: int | None = None,
+    compiled: bool = False,
 ) -> Trainer:
     """Load a model by its id onto the processes of a mesh; all of them call this. Each reads its cut of the weights.
 
     The arguments are those of :meth:`Trainer.from_pretrained`. ``max_tokens_per_batch`` is that of one micro-batch.
+    ``compiled``: only where layers do not communicate, without tensor and expert parallelism.
     """
     if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
         raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
     chosen = own_device(device, device_mesh)
+    if compiled and device_mesh is not None:
+        _check_compilable(read_sizes(device_mesh))
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidInputError("device", str(chosen), "cpu or cuda")
     stage = build_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
@@ -57,6 +69,7 @@ def load_trainer(
         base_name=base_name,
         memory_budget_bytes=memory_budget_bytes,
         max_tokens_per_batch=max_tokens_per_batch,
+        compiled=compiled,
     )
 
 
@@ -67,24 +80,29 @@ def make_trainer(
     base_name: str | None = None,
     memory_budget_bytes: int | None = None,
     max_tokens_per_batch: int | None = None,
+    compiled: bool = False,
 ) -> Trainer:
     """Make a trainer of this process's stage of a model. The arguments are those of :func:`load_trainer`."""
     generation_config = read_generation_config(hub.resolve(model_id).path)
     with Progress(f"preparing {model_id}") as progress:
+        engine = make_engine(stage, make_head(stage) if stage.is_last else None)
+        if compiled:
+            progress.doing("compiling the decoder layers")
+            _compile_layers(engine, make_cuts(stage))
         progress.doing("measuring the memory of a training step")
-        prepared = prepare_stage(stage, generation_config, memory_budget_bytes, max_tokens_per_batch)
+        prepared = prepare_stage(engine, generation_config, memory_budget_bytes, max_tokens_per_batch)
     return Trainer.from_prepared(prepared, model_id=model_id, base_name=base_name or loadable_name(model_id))
 
 
 def prepare_stage(
-    stage: Stage,
+    engine: MegatronEngine,
     generation_config: Mapping[str, Any],
     memory_budget_bytes: int | None,
     max_tokens_per_batch: int | None,
 ) -> PreparedModel:
     """Make a stage ready for a Trainer. All ranks get the same memory plan: that of the rank with the least memory."""
+    stage = engine.stage
     mesh, device = stage.mesh, stage.device
-    engine = make_engine(stage, make_head(stage) if stage.is_last else None)
     cuts, weights = make_cuts(stage), parameter_bytes(stage.model)
     free = available_bytes(device, mesh.world.size)
     if memory_budget_bytes is not None:
@@ -140,6 +158,24 @@ def make_head(stage: Stage, gradient: HeadGradient | None = None) -> ChunkedHead
     if tp.size == 1:
         return ChunkedHead(spec, chunk_rows, gradient)
     return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features, gradient)
+
+
+def _check_compilable(sizes: MeshSizes) -> None:
+    if sizes.tp > 1 or sizes.ep > 1:
+        raise UnsupportedError(f"compiled: got True with {sizes}, allowed: False, because its layers communicate")
+
+
+def _compile_layers(engine: MegatronEngine, cuts: AdapterCuts) -> None:
+    """Compile the layers of a stage by training temporary adapters."""
+    stage = engine.stage
+    compiled = torch.compile(run_layer, dynamic=True)
+    for layer in stage.layers:
+        layer.compiled = compiled
+    for lengths, rank in COMPILED_PROBES:
+        ranks = [rank] * len(lengths)
+        adapters = probe_adapters(stage.architecture, stage.device, stage.dtype, ranks, cuts=cuts)
+        engine.forward_backward(probe_parts(stage.architecture, adapters, lengths), recompute=False)
+    engine.freeze_compilation()
 
 
 def measure_cost(

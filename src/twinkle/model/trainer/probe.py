@@ -134,13 +134,13 @@ def probe_parts(architecture: Architecture, adapters: list[Adapter], lengths: li
 
 # The batches to compile for: the length of each adapter's sequence, and the rank of the adapters. There are two, so
 # that the compiler treats no size as a constant.
-_PROBES = (([384, 256], 32), ([160, 96, 384], 16))
+COMPILED_PROBES = (([384, 256], 32), ([160, 96, 384], 16))
 
 
 def compile_layers(engine: Engine, dtype: torch.dtype) -> None:
     compiled = torch.compile(run_layer, dynamic=True)
     for layer in engine.layers:
         layer.compiled = compiled
-    for lengths, rank in _PROBES:
+    for lengths, rank in COMPILED_PROBES:
         run_probe(engine, dtype, [rank] * len(lengths), lengths)
     engine.freeze_compilation()
