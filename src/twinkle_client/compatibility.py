@@ -230,6 +230,10 @@ _FULL = "a server trains all parameters of a model with train_mode: full: model.
 _CRITIC = (
     "a server has no critics; use a TransformersValueModel of twinkle.model, and GAEAdvantage of twinkle.advantage"
 )
+_MEGATRON = (
+    "how a model is divided is the server's configuration; MultiLoraTransformersModel is the client's model, whatever "
+    "the server runs"
+)
 _TORCH = "it works on torch's tensors and devices, which are the server's; import it from twinkle where both are here"
 
 # Modules that are not here, and modules that are elsewhere.
@@ -292,6 +296,7 @@ _NAMES: Table = {
     ),
     **_absent("twinkle_client.model", "FullSpec FullTrainer", _FULL),
     **_absent("twinkle_client.model", "TransformersValueModel", _CRITIC),
+    **_absent("twinkle_client.model", "MegatronModel MultiLoraMegatronModel", _MEGATRON),
     **_absent(
         "twinkle_client.model",
         "TwinkleModel",

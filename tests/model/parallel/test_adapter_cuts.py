@@ -1,4 +1,8 @@
-"""Adapters that are cut over processes train, move and are written as whole ones, to the last bit."""
+"""Adapters that are cut over processes train, move and are written as whole ones.
+
+Copies are equal to the last bit. After steps, last bits may differ: torch rounds the ends of a row otherwise than its
+middle, and cut rows have other ends.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from safetensors.numpy import load_file
 
 from tests.model.parallel.cut_programs import (
     SPECS,
@@ -22,7 +26,9 @@ from twinkle.model import AdapterSnapshot
 
 TOLERANCE = 1e-5
 ALONE, TP2, PP2, BOTH, DATA = Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2)
-FILES = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json")
+TEXTS = ("adapter_config.json", "trainer_state.json")
+TENSORS = ("adapter_model.safetensors", "optimizer.safetensors")
+FILES = TEXTS + TENSORS
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +75,29 @@ def test_cut_adapters_train_as_whole_ones(
 ) -> None:
     ranks = pool.run(train, layout, str(tmp_path))
     for found in ranks:
-        assert found["losses"] == alone["losses"]
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=TOLERANCE)
         np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-6)
         np.testing.assert_allclose(found["steps"], alone["steps"], rtol=1e-6)
         assert (found["shapes"], found["configs"]) == (alone["shapes"], alone["configs"])
         for name in SPECS:
-            for kind in ("first", "gradients"):
-                assert_equal(found[kind][name], alone[kind][name])
+            assert_equal(found["first"][name], alone["first"][name])
+            assert_close(found["gradients"][name], alone["gradients"][name])
             for kind in ("open", "closed"):
-                assert_equal(arrays(found[kind][name]), arrays(alone[kind][name]))
+                assert_close(arrays(found[kind][name]), arrays(alone[kind][name]))
                 assert facts(found[kind][name]) == facts(alone[kind][name])
             assert_close(found["clipped"][name], alone["clipped"][name])
             assert_equal(found["clipped"][name], ranks[0]["clipped"][name])  # norms are the same on all ranks
             config, tensors = found["exported"][name]
             assert config == alone["exported"][name][0]
-            assert all(torch.equal(tensor, alone["exported"][name][1][key]) for key, tensor in tensors.items())
+            assert tensors.keys() == alone["exported"][name][1].keys()
+            for key, whole in alone["exported"][name][1].items():  # rounded to bf16, by at most 2^-9
+                assert (tensors[key] - whole).float().norm() <= 2**-8 * whole.float().norm(), key
     for name in SPECS:
-        for copy in (name, f"{name}-copy"):
-            assert all((tmp_path / copy / file).read_bytes() == (folder / name / file).read_bytes() for file in FILES)
+        own, copy = tmp_path / name, tmp_path / f"{name}-copy"
+        assert all((own / file).read_bytes() == (copy / file).read_bytes() for file in FILES)
+        assert all((own / file).read_bytes() == (folder / name / file).read_bytes() for file in TEXTS)
+        for file in TENSORS:
+            assert_close(load_file(own / file), load_file(folder / name / file))
     for rank, found in enumerate(ranks):
         assert found["copies"] == ranks[rank // layout.tp * layout.tp]["copies"]
         assert found["sizes"]["all"] < 0.9 * alone["sizes"]["all"]
@@ -101,7 +112,7 @@ def test_adapters_move_between_meshes(pool: ProcessPool, layout: Layout, alone: 
     for found in pool.run(restored, layout, alone["open"], str(folder)):
         for name in SPECS:
             assert_equal(arrays(found["before"][name]), arrays(alone["open"][name]))
-            assert_equal(arrays(found["after"][name]), arrays(expected["after"][name]))
+            assert_close(arrays(found["after"][name]), arrays(expected["after"][name]))
             assert_equal(arrays(found["read"][name]), arrays(alone["closed"][name]))
             assert facts(found["read"][name])[1:] == facts(alone["closed"][name])[1:]
 

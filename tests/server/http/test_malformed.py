@@ -645,7 +645,7 @@ case("body beyond the limit, in chunks", "larger than", lambda a: a.tenant.http.
 case(
     "a length that lies", "", lambda a: a.socket(a.head("/api/v1/optim_step", f"Content-Length: {LIMIT * 1000}"), b"{}")
 )
-case("a length that is none", "", lambda a: a.socket(a.head("/api/v1/optim_step", "Content-Length: x"), b"{}"))
+case("a length that is none", "", lambda a: a.socket(a.head("/api/v1/optim_step", "Content-Length: x") + b"{}"))
 case(
     "a chunk that is none", "", lambda a: a.socket(a.head("/api/v1/optim_step", "Transfer-Encoding: chunked"), b"x\r\n")
 )
