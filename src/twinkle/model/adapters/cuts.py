@@ -10,8 +10,8 @@ So a pass communicates nothing beyond what the base model needs. The gradient of
 one on each process; :meth:`AdapterCuts.unite` adds them up once per optimizer step. Whole factors stay equal on all
 processes, because all take the same steps with the same gradient.
 
-Whatever leaves the trainer (snapshots, checkpoints, PEFT files) is whole: the row that one process with the whole model
-would have, bit by bit.
+Whatever leaves the trainer (snapshots, checkpoints, PEFT files) is whole, in the layout of one process with the whole
+model. Cutting and gathering change no bit; an optimizer step may round the last bits of a cut row in another way.
 
 Shapes: P parameters of a row, R bucket rank, I input and O output features.
 """
