@@ -1,8 +1,8 @@
 """Training and sampling on one compute thread. The tests count turns; they do not measure time."""
 
 import asyncio
+import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -266,25 +266,27 @@ def test_a_piece_that_repeats_takes_turns_with_other_work() -> None:
     assert gate.done == ["sample", "pass0", "sample", "pass1", "sample", "sample"]
 
 
-def test_calls_do_not_pile_up_beside_a_piece_that_repeats() -> None:
-    """A step that runs right after its pass leaves its own call of the thread over. The next turn uses it."""
-    compute, steps = Compute(), 40
-
+def test_a_piece_that_repeats_ends_when_the_thread_is_closed() -> None:
     async def main() -> int:
-        over = False
-        turns = asyncio.create_task(
-            compute.run(lambda: time.sleep(0.0005), Lane.SAMPLING, repeats=lambda _result: not over)
-        )
-        for _ in range(steps):
-            await compute.run(lambda: None, follows=lambda _result: Lane.STEPS)
-            await compute.run(lambda: None, Lane.STEPS)
-        waiting = compute._executor._work_queue.qsize()
-        over = True
-        await turns
-        compute.close()
-        return waiting
+        compute, turns = Compute(), itertools.count(1)
+        sampling = asyncio.create_task(compute.run(lambda: next(turns), Lane.SAMPLING, repeats=lambda _turns: True))
+        await compute.run(lambda: None)
+        await asyncio.to_thread(compute.close)
+        return await sampling
 
-    assert asyncio.run(main()) < steps // 4
+    assert asyncio.run(main()) > 0
+
+
+@pytest.mark.parametrize("asked", ["repeats", "follows"])
+def test_a_caller_whose_question_fails_gets_the_error_and_the_thread_goes_on(asked: str) -> None:
+    async def main() -> None:
+        compute = Compute()
+        with pytest.raises(ZeroDivisionError):
+            await compute.run(lambda: 1, **{asked: lambda result: result // 0})  # type: ignore[arg-type]
+        assert await compute.run(lambda: 2) == 2
+        compute.close()
+
+    asyncio.run(main())
 
 
 def test_an_error_ends_a_piece_that_repeats() -> None:

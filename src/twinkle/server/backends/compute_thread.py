@@ -107,13 +107,15 @@ class Compute:
         self._step_began: float | None = None  # written by the compute thread, read by others
         self._sampling = False  # a turn of sampling runs now; written by the compute thread, read by others
         self._work_came = threading.Event()
+        self._running = threading.Lock()  # held to change ``_runs``, and to find that there is no more work
+        self._runs = False  # the thread runs pieces, or is about to begin
+        self._closing = False
         # State of the compute thread:
         self._share = DeviceShare(sampling_share)
         self._stepped_last = False  # the last turn was an optimizer step
         self._turn_began: float | None = None  # when the present turn of sampling began, if it can be ended early
         self._counted_until = 0.0  # the time up to which ``_share`` knows who computed
         self._sampled_within = 0.0  # seconds of sampling in the middle of pieces of training
-        self._spare_calls = 0  # submitted calls of _run_one that have no piece, because it ran with another one
 
     async def run(
         self,
@@ -134,7 +136,10 @@ class Compute:
         done: Future[T] = Future()
         self._lanes[lane].append(_Piece(work, done, shares, follows, repeats, self._clock()))
         self._work_came.set()
-        self._executor.submit(self._run_one)  # one call for each piece; the thread picks the piece when it is free
+        with self._running:
+            if not self._runs:
+                self._executor.submit(self._run_all)
+                self._runs = True
         return await asyncio.wrap_future(done)
 
     async def training_turn(self) -> None:
@@ -215,16 +220,23 @@ class Compute:
         self._step_began = None if began is None else began + seconds
 
     def close(self) -> None:
+        """Run what was submitted, a piece that repeats once more, and end the thread."""
+        self._closing = True
         self._executor.shutdown(wait=True)
 
-    def _run_one(self) -> None:
-        self._spare_calls -= 1  # this call; _run_next counts that of the piece
-        lane = self._next_lane()
-        if lane is None:  # the piece for this call already ran in the middle of another one, or right after it
-            return
-        self._stepped_last = lane is Lane.STEPS
-        self._counted_until = self._clock()
-        self._run_next(lane)
+    def _run_all(self) -> None:
+        """Run pieces, each when its turn comes, until there are none."""
+        while True:
+            lane = self._next_lane()
+            if lane is None:
+                with self._running:  # work that comes later finds that the thread does not run
+                    if not any(self._lanes.values()):
+                        self._runs = False
+                        return
+                continue
+            self._stepped_last = lane is Lane.STEPS
+            self._counted_until = self._clock()
+            self._run_next(lane)
 
     def _next_lane(self) -> Lane | None:
         """Return the lane whose turn it is; None if there is no work."""
@@ -238,7 +250,6 @@ class Compute:
     def _run_next(self, lane: Lane, *, within: bool = False) -> Mapping[str, float]:
         """Run the next piece of a lane. ``within``: in the middle of a piece of training."""
         piece = self._lanes[lane].popleft()
-        self._spare_calls += 1
         if not piece.may_run():
             return piece.shares
         self._step_began = started = self._clock()
@@ -246,21 +257,18 @@ class Compute:
         self._turn_began = started if self._sampling and not within else None
         try:
             result = piece.work()
+            repeats = piece.repeats(result) and not self._closing
+            following = None if repeats else piece.follows(result)
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
             self._end(lane, started, within=within)
             piece.done.set_exception(error)
             return piece.shares
         self._end(lane, started, within=within)
-        if piece.repeats(result):
+        if repeats:
             piece.submitted_at = self._clock()
             self._lanes[lane].append(piece)
-            if self._spare_calls > 0:  # one of them will run it
-                self._spare_calls -= 1
-            else:
-                self._executor.submit(self._run_one)
             return piece.shares
         piece.done.set_result(result)
-        following = piece.follows(result)
         if following is not None and self._comes(following):
             self._run_next(Lane.STEPS if self._lanes[Lane.STEPS] else following)
         return piece.shares
