@@ -167,6 +167,7 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
             pg_collection=mesh.process_groups(),
         )
     model.requires_grad_(False).eval()
+    _forget_groups(model)
     layers = tuple(TenantLayer(layer, index) for layer, index in zip(model.decoder.layers, own, strict=True))
     model.decoder.layers = nn.ModuleList(layers)
     if mesh.is_first and mesh.pp.size > 1:
@@ -190,6 +191,17 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
         _frequencies_F=frequencies_F.to(device),
         _rope_scaling=rope_scaling,
     )
+
+
+def _forget_groups(model: nn.Module) -> None:
+    """Drop the process groups that megatron-core's modules have stored. They are containers of weights here.
+
+    A group ends only when nothing refers to it (:func:`twinkle.model.parallel.in_step`).
+    """
+    for module in model.modules():
+        for name in ("pg_collection", "tp_group", "pp_group", "cp_group", "embd_group"):
+            if hasattr(module, name):
+                setattr(module, name, None)
 
 
 def _architecture(config: PreTrainedConfig, dtype: torch.dtype) -> Architecture:
