@@ -166,7 +166,7 @@ def in_step(ranks: Ranks) -> Iterator[None]:
     A rank that raises anything there has left the others in the middle of something, and nothing can bring them into
     step again. It tells them what happened and closes its connections, at which the others wake up with an error, and
     do the same. All raise a RankFailedError with the number and the error of the rank that failed first. No group of
-    this process can be used after that. Over NCCL, which closes no connections, others wake up when its timeout ends.
+    this process can be used after that. With NCCL, which closes no connections, others wake up when its timeout ends.
     """
     try:
         yield
@@ -189,10 +189,11 @@ def _end_groups(error: Exception) -> str:
         pass  # the process that holds the store has ended
     for ranks in list(_in_use):
         ranks.leave(failure)
-    for forget in _forget_groups:
-        forget()
-    traceback.clear_frames(error.__traceback__)  # variables of functions that have ended refer to groups, too
-    dist.destroy_process_group()
+    if "nccl" not in str(dist.get_backend_config()):  # which would wait for operations that the others do not finish
+        for forget in _forget_groups:
+            forget()
+        traceback.clear_frames(error.__traceback__)  # variables of functions that have ended refer to groups, too
+        dist.destroy_process_group()
     return failure
 
 
