@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -36,6 +35,7 @@ from twinkle.server.backends.loading import TrainerFacts, budget_of, load_full_t
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
 from twinkle.server.config.demand import rank_process
+from twinkle.server.config.meshes import device_mesh
 from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.replica import Failure, end_process, tried
 from twinkle.utils.network import find_free_port
@@ -94,10 +94,14 @@ def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["T
 
 
 class TrainerGroup(TrainingBackend):
-    """A trainer of several ranks, which work on every batch together. Each rank manages its own memory."""
+    """A trainer of several ranks, which work on every batch together. Each rank manages its own memory.
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
+    Ranks with the same data rank hold the cuts of one copy of the model, and get the same rows.
+    """
+
+    def __init__(self, ranks: Sequence[Any], mesh: DeviceMesh) -> None:
         self._ranks = tuple(ranks)
+        self._data_ranks = [mesh.get_data_rank_from_global_rank(number) for number in range(len(ranks))]
         self._rows = 0
         self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
@@ -168,9 +172,12 @@ class TrainerGroup(TrainingBackend):
         from twinkle.model.multi_lora.library_objective import LibraryObjective, TopkObjective
         from twinkle.model.trainer.shard_requests import RequestShards  # here, because it imports torch
 
-        shards = RequestShards.by_tokens(items, len(self._ranks))
-        shares = [shards.share(number) for number in range(len(self._ranks))]
-        answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
+        count = max(self._data_ranks) + 1
+        shards = RequestShards.by_tokens(items, count)
+        shares = [shards.share(number) for number in range(count)]
+        placed = zip(self._ranks, self._data_ranks, strict=True)
+        all_answers = _answers([rank.passes.remote(method, shares[data_rank]) for rank, data_rank in placed])
+        answers = [all_answers[self._data_ranks.index(number)] for number in range(count)]
         for index, item in enumerate(items):
             if isinstance(
                 item.objective, LibraryObjective | TopkObjective
@@ -223,7 +230,7 @@ def start_ranks(processes: Sequence[RankProcess]) -> list[Any]:
 def load_group(served: ServedModelConfig, processes: Sequence[RankProcess]) -> ServedModel:
     """Start the processes of a model's device group and load the model into them. Blocks."""
     args = served.model
-    mesh = mesh_of(args)
+    mesh = device_mesh(args)
     ranks = start_ranks(processes)
     places = [rank.meeting_place.remote() for rank in ranks]
     while waiting := ray.wait(places, num_returns=len(places), timeout=_PATIENCE_SECONDS)[1]:
@@ -236,19 +243,7 @@ def load_group(served: ServedModelConfig, processes: Sequence[RankProcess]) -> S
     logger.info("GPUs of the processes of %s: %s", args.model_id, ray.get([one.visible_gpus.remote() for one in ranks]))
     master = ray.get(places[0])
     facts: TrainerFacts = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
-    return served_model(served, TrainerGroup(ranks), facts, mesh.world_size)
-
-
-def mesh_of(args: ModelArgs) -> DeviceMesh:
-    """Return the configured mesh; without one, a data-parallel mesh of all processes of the group."""
-    given, device = args.device_mesh, args.group_device
-    if given is None:
-        return DeviceMesh.from_sizes(dp_size=args.processes, device_type=device)
-    if given.mesh is not None:
-        return DeviceMesh(np.array(given.mesh), given.mesh_dim_names, device_type=device)
-    return DeviceMesh.from_sizes(
-        world_size=given.world_size or 1, dp_size=given.dp_size, fsdp_size=given.fsdp_size, device_type=device
-    )
+    return served_model(served, TrainerGroup(ranks, mesh), facts)
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
