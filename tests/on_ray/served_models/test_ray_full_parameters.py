@@ -120,7 +120,7 @@ def test_two_processes_with_fsdp_train_as_a_plain_loop(server, sdk, folder):
         rows = sequences(step, count=3 if step else 1)  # the first request leaves one process without data
         assert trained(training, rows) == pytest.approx(plain.train(rows), rel=1e-5)
         if step == 2:
-            (one, _) = descendants(server, "ray::_Rank")
+            (one, _) = descendants(server, "ray::TrainerRank")
             os.kill(one, signal.SIGKILL)
     saved = training.save_state("last").result().path
     run, _, name = saved.removeprefix("tinker://").split("/")

@@ -24,7 +24,7 @@ from tests.support.servers.running import Server
 from tests.support.servers.serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
 from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.server.runtime.ray.actors import trainer_group
+from twinkle.server.runtime.ray.actors import group_watch
 from twinkle.server.runtime.ray.replica import Failure
 
 pytestmark = pytest.mark.ray
@@ -67,7 +67,7 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
         for ours, found in zip(mine.logprobs, logprobs_of(theirs.result()), strict=True):
             np.testing.assert_allclose(found, ours, atol=1e-5)
         if step == 1:
-            (one, _) = descendants(server, "ray::_Rank")
+            (one, _) = descendants(server, "ray::TrainerRank")
             os.kill(one, signal.SIGKILL)
     path = client.save_state("last").result().path
     again = service.create_training_client_from_state_with_optimizer(path)
@@ -93,12 +93,12 @@ def asked(cluster, monkeypatch):
     def end(why: str) -> NoReturn:
         raise SystemExit(why)
 
-    monkeypatch.setattr(trainer_group, "end_process", end)
-    monkeypatch.setattr(trainer_group, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(group_watch, "end_process", end)
+    monkeypatch.setattr(group_watch, "_GRACE_SECONDS", 1.0)
 
     def ask(*script: tuple[object, float]) -> object:
         ranks = [ray.remote(Scripted).options(num_cpus=0).remote() for _ in script]
-        return trainer_group._answers([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
+        return group_watch.answers_of([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
 
     return ask
 

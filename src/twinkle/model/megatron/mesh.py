@@ -17,7 +17,7 @@ from twinkle.environment import read_environment
 from twinkle.errors import UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.megatron.mcore import ProcessGroupCollection, parallel_state
-from twinkle.model.megatron.sizes import MeshSizes, read_sizes
+from twinkle.model.megatron.sizes import ONE_PROCESS, MeshSizes, read_sizes
 from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes
 
 __all__ = ["MegatronMesh", "join_mesh", "leave_mesh"]
@@ -33,7 +33,7 @@ class MegatronMesh:
     ranks of the first and the last stage that hold the same part of a tied embedding. ``world``: all.
     """
 
-    sizes: MeshSizes = MeshSizes()
+    sizes: MeshSizes = ONE_PROCESS
     sequence_parallel: bool = False
     world: Ranks = ALONE
     tp: Ranks = ALONE
@@ -66,7 +66,7 @@ def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronM
 
     Without a mesh, or for a mesh of one process, there are none.
     """
-    sizes = MeshSizes() if device_mesh is None else read_sizes(device_mesh)
+    sizes = ONE_PROCESS if device_mesh is None else read_sizes(device_mesh)
     if device_mesh is None or sizes.world == 1:
         return MegatronMesh()
     join_processes(device, sizes.world)

@@ -14,6 +14,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 
 __all__ = [
     "FAMILIES",
+    "ONE_PROCESS",
     "MeshSizes",
     "ModelCounts",
     "check_compilable",
@@ -43,6 +44,9 @@ class MeshSizes:
     def __str__(self) -> str:
         sizes = f"dp_size={self.dp}, tp_size={self.tp}, pp_size={self.pp}"
         return sizes if self.ep == 1 else f"{sizes}, ep_size={self.ep}"
+
+
+ONE_PROCESS = MeshSizes()
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def find_refused_sizes(mesh: DeviceMesh) -> list[RefusedSize]:
         "vpp_size": (mesh.vpp_size, "a process runs one stage of the pipeline"),
         "etp_size": (mesh.etp_size, "experts are spread by ep_size, each is whole"),
     }
-    return [RefusedSize(key, size, reason, nearest) for key, (size, reason) in given.items() if (size or 1) > 1]
+    asked = [(key, size or 1, reason) for key, (size, reason) in given.items()]
+    return [RefusedSize(key, size, reason, nearest) for key, size, reason in asked if size > 1]
 
 
 def read_sizes(mesh: DeviceMesh) -> MeshSizes:

@@ -159,7 +159,8 @@ def _find_model_problems(args: ModelArgs, sizes: MeshSizes) -> Iterator[MeshProb
 
 def _read_counts(config: Mapping[str, Any]) -> ModelCounts | None:
     """Return what a mesh divides; None if the file leaves something to the defaults of Transformers."""
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    layers: Any = config.get("num_hidden_layers")
+    heads: Any = config.get("num_attention_heads")
     kv_heads, intermediate = config.get("num_key_value_heads", heads), config.get("intermediate_size")
     has_experts = config["model_type"] == "qwen3_moe"
     experts = config.get("num_experts") if has_experts else None
