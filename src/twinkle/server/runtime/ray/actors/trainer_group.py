@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.types import (
     EMPTY,
     AdapterSnapshot,
@@ -22,10 +21,16 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.server.backends.backend import TrainingBackend
-from twinkle.server.runtime.ray.actors.group_watch import answers_of
+from twinkle.server.runtime.ray.actors.group_watch import GroupWatch
+from twinkle.server.runtime.ray.actors.step_clock import Work
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Calls whose results all ranks compute by themselves. Those of other calls are copies of the state, and large.
+_COMPARED = frozenset({"create_adapter", "optim_step", "optimizer_step", "gradient_norm"})
+# Calls that take as long for one adapter as for another. Others read or write a whole adapter.
+_STEPS = frozenset({"optim_step", "optimizer_step"})
 
 
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
@@ -44,15 +49,16 @@ class TrainerGroup(TrainingBackend):
     Ranks with the same data rank hold the cuts of one copy of the model, and get the same rows.
     """
 
-    def __init__(self, ranks: Sequence[Any], mesh: DeviceMesh) -> None:
+    def __init__(self, ranks: Sequence[Any], watch: GroupWatch) -> None:
         self._ranks = tuple(ranks)
-        self._data_ranks = [mesh.get_data_rank_from_global_rank(number) for number in range(len(ranks))]
+        self._watch = watch
         self._rows = 0
         self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
 
     def check_adapter(self, spec: TrainingSpec) -> None:
         """Check a spec on the first rank only. This changes nothing, so the other ranks may be in a call meanwhile."""
-        answers_of([self._ranks[0].call.remote("check_adapter", (spec,), {})])
+        call = self._ranks[0].call.remote("check_adapter", (spec,), {}, sends=True, compares=False)
+        self._watch.result_of_first(Work("check_adapter"), call)
 
     def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec:
         made: TrainingSpec = self._all("create_adapter", adapter_id, spec)
@@ -111,18 +117,30 @@ class TrainerGroup(TrainingBackend):
         return functools.partial(write, companions=companions)
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
-        return answers_of([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
+        """Call a method on all ranks, and return the result of the first, which is the only one that is sent."""
+        work = Work(method if method in _STEPS or not args else f"{method} of {args[0]}")
+        calls = [
+            rank.call.remote(method, args, kwargs, sends=number == 0, compares=method in _COMPARED)
+            for number, rank in enumerate(self._ranks)
+        ]
+        return self._watch.results(work, calls)[0]
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        """Run passes. The results of each copy of the model are sent by the first of its ranks."""
         from twinkle.model.multi_lora.library_objective import LibraryObjective, TopkObjective
         from twinkle.model.trainer.shard_requests import RequestShards  # here, because it imports torch
 
-        count = max(self._data_ranks) + 1
+        copies = self._watch.copies
+        count = max(copies) + 1
+        senders = [copies.index(number) for number in range(count)]
         shards = RequestShards.by_tokens(items, count)
         shares = [shards.share(number) for number in range(count)]
-        placed = zip(self._ranks, self._data_ranks, strict=True)
-        all_answers = answers_of([rank.passes.remote(method, shares[data_rank]) for rank, data_rank in placed])
-        answers = [all_answers[self._data_ranks.index(number)] for number in range(count)]
+        calls = [
+            rank.passes.remote(method, shares[copy], sends=number in senders)
+            for number, (rank, copy) in enumerate(zip(self._ranks, copies, strict=True))
+        ]
+        results = self._watch.results(Work(method, *shards.work()), calls, by_copy=True)
+        answers = [results[sender] for sender in senders]
         for index, item in enumerate(items):
             if isinstance(
                 item.objective, LibraryObjective | TopkObjective

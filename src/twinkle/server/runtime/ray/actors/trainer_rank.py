@@ -1,9 +1,9 @@
 """The processes of a trainer's group: the Ray actor that holds the trainer of one rank, and how it is started."""
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,9 +16,12 @@ from twinkle.server.backends.loading import TrainerFacts, budget_of, load_full_t
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
 from twinkle.server.config.demand import rank_process
+from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
 from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.replica import Failure, tried
 from twinkle.utils.network import find_free_port
+
+T = TypeVar("T")
 
 
 class TrainerRank:
@@ -36,23 +39,50 @@ class TrainerRank:
         """Return the ids of the GPUs that this process may use; None: those of the machine."""
         return listed_devices(GPU.visible_variable)
 
-    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
+    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts | Failure:
+        """Join the other ranks, which load too, and load the model."""
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
         load = load_full_trainer if args.train_mode == "full" else load_trainer
-        self._trainer = load(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
-        return TrainerFacts.from_trainer(self._trainer)
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """Call a method of the trainer and return its result, or a :class:`Failure`."""
-        try:
-            return tried(lambda: getattr(self._trainer, method)(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - an edge: the group decides what a failure means
-            return Failure(RuntimeError("".join(traceback.format_exception(error))))
+        def loaded() -> TrainerFacts:
+            self._trainer = load(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
+            return TrainerFacts.from_trainer(self._trainer)
 
-    def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Run passes; return their results and objectives, which they may have changed, or a :class:`Failure`."""
-        results = self.call(method, (items,), {})
-        return results if isinstance(results, Failure) else (results, [item.objective for item in items])
+        return _tried(loaded)
+
+    def call(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, sends: bool, compares: bool
+    ) -> Answer | Failure:
+        """Call a method of the trainer.
+
+        ``sends``: the group uses the result of this rank. ``compares``: it compares fingerprints of the results.
+        """
+        result = _tried(lambda: getattr(self._trainer, method)(*args, **kwargs))
+        if isinstance(result, Failure):
+            return result
+        return Answer(result if sends else None, fingerprint(result) if compares else None)
+
+    def passes(self, method: str, items: Sequence[TrainItem], *, sends: bool) -> Answer | Failure:
+        """Run passes. The result of the answer is their results and objectives, which they may have changed."""
+        results = _tried(lambda: getattr(self._trainer, method)(items))
+        if isinstance(results, Failure):
+            return results
+        return Answer((results, [item.objective for item in items]) if sends else None, fingerprint(results))
+
+
+def _tried(work: Callable[[], T]) -> T | Failure:
+    """Return the result of the work, or a :class:`Failure`: the group decides what a failure of one rank means."""
+    try:
+        return tried(work)
+    except Exception as error:  # noqa: BLE001 - an edge of this process
+        failed = BrokenGroup if _lost_others(error) else Failure
+        return failed(RuntimeError("".join(traceback.format_exception(error))))
+
+
+def _lost_others(error: Exception) -> bool:
+    """Return whether an error is one of communication: torch's DistError, or a RuntimeError that names gloo's files."""
+    names = [each.__name__ for each in type(error).__mro__]  # without torch, which the server does not import
+    return "DistError" in names or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 @dataclass(frozen=True)
