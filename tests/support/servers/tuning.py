@@ -8,8 +8,10 @@ of ``own_server`` or ``Server``, or as arguments of tuned_launch.py.
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.mock import MockTrainer
 from twinkle.server.config.timings import Timings
 from twinkle.server.http import streams
+from twinkle.server.runtime.ray.actors.answers import Fingerprint
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.records.ops import AcceptedOp, Ops
@@ -70,6 +73,46 @@ def _die_of_token(token: float) -> None:
         return run(self, item, train)
 
     MockTrainer._pass = die_or_run  # type: ignore[method-assign]
+
+
+def _is_ray_worker() -> bool:
+    """Return whether this process is a worker of Ray. The launcher must not import Ray before it sets its variables."""
+    return any(argument.endswith("default_worker.py") for argument in sys.orig_argv)
+
+
+def _rank_dies_of_token(token: float) -> None:
+    """Kill a rank of a trainer's group at a pass with this token."""
+    if not _is_ray_worker():
+        return
+    from twinkle.server.runtime.ray.actors.trainer_rank import TrainerRank
+
+    run = TrainerRank.passes
+
+    def die_or_run(self: TrainerRank, method: str, items: Sequence[TrainItem], **options: Any) -> Any:
+        if any(token in datum.tokens for item in items for datum in item.data):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, method, items, **options)
+
+    TrainerRank.passes = die_or_run  # type: ignore[method-assign]
+
+
+def _rank_differs_after(number: float) -> None:
+    """Let a rank of a trainer's group answer once with another fingerprint, after it got the signal ``number``."""
+    if not _is_ray_worker():
+        return
+    from twinkle.server.runtime.ray.actors import trainer_rank
+
+    honest, asked = trainer_rank.fingerprint, list[bool]()
+
+    def fingerprint(result: object) -> Fingerprint:
+        mine = honest(result)
+        if asked:
+            asked.clear()
+            return replace(mine, digest="another one")
+        return mine
+
+    signal.signal(int(number), lambda *_: asked.append(True))
+    trainer_rank.fingerprint = fingerprint  # type: ignore[attr-defined]
 
 
 def _die_of_saving(_number: float) -> None:
@@ -152,6 +195,8 @@ FAULTS: dict[str, Callable[[float], None]] = {
     "bug": _break_in_batch,
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
+    "rank_poison": _rank_dies_of_token,
+    "rank_differs": _rank_differs_after,
     "save": _save_slowly,
     "full_save": _fail_saving,
     "progress": _report_after,
