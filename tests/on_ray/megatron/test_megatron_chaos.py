@@ -32,7 +32,7 @@ MEGATRON = {
     "dtype": "fp32",
     "device_group": {**CPU, "ranks": 4},
     "device_mesh": {"tp_size": 2, "pp_size": 2},
-    "group_timeout_seconds": 10.0,
+    "group_timeout_seconds": 30.0,
 }
 TRANSFORMERS = {
     **MEGATRON,

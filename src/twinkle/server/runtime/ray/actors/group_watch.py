@@ -24,7 +24,7 @@ from twinkle.server.runtime.ray.replica import Failure, end_process
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 10.0  # after a failure of one rank, for the others to fail in the same way
-_BROKEN_SECONDS = 2.0  # after a rank lost the others, to learn which of them has died
+_BROKEN_SECONDS = 5.0  # after a rank lost the others, to learn which of them has died
 _SLICE_SECONDS = 1.0  # how often a wait looks at the clock
 
 
