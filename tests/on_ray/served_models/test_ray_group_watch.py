@@ -128,8 +128,10 @@ def test_a_rank_that_died_is_named_and_not_those_that_lost_it(asked):
     died = RayError("SIGKILL")
     with pytest.raises(Ended, match=r"^rank 2 \(dp 1, tp 0\) died during step: SIGKILL$"):
         asked((BROKEN, 0.1), ("a", inf), (died, 1.0), (BROKEN, 0.2))
-    with pytest.raises(Ended, match=r"^rank 0 .* cannot go on with the others: Connection closed by peer$"):
+    with pytest.raises(Ended, match=r"^rank 0 .* failed in step, and the ranks lost each other: Connection closed"):
         asked(BROKEN, BROKEN, BROKEN, BROKEN)  # no process died, but their connections are gone
+    with pytest.raises(Ended, match=r"^rank 1 .* failed in step, and the ranks lost each other: no$"):
+        asked(BROKEN, (FAILED, 0.1), BROKEN, BROKEN)
 
 
 def test_a_rank_that_hangs_is_found_by_the_times_of_earlier_calls(asked, scripted, caplog):
