@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from twinkle import hub
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
@@ -19,7 +19,8 @@ from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.megatron.engine import MegatronEngine, make_engine
 from twinkle.model.megatron.head import VocabParallelHead
-from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
+from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.sizes import check_compilable, read_sizes
 from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.parallel import Parallelism, own_device
 from twinkle.model.trainer.batch import Part
@@ -56,7 +57,7 @@ def load_trainer(
     ``compiled``: only where layers do not communicate, without tensor and expert parallelism.
     """
     if compiled and device_mesh is not None:
-        _check_compilable(read_sizes(device_mesh))
+        check_compilable(read_sizes(device_mesh))
     place = join(device_mesh, device, dtype, max_tokens_per_batch)
     return make_trainer(
         build_stage(hub.resolve(model_id), *place),
@@ -168,11 +169,6 @@ def make_head(stage: Stage, gradient: HeadGradient | None = None) -> ChunkedHead
     if tp.size == 1:
         return ChunkedHead(spec, chunk_rows, gradient)
     return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features, gradient)
-
-
-def _check_compilable(sizes: MeshSizes) -> None:
-    if sizes.tp > 1 or sizes.ep > 1:
-        raise UnsupportedError(f"compiled: got True with {sizes}, allowed: False, because its layers communicate")
 
 
 def _compile_layers(engine: MegatronEngine, cuts: AdapterCuts) -> None:
