@@ -168,6 +168,7 @@ def in_step(ranks: Ranks) -> Iterator[None]:
     do the same. All raise a RankFailedError with the number and the error of the rank that failed first. No group of
     this process can be used after that. With NCCL, which closes no connections, others wake up when its timeout ends.
     """
+    assert ranks.size == 1 or ranks.group is not None  # raises the failure that has ended the groups, if there was one
     try:
         yield
     except RankFailedError as error:
