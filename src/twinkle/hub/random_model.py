@@ -14,7 +14,7 @@ from twinkle.hub.model_folder import SpecialTokens, TokenIds, write_config, writ
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["RANDOM_MODELS", "random_model_folder"]
+__all__ = ["RANDOM_MODELS", "random_model_config", "random_model_folder"]
 
 # Part of the cache key. Increase it when the files written below change, so that old folders are not used any more.
 _FORMAT = 1
@@ -106,10 +106,9 @@ def random_model_folder(name: str) -> Path:
     return cached_folder(f"random/{name}-v{_FORMAT}", build)
 
 
-def _write_folder(name: str, folder: Path) -> None:
-    announce(f"writing config and tokenizer of random://{name}")
-    shape = RANDOM_MODELS[name]
-    config: dict[str, object] = {
+def random_model_config(name: str) -> dict[str, object]:
+    """Return the configuration of a random model, without the ids of its special tokens."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -117,10 +116,15 @@ def _write_folder(name: str, folder: Path) -> None:
         "rms_norm_eps": 1e-05,
         "attention_bias": False,
         "mlp_bias": False,
-        **shape,
+        **RANDOM_MODELS[name],
     }
+
+
+def _write_folder(name: str, folder: Path) -> None:
+    announce(f"writing config and tokenizer of random://{name}")
+    config = random_model_config(name)
     write_config(folder, config, _TOKEN_IDS)
-    max_length = shape["max_position_embeddings"]
+    max_length = config["max_position_embeddings"]
     assert isinstance(max_length, int)
     write_tokenizer(folder, _byte_tokenizer(), _SPECIAL, _CHAT_TEMPLATE, max_length)
 

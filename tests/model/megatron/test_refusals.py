@@ -12,7 +12,8 @@ from tests.model.parallel.process_pool import ProcessPool
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.megatron.config import check_sizes, read_rope, read_shape, refuse_options
-from twinkle.model.megatron.mesh import MeshSizes, join_mesh, read_sizes
+from twinkle.model.megatron.mesh import join_mesh
+from twinkle.model.megatron.sizes import MeshSizes, read_sizes
 
 pytestmark = pytest.mark.megatron
 

@@ -10,7 +10,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.demand import demands_of
 from twinkle.server.runtime.ray import gpu_reservations
 from twinkle.server.runtime.ray.actors.sampler_engine import devices_of
-from twinkle.server.runtime.ray.actors.trainer_group import ranks_of, start_ranks
+from twinkle.server.runtime.ray.actors.trainer_rank import ranks_of, start_ranks
 from twinkle.server.runtime.ray.deployments import _model_options
 
 OWNER = "/data"

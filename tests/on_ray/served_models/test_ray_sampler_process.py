@@ -103,7 +103,7 @@ def streamed(server: Server, model: str, key: str, kill_after: int | None = None
 
 
 def test_samples_of_a_group_are_those_of_one_process(server, single):
-    assert len(descendants(server, "ray::_Rank")) == 2
+    assert len(descendants(server, "ray::TrainerRank")) == 2
     assert len(descendants(server, ENGINE)) == 1
     mine, theirs = trained(server, "both"), trained(single, "both")
     samplers = [client.save_weights_and_get_sampling_client() for client in (mine, theirs)]

@@ -1,10 +1,8 @@
-"""A model whose trainer is a group of processes: the numbers of a single process, and a process that dies."""
+"""A model whose trainer is a group of processes: the numbers of a single process, and what ends the group."""
 
 import os
 import signal
-import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -15,17 +13,13 @@ if not twinkle.exists("ray"):
     pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
 os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
 
-import ray
 import tinker
 from tinker import types
 
 from tests.on_ray.ray_processes import descendants
 from tests.support.servers.running import Server
 from tests.support.servers.serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
-from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.server.runtime.ray.actors import trainer_group
-from twinkle.server.runtime.ray.replica import Failure
 
 pytestmark = pytest.mark.ray
 
@@ -67,7 +61,7 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
         for ours, found in zip(mine.logprobs, logprobs_of(theirs.result()), strict=True):
             np.testing.assert_allclose(found, ours, atol=1e-5)
         if step == 1:
-            (one, _) = descendants(server, "ray::_Rank")
+            (one, _) = descendants(server, "ray::TrainerRank")
             os.kill(one, signal.SIGKILL)
     path = client.save_state("last").result().path
     again = service.create_training_client_from_state_with_optimizer(path)
@@ -75,42 +69,3 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
     after = again.forward(tinker_data(sequences(9)), "cross_entropy").result()
     for ours, found in zip(logprobs_of(before), logprobs_of(after), strict=True):
         np.testing.assert_allclose(found, ours, atol=1e-5)
-
-
-@pytest.fixture
-def asked(cluster, monkeypatch):
-    """Returns the outcome of a call whose ranks give these answers, each (answer, seconds)."""
-
-    class Scripted:
-        """A rank that gives a scripted answer."""
-
-        def call(self, answer: object, seconds: float) -> object:
-            time.sleep(seconds)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    def end(why: str) -> NoReturn:
-        raise SystemExit(why)
-
-    monkeypatch.setattr(trainer_group, "end_process", end)
-    monkeypatch.setattr(trainer_group, "_GRACE_SECONDS", 1.0)
-
-    def ask(*script: tuple[object, float]) -> object:
-        ranks = [ray.remote(Scripted).options(num_cpus=0).remote() for _ in script]
-        return trainer_group._answers([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
-
-    return ask
-
-
-def test_an_error_of_all_is_raised_and_one_of_some_ends_the_group(asked):
-    failed = Failure(UserError("rank"))
-    assert asked(("a", 0.0), ("b", 0.2)) == ["a", "b"]
-    with pytest.raises(UserError, match="rank"):
-        asked((failed, 0.0), (failed, 0.1))
-    with pytest.raises(SystemExit, match="another did not"):
-        asked((failed, 0.0), ("b", 0.1))
-    with pytest.raises(SystemExit, match="the others hang"):
-        asked(("a", 60.0), (failed, 0.0))
-    with pytest.raises(SystemExit, match="died"):
-        asked(("a", 60.0), (RuntimeError("outside of the trainer"), 0.0))

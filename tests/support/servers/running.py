@@ -11,13 +11,15 @@
 
 The fixtures are in tests/server/conftest.py. If TWINKLE_TEST_POSTGRES names a PostgreSQL cluster (make test-postgres),
 each server keeps its state in a database of that cluster. With TWINKLE_TEST_RUNTIME=ray (make test-ray) each server
-starts its own Ray cluster.
+starts its own Ray cluster. With TWINKLE_TEST_BACKEND=megatron beside it (make test-megatron) real models are trained by
+groups of processes with megatron-core.
 
 Responses are plain httpx responses. Requests are dictionaries, or protobuf messages where the protocol needs them.
 """
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -43,7 +45,10 @@ MODEL = "mock"
 CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
 _LAUNCH = [sys.executable, str(PROGRAMS / "tuned_launch.py")]
 RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
-_START_SECONDS = 240.0 if RUNTIME == "ray" else 120.0  # on Ray five kinds of processes start one after the other
+_RAY_GAVE_UP = "The current node timed out during startup"  # after 30 s, which cannot be changed: the machine is busy
+BACKEND = os.environ.get("TWINKLE_TEST_BACKEND", "transformers")
+# On Ray five kinds of processes start one after the other, and each of a group loads torch and megatron-core.
+_START_SECONDS = 480.0 if BACKEND == "megatron" else 240.0 if RUNTIME == "ray" else 120.0
 
 
 _PORTS_GIVEN: set[int] = set()
@@ -79,16 +84,37 @@ def mock_config(**sections: Any) -> dict[str, Any]:
     }
 
 
+def real_model(
+    model_id: str, *, name: str = "model", mesh: Mapping[str, int] | None = None, **args: Any
+) -> dict[str, Any]:
+    """Return the application of a real model on the CPU in fp32. ``args``: further arguments of it.
+
+    ``mesh``: how Megatron divides it, by default among four processes; Transformers trains it in one process.
+    """
+    if BACKEND != "megatron":
+        of_backend: dict[str, Any] = {"backend": BACKEND, "device": "cpu"}
+        whole = {"model_id": model_id, "dtype": "fp32", **of_backend, **args}
+        return {"name": name, "import_path": "model", "args": whole}
+    sizes = dict(mesh or {"tp_size": 2, "pp_size": 2})
+    group = {"name": name, "ranks": math.prod(sizes.values()), "device_type": "cpu"}
+    of_backend = {"backend": BACKEND, "device_group": group, "device_mesh": sizes}
+    return {
+        "name": name,
+        "import_path": "model",
+        "args": {"model_id": model_id, "dtype": "fp32", **of_backend, **args},
+        "deployments": [{"ray_actor_options": {"num_cpus": 0}}],  # more processes than there are cores
+    }
+
+
 def torch_config(model_id: str, **model_args: Any) -> dict[str, Any]:
     """Return the configuration of a server with a real model on the CPU in fp32, its torch sampler, and processors.
 
     ``model_args``: further arguments of the model.
     """
-    model = {"model_id": model_id, "backend": "transformers", "device": "cpu", "dtype": "fp32", **model_args}
     return {
         "applications": [
             {"name": "server", "import_path": "server"},
-            {"name": "model", "import_path": "model", "args": model},
+            real_model(model_id, **model_args),
             {"name": "sampler", "import_path": "sampler", "args": {"model_id": model_id, "sampler_type": "torch"}},
             {"name": "processor", "import_path": "processor"},
         ]
@@ -153,7 +179,9 @@ class Server:
         assert self.process is not None
         deadline = time.monotonic() + _START_SECONDS
         while not self.is_healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None and _RAY_GAVE_UP in self._said() and time.monotonic() < deadline:
+                self.spawn()
+            elif self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise AssertionError(f"the server did not start\n{self.log()}")
             time.sleep(0.02)
@@ -172,8 +200,11 @@ class Server:
 
         On Ray the gateway may answer before the model is ready.
         """
-        said = (self.directory / "server.log").read_bytes()[self._said_before :]
-        return RUNTIME != "ray" or b"listening on" in said
+        return RUNTIME != "ray" or "listening on" in self._said()
+
+    def _said(self) -> str:
+        """Return what the present process has logged on its own terminal."""
+        return (self.directory / "server.log").read_bytes()[self._said_before :].decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process with SIGKILL and wait until it has ended."""
@@ -201,7 +232,14 @@ class Server:
 def environment() -> dict[str, str]:
     """Return the environment for processes that talk to 127.0.0.1 or compute while other tests run."""
     local = "127.0.0.1,localhost"
-    alone = {"RAY_ADDRESS": "local"} if RUNTIME == "ray" else {}
+    # On a busy machine Ray's own limits for the start of its processes are too short.
+    patient = {
+        "RAY_agent_register_timeout_ms": "240000",
+        "RAY_raylet_start_wait_time_s": "240",
+        "RAY_worker_register_timeout_seconds": "240",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    }
+    alone = {"RAY_ADDRESS": "local", **patient} if RUNTIME == "ray" else {}
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import `tests`
     return {**os.environ, **path, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import UnsupportedError
 from twinkle.model.megatron.mcore import TransformerConfig
-from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, divisors
+from twinkle.model.megatron.mesh import MegatronMesh
+from twinkle.model.megatron.sizes import MeshSizes, ModelCounts, check_counts, check_family
 
 __all__ = [
     "DecoderShape",
@@ -101,8 +102,7 @@ _FAMILIES: dict[str, tuple[Callable[[PreTrainedConfig], _Biases], bool]] = {
 def read_shape(config: PreTrainedConfig) -> DecoderShape:
     """Return the shape of a decoder; raise for a family or option that is not supported."""
     family = config.model_type
-    if family not in _FAMILIES:
-        raise UnsupportedError(f"{family}: the Megatron backend supports the families {', '.join(sorted(_FAMILIES))}")
+    check_family(family)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(f"{family}: its weights are quantized; the Megatron backend reads bf16, fp16 and fp32")
     read_biases, qk_norm = _FAMILIES[family]
@@ -168,21 +168,16 @@ def read_rope(config: PreTrainedConfig) -> tuple[Tensor, float]:
 
 def check_sizes(shape: DecoderShape, sizes: MeshSizes) -> None:
     """Raise for a mesh that cannot hold this decoder, with the sizes that work."""
-    cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
-    if len(shape.expert_layers) < shape.layers:
-        cut["intermediate features"] = shape.intermediate
-    _require_divisor("tp_size", sizes.tp, cut)
-    _require_divisor("pp_size", sizes.pp, {"layers": shape.layers})
-    if shape.experts is not None:
-        _require_divisor("ep_size", sizes.ep, {"experts": shape.experts.count})
-    elif sizes.ep > 1:
-        raise InvalidInputError("ep_size", sizes.ep, f"1: {shape.family} has no experts")
-
-
-def _require_divisor(field: str, size: int, counts: Mapping[str, int]) -> None:
-    if any(count % size for count in counts.values()):
-        text = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise InvalidInputError(field, size, f"{divisors(counts.values())}, which divide its {text}")
+    all_experts = len(shape.expert_layers) == shape.layers
+    counts = ModelCounts(
+        family=shape.family,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        intermediate=None if all_experts else shape.intermediate,
+        experts=None if shape.experts is None else shape.experts.count,
+    )
+    check_counts(counts, sizes)
 
 
 # Fields of megatron-core's TransformerConfig that ask for what is not here, with the values that mean "off".

@@ -1,4 +1,4 @@
-"""The processes of a Megatron model: sizes of the mesh, what is refused, and the groups of this process.
+"""The processes of a Megatron model, and the groups of this process.
 
 Ranks are ordered as Megatron orders them: tensor parallel ranks are neighbours, then data parallel ranks, then pipeline
 stages. Experts are spread over the ranks of one stage (tp × dp), ``ep`` neighbours at a time.
@@ -7,39 +7,20 @@ megatron-core keeps its process groups in variables of its module. So all Megatr
 mesh; :func:`join_mesh` refuses another one.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from twinkle.environment import read_environment
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.megatron.mcore import ProcessGroupCollection, parallel_state
-from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes
+from twinkle.model.megatron.sizes import ONE_PROCESS, MeshSizes, read_sizes
+from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes, when_groups_end
 
-__all__ = ["MegatronMesh", "MeshSizes", "join_mesh", "leave_mesh", "read_sizes"]
-
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """How many processes each kind of parallelism has. ``ep`` uses the processes of tp and dp, and adds none."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    def __str__(self) -> str:
-        sizes = f"dp_size={self.dp}, tp_size={self.tp}, pp_size={self.pp}"
-        return sizes if self.ep == 1 else f"{sizes}, ep_size={self.ep}"
+__all__ = ["MegatronMesh", "join_mesh", "leave_mesh"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class MegatronMesh:
     ranks of the first and the last stage that hold the same part of a tied embedding. ``world``: all.
     """
 
-    sizes: MeshSizes = MeshSizes()
+    sizes: MeshSizes = ONE_PROCESS
     sequence_parallel: bool = False
     world: Ranks = ALONE
     tp: Ranks = ALONE
@@ -80,57 +61,12 @@ class MegatronMesh:
         return groups
 
 
-def read_sizes(mesh: DeviceMesh) -> MeshSizes:
-    """Return the sizes of a mesh; raise for what no Megatron model here can do, with the nearest mesh that works."""
-    given = {name: max(1, mesh.get_dim_size(name)) if mesh.has_dim(name) else 1 for name in ("dp", "tp", "pp")}
-    sizes = MeshSizes(given["dp"], given["tp"], given["pp"], mesh.ep_size or 1)
-    cp, fsdp = max(1, mesh.cp_world_size), max(1, mesh.fsdp_world_size)
-    nearest = replace(sizes, dp=mesh.world_size // (sizes.tp * sizes.pp))
-    if cp > 1:
-        raise _refused(f"cp_size={cp}: context parallelism needs Transformer Engine", nearest)
-    if fsdp > 1:
-        raise _refused(f"fsdp_size={fsdp}: a Megatron model is cut by tp_size and pp_size", nearest)
-    if (mesh.ulysses_size or 1) > 1:
-        raise _refused(f"ulysses_size={mesh.ulysses_size}: sequence_parallel=True divides tokens among tp", nearest)
-    if (mesh.vpp_size or 1) > 1:
-        raise _refused(f"vpp_size={mesh.vpp_size}: a process runs one stage of the pipeline", nearest)
-    if (mesh.etp_size or 1) > 1:
-        raise _refused(f"etp_size={mesh.etp_size}: experts are spread by ep_size, each is whole", nearest)
-    if mesh.has_dim("ep") or mesh.has_dim("ep_fsdp"):
-        raise _refused("ep is no dimension of its own: ep_size divides experts among the ranks of tp and dp", nearest)
-    if nearest.dp * sizes.tp % sizes.ep:
-        allowed = divisors([sizes.dp * sizes.tp])
-        raise InvalidInputError("ep_size", sizes.ep, f"{allowed}, which divide dp × tp = {sizes.dp * sizes.tp}")
-    _check_order(mesh)
-    return sizes
-
-
-def divisors(numbers: Iterable[int]) -> str:
-    """Return the common divisors of some numbers as text: the sizes that divide all of them."""
-    counted = list(numbers)
-    common = [size for size in range(1, min(counted) + 1) if all(number % size == 0 for number in counted)]
-    return " or ".join(map(str, common))
-
-
-def _refused(what: str, nearest: MeshSizes) -> UnsupportedError:
-    return UnsupportedError(f"device_mesh: {what}; the nearest mesh that works: {nearest}")
-
-
-def _check_order(mesh: DeviceMesh) -> None:
-    """Raise unless ranks are numbered as Megatron numbers them: tp varies fastest, then dp, then pp."""
-    names = [name for name in ("pp", "dp", "tp") if mesh.has_dim(name)]
-    ranks = np.array(mesh.ranks_along(names)).reshape(-1) if names else mesh.mesh.reshape(-1)
-    if ranks.tolist() != list(range(mesh.world_size)):
-        allowed = "ranks from 0 on, numbered along tp first, then dp, then pp, as DeviceMesh.from_sizes does it"
-        raise InvalidInputError("device_mesh.mesh", mesh.mesh.tolist(), allowed)
-
-
 def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronMesh:
     """Return the groups of this process. With several processes all must call it: groups are made together.
 
     Without a mesh, or for a mesh of one process, there are none.
     """
-    sizes = MeshSizes() if device_mesh is None else read_sizes(device_mesh)
+    sizes = ONE_PROCESS if device_mesh is None else read_sizes(device_mesh)
     if device_mesh is None or sizes.world == 1:
         return MegatronMesh()
     join_processes(device, sizes.world)
@@ -145,6 +81,7 @@ def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronM
             create_gloo_process_groups=False,  # its groups accept host tensors already
             distributed_timeout_minutes=ceil(read_environment().dist_timeout_seconds / 60),
         )
+        when_groups_end(parallel_state.destroy_model_parallel)
     whole = dist.group.WORLD
     assert whole is not None
     return MegatronMesh(

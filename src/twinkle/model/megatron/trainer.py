@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from twinkle import hub
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
@@ -19,7 +19,8 @@ from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.megatron.engine import MegatronEngine, make_engine
 from twinkle.model.megatron.head import VocabParallelHead
-from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
+from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.sizes import check_compilable, read_sizes
 from twinkle.model.megatron.stage import Stage, build_stage
 from twinkle.model.parallel import Parallelism, own_device
 from twinkle.model.trainer.batch import Part
@@ -36,7 +37,7 @@ from twinkle.model.trainer.probe import (
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.utils.progress import Progress
 
-__all__ = ["load_trainer", "make_cuts", "make_head", "make_trainer", "measure_cost", "parallelism"]
+__all__ = ["join", "load_trainer", "make_cuts", "make_head", "make_trainer", "measure_cost", "parallelism"]
 
 
 def load_trainer(
@@ -55,22 +56,32 @@ def load_trainer(
     The arguments are those of :meth:`Trainer.from_pretrained`. ``max_tokens_per_batch`` is that of one micro-batch.
     ``compiled``: only where layers do not communicate, without tensor and expert parallelism.
     """
-    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-    chosen = own_device(device, device_mesh)
     if compiled and device_mesh is not None:
-        _check_compilable(read_sizes(device_mesh))
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidInputError("device", str(chosen), "cpu or cuda")
-    stage = build_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+        check_compilable(read_sizes(device_mesh))
+    place = join(device_mesh, device, dtype, max_tokens_per_batch)
     return make_trainer(
-        stage,
+        build_stage(hub.resolve(model_id), *place),
         model_id,
         base_name=base_name,
         memory_budget_bytes=memory_budget_bytes,
         max_tokens_per_batch=max_tokens_per_batch,
         compiled=compiled,
     )
+
+
+def join(
+    device_mesh: DeviceMesh | None,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    max_tokens_per_batch: int | None,
+) -> tuple[MegatronMesh, torch.dtype, torch.device]:
+    """Check the options of a trainer, and join the mesh. Return this process's place in it; all processes call this."""
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+    chosen = own_device(device, device_mesh)
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidInputError("device", str(chosen), "cpu or cuda")
+    return join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen
 
 
 def make_trainer(
@@ -158,11 +169,6 @@ def make_head(stage: Stage, gradient: HeadGradient | None = None) -> ChunkedHead
     if tp.size == 1:
         return ChunkedHead(spec, chunk_rows, gradient)
     return VocabParallelHead(spec, chunk_rows, tp, stage.architecture.head.out_features, gradient)
-
-
-def _check_compilable(sizes: MeshSizes) -> None:
-    if sizes.tp > 1 or sizes.ep > 1:
-        raise UnsupportedError(f"compiled: got True with {sizes}, allowed: False, because its layers communicate")
 
 
 def _compile_layers(engine: MegatronEngine, cuts: AdapterCuts) -> None:

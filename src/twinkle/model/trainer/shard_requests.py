@@ -46,6 +46,11 @@ class RequestShards:
         """Return the requests with the sequences of this rank."""
         return [_part(item, owners, rank) for item, owners in zip(self.items, self.owners, strict=True)]
 
+    def work(self) -> tuple[int, int]:
+        """Return how much there is to compute: all tokens, and the sum of the squares of the sequences' lengths."""
+        lengths = [_length(datum) for item in self.items if _size(item) for datum in item.data]
+        return sum(lengths), sum(length**2 for length in lengths)
+
     def join(self, results: Sequence[Sequence[TrainResult | TrainFailure]]) -> list[TrainResult | TrainFailure]:
         """Combine the results of all ranks into one result or failure per request."""
         return [self._joined(index, [each[index] for each in results]) for index in range(len(self.items))]

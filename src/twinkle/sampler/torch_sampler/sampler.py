@@ -67,6 +67,7 @@ class TorchSampler:
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
         versions: Versions | None = None,
+        publisher: Trainer | None = None,
     ) -> None:
         """Take part of the trainer's memory for a cache of keys and values, unless the architecture cannot use one.
 
@@ -75,7 +76,8 @@ class TorchSampler:
         more if a third does not hold ``max_sequences`` sequences of 1024 tokens, as long as adapters keep 12 GiB.
         max_sequences: samples that run at the same time; None: 64 on CPU, and 512 on CUDA, or fewer, at least 256, if
         the cache has too little room for 512.
-        versions: what there is to sample from beside the base model; None: adapters of the trainer.
+        versions: what there is to sample from beside the base model; None: adapters of the publisher.
+        publisher: the trainer whose adapters are published, on the same base model; None: ``trainer`` itself.
         """
         if max_sequences is not None and max_sequences < 1:
             raise InvalidInputError("max_sequences", max_sequences, "an integer ≥ 1 or None")
@@ -88,7 +90,7 @@ class TorchSampler:
         self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
         if max_sequences is None and self._cache is not None:
             places = default_places(places, self._cache.capacity)
-        self._versions: Versions = AdapterVersions(trainer) if versions is None else versions
+        self._versions: Versions = AdapterVersions(trainer, publisher) if versions is None else versions
         self._places = places
         chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
         self._chunk_tokens = min(chunk, max(BLOCK, trainer.memory.tokens))

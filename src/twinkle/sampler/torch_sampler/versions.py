@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from twinkle.errors import InvalidInputError, TwinkleError
@@ -80,8 +81,10 @@ class Versions(Protocol):
 class AdapterVersions:
     """Frozen adapters on one base model, in the memory that its trainer has for adapters."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, publisher: Trainer | None = None) -> None:
+        """``publisher``: the trainer whose adapters are published; None: ``trainer``, which has the base model."""
         self._trainer = trainer
+        self._publisher = trainer if publisher is None else publisher
         self._by_id: dict[str, Adapter] = {}
         self._users: dict[int, int] = {}  # unfinished requests, by id() of their version
         self._retired: dict[int, Adapter] = {}  # retired, but still used by requests
@@ -98,6 +101,9 @@ class AdapterVersions:
         self._forget = forget
 
     def publish(self, version_id: str, adapter_id: str) -> None:
+        if self._publisher is not self._trainer:
+            self.receive(version_id, *self._publisher.peft_adapter(adapter_id, torch.float32))
+            return
         require_new(version_id, self._by_id)
         self._by_id[version_id] = self._trainer.pool.freeze(adapter_id)
 

@@ -66,19 +66,22 @@ class VllmSampler:
         engine_args: Mapping[str, object] | None = None,
         memory_dir: Path = MEMORY_DIR,
         adapters: bool = True,
+        publisher: Trainer | None = None,
     ) -> None:
         """Start vLLM with the trainer's base model, which takes about half a minute.
 
         tokenizer: see :class:`TorchSampler`. engine_args: see :mod:`twinkle.sampler.vllm.engine_args`.
         memory_dir: a directory in memory (a tmpfs) for the files of versions.
         adapters: False: only the base model can be sampled from, and versions of adapters are refused.
+        publisher: see :class:`TorchSampler`.
         """
         set_variable_defaults(_VARIABLES)
         self._trainer = trainer
+        self._publisher = trainer if publisher is None else publisher
         self._tokenizer = tokenizer
         own = None if tokenizer is None else tokenizer.eos_token_id
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
-        self._scorer = TorchSampler(trainer, tokenizer, max_sequences=_SCORED_AT_ONCE)
+        self._scorer = TorchSampler(trainer, tokenizer, max_sequences=_SCORED_AT_ONCE, publisher=publisher)
         self._scored: list[Finished | Progress] = []  # events that arrived during _score_now
         self._versions: dict[str, Version] = {}
         self._requests: dict[str, Request] = {}
@@ -174,13 +177,13 @@ class VllmSampler:
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        self._require_rank(self._trainer.spec(adapter_id).largest_rank)
+        self._require_rank(self._publisher.spec(adapter_id).largest_rank)
         self._require_new(version_id)
         self._scorer.publish(version_id, adapter_id)
         # Ranks and scalings of single modules are made equal before weights are rounded.
-        spec, dtype = self._trainer.spec(adapter_id), self._trainer.dtype
+        spec, dtype = self._publisher.spec(adapter_id), self._trainer.dtype
         precision = torch.float32 if spec.rank_pattern or spec.alpha_pattern else dtype
-        self._install(version_id, lambda: AdapterWeights(*self._trainer.peft_adapter(adapter_id, precision)))
+        self._install(version_id, lambda: AdapterWeights(*self._publisher.peft_adapter(adapter_id, precision)))
 
     def load_version(self, version_id: str, directory: str) -> None:
         source = Path(directory)

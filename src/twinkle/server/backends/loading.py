@@ -39,7 +39,7 @@ def load_served_model(served: ServedModelConfig, timings: Timings = DEFAULT_TIMI
         mode, seconds = served.model.train_mode, (timings.mock_pass, timings.mock_step, timings.mock_token)
         model = mock_model(served.name, served.aliases, *seconds, mode)
         return replace(model, max_replayed_steps=replayed_steps(served.model))
-    return _load_transformers(served)
+    return _load_here(served)
 
 
 def replayed_steps(args: ModelArgs) -> int | None:
@@ -47,8 +47,8 @@ def replayed_steps(args: ModelArgs) -> int | None:
     return args.max_replayed_steps if args.train_mode == "full" else None
 
 
-def _load_transformers(served: ServedModelConfig) -> ServedModel:
-    """Load the trainer and, where the configuration asks for one, a sampler."""
+def _load_here(served: ServedModelConfig) -> ServedModel:
+    """Load the trainer into this process and, where the configuration asks for one, a sampler."""
     logger.info("loading %s", served.model.model_id)
     args, sampling = served.model, served.sampler
     if sampling is not None and sampling.sampler_type == "vllm":
@@ -58,11 +58,12 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         whole = load_full_trainer(args, args.compute_device, budget, compiled=args.compiled)
         return _with_full_sampler(served, served_model(served, whole, TrainerFacts.from_trainer(whole)), whole)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
-    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     if sampling is None:
-        return model
+        return served_model(served, trainer, TrainerFacts.from_trainer(trainer))
+    base = trainer if args.backend == "transformers" else _second_base(args, trainer)
+    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     tokenizer = hub.load_tokenizer(args.model_id)
-    sampler = _make_sampler(sampling, trainer, tokenizer, budget)
+    sampler = _make_sampler(sampling, base, tokenizer, budget, publisher=trainer)
     return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
 
 
@@ -78,17 +79,24 @@ class TrainerFacts:
     tokens: int
     memory: str
     device: str
+    shares: int = 1  # into how many parts the rows of a batch are divided: the number of data ranks
 
     @classmethod
     def from_trainer(cls, trainer: "Trainer | FullTrainer") -> "TrainerFacts":
         architecture, memory = trainer.architecture, trainer.memory
-        return cls(architecture.family, architecture.max_length, memory.tokens, str(memory), trainer.device.type)
+        return cls(
+            architecture.family,
+            architecture.max_length,
+            memory.tokens,
+            str(memory),
+            trainer.device.type,
+            trainer.data_ranks.size,
+        )
 
 
-def served_model(
-    served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts, ranks: int = 1
-) -> ServedModel:
-    """Return the served model without a sampler. ``facts`` describe each of the ``ranks`` processes of its trainer."""
+def served_model(served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts) -> ServedModel:
+    """Return the served model without a sampler. ``facts`` describe the first process of its trainer."""
+    processes = served.model.processes
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -96,13 +104,13 @@ def served_model(
         sampler=None,
         architecture=facts.architecture,
         max_context_length=facts.max_length,
-        tokens_per_batch=facts.tokens * ranks,
+        tokens_per_batch=facts.tokens * facts.shares,
         tokenizer_dir=str(hub.resolve(served.model.model_id).path),
         tokenizer_id=served.public_id,
-        memory=facts.memory if ranks == 1 else f"{ranks} processes, each: {facts.memory}",
+        memory=facts.memory if processes == 1 else f"{processes} processes, each: {facts.memory}",
         text=None,
         device=facts.device,
-        cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
+        cheap_tokens=_GPU_CHEAP_TOKENS * facts.shares if facts.device == "cuda" else 0,
         train_mode=served.model.train_mode,
         max_replayed_steps=replayed_steps(served.model),
     )
@@ -117,6 +125,27 @@ def load_trainer(
     args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
 ) -> "Trainer":
     """Load the base model. ``budget`` is in bytes; ``mesh`` is given if this process is one of several that train."""
+    if args.backend == "transformers":
+        return _load_base(args, device, budget, compiled=compiled, mesh=mesh)
+    with Progress("importing torch and megatron-core"):
+        from twinkle.model.megatron.trainer import load_trainer as load_onto_mesh
+
+    return load_onto_mesh(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        base_name=base_name(args),
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        compiled=compiled,
+        device_mesh=mesh,
+    )
+
+
+def _load_base(
+    args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
+) -> "Trainer":
+    """Load the base model as a model of Transformers, which samplers run on, too."""
     with Progress("importing torch and transformers"):
         from twinkle.model import Trainer
 
@@ -139,6 +168,21 @@ def load_full_trainer(
 
     CapacityError, with the bytes that are needed, if the state of a run does not fit into memory.
     """
+    if args.backend == "megatron":
+        with Progress("importing torch and megatron-core"):
+            from twinkle.model.megatron.full import load_full_trainer as load_onto_mesh
+
+        assert not compiled, "refused by the rules of the configuration"
+        return load_onto_mesh(
+            args.model_id,
+            device=device,
+            dtype=args.dtype,
+            base_name=base_name(args),
+            memory_budget_bytes=budget,
+            max_tokens_per_batch=args.max_tokens_per_batch,
+            device_mesh=mesh,
+            share_optimizer=True,
+        )
     with Progress("importing torch and transformers"):
         from twinkle.model.full import FullTrainer
 
@@ -154,6 +198,26 @@ def load_full_trainer(
     )
 
 
+def _second_base(args: ModelArgs, trainer: "Trainer") -> "Trainer":
+    """Load the base model a second time, for a sampler beside a trainer whose model only trains.
+
+    The copy gets half of the memory that the trainer has for adapters. CapacityError: it does not fit there.
+    """
+    needed, left = trainer.memory.weights, trainer.memory.adapters // 2
+    _require_second_base(needed, left, f"backend: {args.backend}")
+    trainer.set_aside(left)
+    return _load_base(args, str(trainer.device), left)
+
+
+def _require_second_base(needed: int, left: int, beside: str) -> None:
+    if needed >= left:
+        raise CapacityError(
+            f"sampling beside {beside} needs a second copy of the base model, {needed} bytes "
+            f"({needed / 2**30:.2f} GiB), and training leaves {left} bytes; raise memory_budget_gib, lower "
+            "max_tokens_per_batch, give the sampler devices of its own (device_group on Ray), or serve no sampler"
+        )
+
+
 def _with_full_sampler(served: ServedModelConfig, model: ServedModel, trainer: "FullTrainer") -> ServedModel:
     """Return the model with a sampler of complete sets of weights, where the configuration asks for one.
 
@@ -164,13 +228,8 @@ def _with_full_sampler(served: ServedModelConfig, model: ServedModel, trainer: "
     if sampling is None:
         return model
     needed, left = trainer.memory.weights, trainer.memory.adapters
-    if needed >= left:
-        raise CapacityError(
-            f"sampling beside train_mode: full needs a second copy of the base model, {needed} bytes "
-            f"({needed / 2**30:.2f} GiB), and training leaves {left} bytes; raise memory_budget_gib, lower "
-            "max_tokens_per_batch, give the sampler devices of its own (device_group on Ray), or serve no sampler"
-        )
-    base = load_trainer(args, str(trainer.device), left)
+    _require_second_base(needed, left, "train_mode: full")
+    base = _load_base(args, str(trainer.device), left)
     tokenizer = hub.load_tokenizer(args.model_id)
     sampler = _full_sampler(base, tokenizer, sampling, lambda _run_id: trainer.compute_weights())
     return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
@@ -202,24 +261,29 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
             from twinkle.sampler.vllm.engine_args import memory_beside
 
             budget = memory_beside(engine_args)
-    trainer = load_trainer(args, device, budget)
+    trainer = _load_base(args, device, budget)
     if args.train_mode == "full":
         return _full_sampler(trainer, hub.load_tokenizer(args.model_id), sampler, None)
     return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
 
 
 def _make_sampler(
-    args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
+    args: SamplerArgs,
+    trainer: "Trainer",
+    tokenizer: "Tokenizer | None",
+    budget: int | None,
+    publisher: "Trainer | None" = None,
 ) -> "TorchSampler | VllmSampler":
     """Make a sampler.
 
     ``torch`` samples with the trainer's own weights; ``vllm`` runs in processes of its own, which end with this one.
+    ``publisher`` has the adapters that are published; None: another process has them.
     """
     if args.sampler_type == "torch":
         from twinkle.sampler import TorchSampler
 
         with Progress("preparing the sampler"):
-            return TorchSampler(trainer, tokenizer)
+            return TorchSampler(trainer, tokenizer, publisher=publisher)
     if trainer.device.type == "cuda" and budget is None:
         raise ConfigError("memory_budget_gib", None, "GiB of the GPU for the trainer, where the sampler is vLLM")
     from twinkle.sampler.vllm import VllmSampler
@@ -228,7 +292,9 @@ def _make_sampler(
     logger.info("starting vLLM")
     memory_dir: Path = args.memory_dir or MEMORY_DIR
     with Progress("starting vLLM"):
-        sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
+        sampler = VllmSampler(
+            trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir, publisher=publisher
+        )
     atexit.register(sampler.close)
     return sampler
 

@@ -90,13 +90,13 @@ def run_server(
 
     ``log_level`` and ``log_format`` replace those of the configuration.
     """
-    from twinkle.server.config.rules import refuse_what_is_not_yet
+    from twinkle.server.config.rules import require_packages
     from twinkle.server.telemetry.logs import configure_logging
 
     if not config.applications:
         print(NOTHING_TO_SERVE, file=sys.stderr, flush=True)
         return
-    refuse_what_is_not_yet(config.applications)
+    require_packages(config.applications)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)
     if not sys.stderr.isatty():

@@ -1,7 +1,7 @@
 """Rules between the sections of a configuration. Each rule sees valid sections only.
 
 Some rules hold for both runtimes, such as those about names; others refuse what the chosen runtime cannot do: the
-embedded one is one process on one device. Values that are valid but cannot be launched yet are at the end.
+embedded one is one process on one device. Notes on packages that are missing here are at the end.
 """
 
 from collections import Counter
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from pydantic_core import InitErrorDetails
 
-from twinkle.errors import ConfigError, ConfigProblem, InvalidInputError, TwinkleServerError, UserError
-from twinkle.extras import missing
+from twinkle.errors import InvalidInputError, TwinkleServerError, UserError
+from twinkle.extras import missing, require
 from twinkle.hub import parse_model_id
 from twinkle.hub.model_id import ModelScopeId
 from twinkle.server.config.applications import (
@@ -26,6 +26,7 @@ from twinkle.server.config.applications import (
     resources_of,
     served_models,
 )
+from twinkle.server.config.meshes import find_mesh_problems
 from twinkle.server.config.messages import path_of, refusal
 from twinkle.server.config.placement import DeviceGroup, DeviceMesh
 from twinkle.server.config.sections import AuthConfig, HttpOptions
@@ -37,9 +38,9 @@ Location = tuple[str | int, ...]
 Args = TypeVar("Args", ServerArgs, ModelArgs, SamplerArgs)
 
 _ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
-_DIVISION = "training is spread by dp_size and fsdp_size"
+_DIVISION = "training is spread by dp_size and fsdp_size (backend: megatron has tp_size, pp_size and ep_size)"
 _ONE_ENGINE = "a sampler has one engine for each replica of its model (more: num_replicas of the model)"
-_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
+_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("torch", "vllm"), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
@@ -65,6 +66,7 @@ def application_rules(applications: Applications, runtime: str = "embedded") -> 
         _one_application_a_model,
         _routes,
         *((_groups_of_processes, _gpus_of_models) if on_ray else (_one_device,)),
+        _megatron_meshes,
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
@@ -183,26 +185,26 @@ def _one_device(applications: Applications) -> Broken:
 
 
 def _groups_of_processes(applications: Applications) -> Broken:
-    """Refuse divisions of a model on Ray other than data parallel and sharded data parallel training.
+    """Refuse divisions of a model on Ray that its backend does not have.
 
-    A mock must not be divided at all; models with ``backend: megatron`` are not checked here.
+    Transformers has data parallel and sharded data parallel training; a mock must not be divided at all. How a Megatron
+    model is divided is checked by :func:`_megatron_meshes`.
     """
     for at, args in _with(applications, ModelArgs):
-        if args.backend == "megatron":
-            continue  # the Megatron backend will check how it divides a model, once there is one
-        if args.processes > 1 or _larger_sizes(args.device_mesh):
+        group = args.device_group
+        if group is not None and group.processes != args.processes:
+            allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
+            yield _broken((*at, "device_group", "ranks"), group.ranks, allowed)
+        if args.backend != "megatron" and (args.processes > 1 or _larger_sizes(args.device_mesh)):
             yield from _division(args, at)
         if args.device_group is not None:
             yield from _named_gpus(args.device_group, args.processes, at)
 
 
 def _division(args: ModelArgs, at: Location) -> Broken:
-    group, mesh = args.device_group, args.device_mesh
+    mesh = args.device_mesh
     if args.backend == "mock" and args.processes > 1:
         yield _broken((*at, "device_group"), args.processes, "1 process for a model with backend: mock")
-    if group is not None and group.processes != args.processes:
-        allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
-        yield _broken((*at, "device_group", "ranks"), group.ranks, allowed)
     for key, value in _larger_sizes(mesh):
         if key not in ("world_size", "dp_size", "fsdp_size", "mesh"):
             sequences = "; sequences are divided by the library's TransformersModel only"
@@ -222,6 +224,14 @@ def _division(args: ModelArgs, at: Location) -> Broken:
         yield _broken((*at, "device_mesh"), mesh.size, allowed)
 
 
+def _megatron_meshes(applications: Applications) -> Broken:
+    """Refuse meshes that a Megatron model cannot have, and models that Megatron cannot run."""
+    for at, args in _with(applications, ModelArgs):
+        if args.backend == "megatron":
+            for found in find_mesh_problems(args):
+                yield _broken((*at, *found.key), found.value, found.allowed)
+
+
 def _named_gpus(group: DeviceGroup, processes: int, at: Location) -> Broken:
     """Refuse a list that names a GPU twice, or does not name one for each process."""
     named = group.named_gpus
@@ -235,7 +245,7 @@ def _named_gpus(group: DeviceGroup, processes: int, at: Location) -> Broken:
 def _gpus_of_models(applications: Applications) -> Broken:
     """Refuse a num_gpus of 0 for a model that computes on GPUs, and one above 1 if each process has one GPU."""
     for index, one in enumerate(applications):
-        if not isinstance(one.args, ModelArgs) or one.args.backend != "transformers":
+        if not isinstance(one.args, ModelArgs) or one.args.backend == "mock":
             continue
         given, group = resources_of(one).num_gpus, one.args.processes > 1
         device = one.args.group_device if group else one.args.compute_device or "cpu"
@@ -298,15 +308,14 @@ def _one_engine_a_sampler(applications: Applications) -> Broken:
     Each replica of the model has one engine: in the replica's process, or in a process of the engine's own.
     """
     for at, application, sampler, model in _samplers(applications):
-        if model.backend == "megatron":
-            continue  # the Megatron backend will check this, once there is one
         apart = has_own_process(application, model)
         if not apart:
             yield from _shares_device(sampler, model, at)
-        if sampler.nproc_per_node > 1:
+        if sampler.nproc_per_node > 1 and not sampler.idle_engines:
             yield _broken((*at, "nproc_per_node"), sampler.nproc_per_node, f"1: {_ONE_ENGINE}")
         gpus = 1 if sampler.device_group is None else sampler.device_group.gpus_per_worker
-        if gpus > 1 and not (apart and sampler.sampler_type == "vllm"):
+        on_cpu = sampler.device_group is not None and sampler.device_group.device_type == "cpu"
+        if gpus > 1 and not (apart and sampler.sampler_type == "vllm") and not on_cpu:
             allowed = "1 (more are for vLLM with a device_group of its own)"
             yield _broken((*at, "device_group", "gpus_per_worker"), gpus, allowed)
         yield from _one_engine(sampler, gpus, at)
@@ -317,8 +326,8 @@ def _one_engine_a_sampler(applications: Applications) -> Broken:
 
 
 def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Broken:
-    group = sampler.device_group
-    if group is not None and group.processes not in (1, gpus):
+    group, many = sampler.device_group, sampler.idle_engines > 0
+    if group is not None and group.processes not in (1, gpus) and not many:
         yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus}, as gpus_per_worker: {_ONE_ENGINE}")
     elif group is not None and isinstance(group.ranks, tuple) and group.named_gpus and len(group.named_gpus) != gpus:
         yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus} GPUs, as gpus_per_worker says")
@@ -326,6 +335,8 @@ def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Broken:
         yield from _named_gpus(group, gpus, at)
     for key, value in _larger_sizes(sampler.device_mesh):
         of_engine = key in ("world_size", "tp_size")
+        if key == "dp_size" and many:
+            continue
         if not of_engine or value != gpus:
             allowed = f"{gpus}, as gpus_per_worker" if of_engine else "1"
             yield _broken((*at, "device_mesh", key), value, f"{allowed}: {_ONE_ENGINE}")
@@ -345,20 +356,15 @@ def _shares_device(sampler: SamplerArgs, model: ModelArgs, at: Location) -> Brok
         yield _broken((*at, "device_group"), wanted, f"the device of the model: {model.compute_device}")
 
 
-# --- valid, and not launched yet --------------------------------------------------------------------------------------
-# A file with such a value is valid, but a launch refuses it, because that part of the server does not exist yet.
-
-_LATER = "the Megatron backend comes later"
-
-
-def launch_notes(applications: Applications) -> list[str]:
-    """Return a note on each valid key that prevents a launch: ``backend: megatron``."""
-    return [f"{path}: megatron is valid but cannot be launched yet: {_LATER}" for path in _megatron(applications)]
+# --- packages and machines --------------------------------------------------------------------------------------------
 
 
 def package_notes(applications: Applications) -> list[str]:
-    """Return notes on packages that are needed and not installed here: vLLM, and ModelScope's for models of its hub."""
+    """Return notes on packages that are needed and not installed here: vLLM, megatron-core, and ModelScope's."""
     notes = []
+    if not exists("megatron-core"):
+        needed = [at for at, args in _with(applications, ModelArgs) if args.backend == "megatron"]
+        notes += [str(missing("megatron", f"{path_of((*at, 'backend'))}: megatron")) for at in needed]
     if not exists("vllm"):
         needed = [at for at, args in _with(applications, SamplerArgs) if args.sampler_type == "vllm"]
         notes += [str(missing("vllm", f"{path_of((*at, 'sampler_type'))}: vllm")) for at in needed]
@@ -369,6 +375,13 @@ def package_notes(applications: Applications) -> list[str]:
     return notes
 
 
+def require_packages(applications: Applications) -> None:
+    """Raise MissingDependencyError if megatron-core is needed and not installed here, before any process is started."""
+    for at, args in _with(applications, ModelArgs):
+        if args.backend == "megatron":
+            require("megatron", f"{path_of((*at, 'backend'))}: megatron")
+
+
 def refuse_a_file_for_several_machines(database_url: str, machines: Collection[str]) -> None:
     """Raise TwinkleServerError if the state is in a SQLite file and a cluster has several ``machines`` (addresses)."""
     if len(machines) > 1 and database_url.startswith("sqlite:"):
@@ -376,16 +389,3 @@ def refuse_a_file_for_several_machines(database_url: str, machines: Collection[s
             f"persistence: the cluster has {len(machines)} machines ({', '.join(sorted(machines))}), and a SQLite file "
             "works on one machine only. Set persistence.url: postgresql://… and a data_dir that all of them share"
         )
-
-
-def refuse_what_is_not_yet(applications: Applications) -> None:
-    """Raise ConfigError if these applications cannot be launched yet."""
-    allowed = f"transformers or mock (not yet megatron: {_LATER})"
-    problems = [ConfigProblem(path, "megatron", allowed) for path in _megatron(applications)]
-    if problems:
-        raise ConfigError.from_problems(problems, "launch")
-
-
-def _megatron(applications: Applications) -> list[str]:
-    models = _with(applications, ModelArgs)
-    return [path_of((*at, "backend")) for at, args in models if args.backend == "megatron"]

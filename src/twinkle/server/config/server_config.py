@@ -18,7 +18,7 @@ from twinkle.server.config.applications import (
 )
 from twinkle.server.config.messages import DefaultWords, Section, inner_type, is_section, problem, problems_of
 from twinkle.server.config.older import convert
-from twinkle.server.config.rules import application_rules, launch_notes, network_rules, package_notes
+from twinkle.server.config.rules import application_rules, network_rules, package_notes
 from twinkle.server.config.sections import (
     AuthConfig,
     ClientsConfig,
@@ -248,7 +248,7 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    later = [*launch_notes(config.applications), *package_notes(config.applications), *_database_note(config)]
+    later = [*package_notes(config.applications), *_database_note(config)]
     return config, [*converted.notes, *about_variables, *_mode_note(config), *without_effect(config), *later]
 
 

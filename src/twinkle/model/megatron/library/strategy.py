@@ -15,7 +15,8 @@ from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.library.parallel_options import choose_precision
 from twinkle.model.megatron.config import DecoderShape, check_sizes, read_shape
 from twinkle.model.megatron.library.options import check_ddp_config, check_recompute, check_transformer_options
-from twinkle.model.megatron.mesh import MegatronMesh, MeshSizes, join_mesh, read_sizes
+from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.sizes import MeshSizes, read_sizes
 from twinkle.model.parallel import own_device
 from twinkle.model.types import MAX_LOGITS
 from twinkle.utils.logger import note_once

@@ -41,9 +41,10 @@ from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
 from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
+from twinkle.server.runtime.ray.actors.group_launch import load_group
 from twinkle.server.runtime.ray.actors.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.actors.sampler_engine import devices_of, start_engine
-from twinkle.server.runtime.ray.actors.trainer_group import load_group, ranks_of
+from twinkle.server.runtime.ray.actors.trainer_rank import ranks_of
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.layout import layout_of, on_own_gpu
