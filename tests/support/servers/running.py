@@ -48,7 +48,7 @@ RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
 _RAY_GAVE_UP = "The current node timed out during startup"  # after 30 s, which cannot be changed: the machine is busy
 BACKEND = os.environ.get("TWINKLE_TEST_BACKEND", "transformers")
 # On Ray five kinds of processes start one after the other, and each of a group loads torch and megatron-core.
-_START_SECONDS = 480.0 if BACKEND == "megatron" else 240.0 if RUNTIME == "ray" else 120.0
+_START_SECONDS = 480.0 if RUNTIME == "ray" else 120.0
 
 
 _PORTS_GIVEN: set[int] = set()
