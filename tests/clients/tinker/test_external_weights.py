@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models.base_folders import write_base_folder
 from tests.support.paths import ROOT
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, real_model
 from tests.support.servers.serving import (
     MODEL,
     SdkServer,
@@ -92,9 +92,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name, public in (("tied", "tied"), ("untied", PUBLIC)):
         folder = write_base_folder(private / name, tied=name == "tied")
         (hub / public).symlink_to(folder)
-        args = {"model_id": str(folder), "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-        args |= {"tokenizer": PUBLIC} if public == PUBLIC else {}
-        applications.append({"name": name, "import_path": "model", "args": args})
+        known = {"tokenizer": PUBLIC} if public == PUBLIC else {}
+        applications.append(real_model(str(folder), name=name, mesh={"tp_size": 2}, **known))
     sampler = {"model_id": str(private / "untied"), "sampler_type": "torch"}
     applications.append({"name": "sampler", "import_path": "sampler", "args": sampler})
     server = Server(directory, {"applications": applications}).start()

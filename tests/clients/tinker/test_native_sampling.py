@@ -12,7 +12,7 @@ import torch
 
 from tests.support.servers.native_caller import Caller
 from tests.support.servers.native_running import NativeTenant
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, real_model
 from tests.support.servers.serving import ALIAS, MODEL, SAMPLER, SdkServer, key_of, sequences, tinker_data
 from twinkle.data_format import SamplingParams
 from twinkle.model import MultiLoraTransformersModel
@@ -175,11 +175,7 @@ def test_a_stream_is_the_text_of_a_sample(caller: Caller) -> None:
 
 @pytest.fixture
 def training_only(tmp_path: Path) -> Iterator[Server]:
-    model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32"}
-    applications = [
-        {"name": "server", "import_path": "server"},
-        {"name": "model", "import_path": "model", "args": model},
-    ]
+    applications = [{"name": "server", "import_path": "server"}, real_model(MODEL)]
     server = Server(tmp_path, {"applications": applications}).start()
     yield server
     server.close()

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.servers.running import Server, mock_config
+from tests.support.servers.running import Server, mock_config, torch_config
 from tests.support.texts import counting_rollout
 from twinkle.template import Template
 from twinkle_client import (
@@ -31,24 +31,9 @@ from twinkle_client.sampler import Sampler
 TINY = "random://llama-tiny"
 
 
-def tiny_config():
-    return {
-        "applications": [
-            {"name": "server", "import_path": "server"},
-            {
-                "name": "model",
-                "import_path": "model",
-                "args": {"model_id": TINY, "backend": "transformers", "device": "cpu", "dtype": "fp32"},
-            },
-            {"name": "sampler", "import_path": "sampler", "args": {"model_id": TINY, "sampler_type": "torch"}},
-            {"name": "processor", "import_path": "processor"},
-        ]
-    }
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("tiny"), tiny_config()).start()
+    server = Server(tmp_path_factory.mktemp("tiny"), torch_config(TINY)).start()
     yield server
     server.close()
 

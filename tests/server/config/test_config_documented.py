@@ -12,6 +12,7 @@ from twinkle.server.config import load_config
 from twinkle.utils.requirements import exists
 
 DOCUMENTED = ROOT / "tests" / "documented" / "yaml"
+_MEGATRON = "applications[1].args.backend: megatron"
 
 
 def check(file: Path) -> subprocess.CompletedProcess[str]:
@@ -42,12 +43,13 @@ def test_the_file_for_transformers_with_three_values_changed(tmp_path: Path) -> 
 def test_the_file_for_megatron_and_vllm_names_what_is_missing() -> None:
     told = check(DOCUMENTED / "tinker.yaml")
     assert (told.returncode, told.stdout) == (0, "ok\n"), told.stderr
-    assert "note: applications[1].args.backend: megatron is valid but cannot be launched yet" in told.stderr
-    missing = (
-        "note: applications[2].args.sampler_type: vllm needs the package 'vllm' (our extra 'vllm'): "
-        "pip install 'twinkle-posttrain[vllm]'"
-    )
-    assert (missing in told.stderr) == (not exists("vllm"))
+    assert "note: applications[1].args: megatron, dp 2 " in told.stderr
+    for package, key in (("vllm", "applications[2].args.sampler_type: vllm"), ("megatron-core", _MEGATRON)):
+        extra = package.removesuffix("-core")
+        missing = (
+            f"note: {key} needs the package '{package}' (our extra '{extra}'): pip install 'twinkle-posttrain[{extra}]'"
+        )
+        assert (missing in told.stderr) == (not exists(package))
 
 
 def test_the_fragment_for_megatron(tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_the_fragment_for_megatron(tmp_path: Path) -> None:
     file.write_text("applications:\n" + (DOCUMENTED / "megatron_fragment.yaml").read_text())
     told = check(file)
     assert (told.returncode, told.stdout) == (0, "ok\n"), told.stderr
-    assert "megatron is valid but cannot be launched yet" in told.stderr
+    assert "note: applications[0].args: megatron, dp 2 " in told.stderr
 
 
 @pytest.mark.parametrize("level", ["INFO", "Info", "info"])

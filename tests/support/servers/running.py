@@ -11,13 +11,15 @@
 
 The fixtures are in tests/server/conftest.py. If TWINKLE_TEST_POSTGRES names a PostgreSQL cluster (make test-postgres),
 each server keeps its state in a database of that cluster. With TWINKLE_TEST_RUNTIME=ray (make test-ray) each server
-starts its own Ray cluster.
+starts its own Ray cluster. With TWINKLE_TEST_BACKEND=megatron beside it (make test-megatron) real models are trained by
+groups of processes with megatron-core.
 
 Responses are plain httpx responses. Requests are dictionaries, or protobuf messages where the protocol needs them.
 """
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -43,7 +45,9 @@ MODEL = "mock"
 CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
 _LAUNCH = [sys.executable, str(PROGRAMS / "tuned_launch.py")]
 RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
-_START_SECONDS = 240.0 if RUNTIME == "ray" else 120.0  # on Ray five kinds of processes start one after the other
+BACKEND = os.environ.get("TWINKLE_TEST_BACKEND", "transformers")
+# On Ray five kinds of processes start one after the other, and each of a group loads torch and megatron-core.
+_START_SECONDS = 480.0 if BACKEND == "megatron" else 240.0 if RUNTIME == "ray" else 120.0
 
 
 _PORTS_GIVEN: set[int] = set()
@@ -79,16 +83,37 @@ def mock_config(**sections: Any) -> dict[str, Any]:
     }
 
 
+def real_model(
+    model_id: str, *, name: str = "model", mesh: Mapping[str, int] | None = None, **args: Any
+) -> dict[str, Any]:
+    """Return the application of a real model on the CPU in fp32. ``args``: further arguments of it.
+
+    ``mesh``: how Megatron divides it, by default among four processes; Transformers trains it in one process.
+    """
+    if BACKEND != "megatron":
+        of_backend: dict[str, Any] = {"backend": BACKEND, "device": "cpu"}
+        whole = {"model_id": model_id, "dtype": "fp32", **of_backend, **args}
+        return {"name": name, "import_path": "model", "args": whole}
+    sizes = dict(mesh or {"tp_size": 2, "pp_size": 2})
+    group = {"name": name, "ranks": math.prod(sizes.values()), "device_type": "cpu"}
+    of_backend = {"backend": BACKEND, "device_group": group, "device_mesh": sizes}
+    return {
+        "name": name,
+        "import_path": "model",
+        "args": {"model_id": model_id, "dtype": "fp32", **of_backend, **args},
+        "deployments": [{"ray_actor_options": {"num_cpus": 0}}],  # more processes than there are cores
+    }
+
+
 def torch_config(model_id: str, **model_args: Any) -> dict[str, Any]:
     """Return the configuration of a server with a real model on the CPU in fp32, its torch sampler, and processors.
 
     ``model_args``: further arguments of the model.
     """
-    model = {"model_id": model_id, "backend": "transformers", "device": "cpu", "dtype": "fp32", **model_args}
     return {
         "applications": [
             {"name": "server", "import_path": "server"},
-            {"name": "model", "import_path": "model", "args": model},
+            real_model(model_id, **model_args),
             {"name": "sampler", "import_path": "sampler", "args": {"model_id": model_id, "sampler_type": "torch"}},
             {"name": "processor", "import_path": "processor"},
         ]

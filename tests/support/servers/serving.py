@@ -15,7 +15,7 @@ import torch
 from tinker import types
 from tinker.lib.internal_client_holder import InternalClientHolder
 
-from tests.support.servers.running import Server
+from tests.support.servers.running import Server, real_model
 from twinkle.model import Datum
 
 # The sampler that these tests use: torch, vllm (make test-vllm) or mock (its numbers are made up; some tests are
@@ -35,11 +35,12 @@ class SdkServer(Server):
 
         ``sections`` are further keys of the configuration; ``tuning`` holds settings of tuned_launch.py.
         """
-        real = {"backend": "transformers", "device": "cpu", "dtype": "fp32"}
-        model = {"model_id": MODEL, "aliases": [ALIAS], **({"backend": "mock"} if sampler == "mock" else real)}
+        mock = {"model_id": MODEL, "backend": "mock", "aliases": [ALIAS]}
         applications = [
             {"name": "server", "import_path": "server"},
-            {"name": "model", "import_path": "model", "args": model},
+            {"name": "model", "import_path": "model", "args": mock}
+            if sampler == "mock"
+            else real_model(MODEL, aliases=[ALIAS]),
             {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": sampler}},
         ]
         super().__init__(directory, {"applications": applications, **(sections or {})}, **tuning)

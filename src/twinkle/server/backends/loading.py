@@ -58,10 +58,10 @@ def _load_here(served: ServedModelConfig) -> ServedModel:
         whole = load_full_trainer(args, args.compute_device, budget, compiled=args.compiled)
         return _with_full_sampler(served, served_model(served, whole, TrainerFacts.from_trainer(whole)), whole)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
-    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     if sampling is None:
-        return model
+        return served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     base = trainer if args.backend == "transformers" else _second_base(args, trainer)
+    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
     tokenizer = hub.load_tokenizer(args.model_id)
     sampler = _make_sampler(sampling, base, tokenizer, budget, publisher=trainer)
     return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))

@@ -17,6 +17,7 @@ from twinkle.errors import ConfigError, InvalidInputError, TwinkleError, Twinkle
 from twinkle.infra.platform import GPU
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
 from twinkle.server.config.demand import Machine, machine_notes
+from twinkle.server.config.meshes import mesh_notes
 from twinkle.server.config.messages import change_texts, without_passwords
 from twinkle.server.state.store import Store
 from twinkle.utils.requirements import exists
@@ -144,7 +145,8 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
         reason = f"invalid configuration\n{error}" if isinstance(error, ConfigError) else str(error)
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(_BAD_CONFIGURATION)
-    for note in [*notes, *machine_notes(config.applications, config.runtime, this_machine())]:
+    here = machine_notes(config.applications, config.runtime, this_machine())
+    for note in [*notes, *mesh_notes(config.applications), *here]:
         print(f"note: {note}", file=sys.stderr)
     print("ok")
 

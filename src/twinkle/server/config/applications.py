@@ -65,8 +65,8 @@ class ModelArgs(Section):
     model_id: Name
     """The model: `org/name`, `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."""
     backend: Literal["transformers", "megatron", "mock"]
-    """What runs the model: transformers, mock for tests (made-up numbers from numpy), or megatron, which can be
-    configured but not launched yet."""
+    """What runs the model: transformers, megatron (megatron-core: a model that is cut over several processes by
+    `device_mesh`), or mock for tests (made-up numbers from numpy)."""
     aliases: Names = ()
     """Other names that clients may use for the model. Clients on other machines load the tokenizer of the public
     repository that has the name they use: an alias that is the name of another model gives them a wrong tokenizer,
@@ -81,11 +81,14 @@ class ModelArgs(Section):
     device: Device | None = None
     """Device; null: the device of device_group, or else CUDA if the machine has it, or else the CPU."""
     compiled: bool = False
-    """Compile the decoder layers at start: slower start, faster steps on CUDA."""
+    """Compile the decoder layers at start: slower start, faster steps on CUDA. Megatron compiles only layers that do
+    not communicate: without `tp_size`, `ep_size` and `train_mode: full`."""
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens to compute at once; null: 16384 on CUDA and 4096 on a CPU, or fewer if memory is short."""
+    """Most tokens to compute at once, on each data parallel rank; null: 16384 on CUDA and 4096 on a CPU, or fewer if
+    memory is short."""
     memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for weights, adapters and activations together; null: the memory that is free, on a CPU half of it."""
+    """Memory for weights, adapters and activations together, of each process; null: the memory that is free, on a CPU
+    half of it."""
     train_mode: Literal["lora", "full"] = "lora"
     """What tenants train. lora: adapters, of many tenants at the same time. full: all parameters of the model. Then one
     run at a time holds the model, on Ray one run each of its `num_replicas`, and others are refused meanwhile."""
@@ -102,7 +105,8 @@ class ModelArgs(Section):
     """Devices of the application. The embedded runtime uses one device and takes its kind and index from here, unless
     `device` is set."""
     device_mesh: DeviceMesh | None = None
-    """Layout of the devices; the embedded runtime has one device."""
+    """Layout of the devices; the embedded runtime has one device. Transformers has `dp_size` and `fsdp_size`, Megatron
+    `dp_size`, `tp_size`, `pp_size`, `ep_size` and `sequence_parallel`."""
     group_timeout_seconds: float = Field(default=60.0, gt=0)
     """For a model of several processes: seconds that these have for a step at least. If one of them does not answer in
     time, it counts as hung, and the whole group is started again. The first three steps of a kind have ten times as
@@ -140,13 +144,13 @@ class ModelArgs(Section):
 
 class SamplerArgs(Section):
     """Arguments of a sampler (`import_path: sampler`). A torch sampler in its model's process shares the weights; with
-    `train_mode: full` it has its own copy of the base model, in the same memory."""
+    `train_mode: full` or `backend: megatron` it has its own copy of the base model, in the same memory."""
 
     model_id: Name
     """The `model_id` of a model application."""
     sampler_type: Literal["torch", "mock", "vllm"]
-    """torch or vllm for a model with `backend: transformers`, vllm for `megatron`, mock for `mock`. With `train_mode:
-    full` torch or mock: vLLM takes adapters only as versions."""
+    """torch or vllm for a model with `backend: transformers` or `megatron`, mock for `mock`. With `train_mode: full`
+    torch or mock: vLLM takes adapters only as versions."""
     engine_args: dict[str, object] | None = None
     """Arguments of vLLM's engine under vLLM's names; only for vllm. vLLM has its own copy of the weights. If it shares
     a GPU with the model, `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both
@@ -167,6 +171,18 @@ class SamplerArgs(Section):
     model's group gives the sampler its own process, unless it is a mock."""
     device_mesh: DeviceMesh | None = None
     """Layout of the devices; the embedded runtime has one device."""
+
+    @property
+    def idle_engines(self) -> int:
+        """Return how many engines a file asks for that are not started; 0 if its keys contradict each other.
+
+        Other servers of this kind have ``dp_size`` engines of ``gpus_per_worker`` devices each. Here there is one.
+        """
+        group, engines = self.device_group, (self.device_mesh.dp_size if self.device_mesh else None) or 1
+        if group is None or engines == 1 or group.named_gpus:
+            return 0
+        devices = engines * group.gpus_per_worker
+        return engines - 1 if group.processes == devices and self.nproc_per_node in (1, devices) else 0
 
 
 class ProcessorArgs(Section):

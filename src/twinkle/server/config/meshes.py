@@ -4,7 +4,7 @@ What the model's own config.json says about sizes is checked where the model is 
 checked when the model is loaded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from twinkle.model.megatron.sizes import (
     find_refused_sizes,
     read_sizes,
 )
-from twinkle.server.config.applications import ModelArgs
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs
 
 
 def device_mesh(args: ModelArgs) -> DeviceMesh:
@@ -71,6 +71,15 @@ def describe_mesh(args: ModelArgs) -> str:
     more = [f"ep {mesh.ep_size}"] if (mesh.ep_size or 1) > 1 else []
     more += ["sequence parallel"] if args.backend == "megatron" and has_sequence_parallel(args) else []
     return ", ".join([args.backend, " × ".join(parts), *more, f"{args.processes} processes"])
+
+
+def mesh_notes(applications: Sequence[ApplicationSpec]) -> list[str]:
+    """Return how each model with several processes is spread."""
+    return [
+        f"applications[{index}].args: {describe_mesh(one.args)}"
+        for index, one in enumerate(applications)
+        if isinstance(one.args, ModelArgs) and one.args.processes > 1
+    ]
 
 
 def has_sequence_parallel(args: ModelArgs) -> bool:

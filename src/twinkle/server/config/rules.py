@@ -311,10 +311,11 @@ def _one_engine_a_sampler(applications: Applications) -> Broken:
         apart = has_own_process(application, model)
         if not apart:
             yield from _shares_device(sampler, model, at)
-        if sampler.nproc_per_node > 1:
+        if sampler.nproc_per_node > 1 and not sampler.idle_engines:
             yield _broken((*at, "nproc_per_node"), sampler.nproc_per_node, f"1: {_ONE_ENGINE}")
         gpus = 1 if sampler.device_group is None else sampler.device_group.gpus_per_worker
-        if gpus > 1 and not (apart and sampler.sampler_type == "vllm"):
+        on_cpu = sampler.device_group is not None and sampler.device_group.device_type == "cpu"
+        if gpus > 1 and not (apart and sampler.sampler_type == "vllm") and not on_cpu:
             allowed = "1 (more are for vLLM with a device_group of its own)"
             yield _broken((*at, "device_group", "gpus_per_worker"), gpus, allowed)
         yield from _one_engine(sampler, gpus, at)
@@ -325,8 +326,8 @@ def _one_engine_a_sampler(applications: Applications) -> Broken:
 
 
 def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Broken:
-    group = sampler.device_group
-    if group is not None and group.processes not in (1, gpus):
+    group, many = sampler.device_group, sampler.idle_engines > 0
+    if group is not None and group.processes not in (1, gpus) and not many:
         yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus}, as gpus_per_worker: {_ONE_ENGINE}")
     elif group is not None and isinstance(group.ranks, tuple) and group.named_gpus and len(group.named_gpus) != gpus:
         yield _broken((*at, "device_group", "ranks"), group.ranks, f"{gpus} GPUs, as gpus_per_worker says")
@@ -334,6 +335,8 @@ def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Broken:
         yield from _named_gpus(group, gpus, at)
     for key, value in _larger_sizes(sampler.device_mesh):
         of_engine = key in ("world_size", "tp_size")
+        if key == "dp_size" and many:
+            continue
         if not of_engine or value != gpus:
             allowed = f"{gpus}, as gpus_per_worker" if of_engine else "1"
             yield _broken((*at, "device_mesh", key), value, f"{allowed}: {_ONE_ENGINE}")
@@ -359,7 +362,7 @@ def _shares_device(sampler: SamplerArgs, model: ModelArgs, at: Location) -> Brok
 def package_notes(applications: Applications) -> list[str]:
     """Return notes on packages that are needed and not installed here: vLLM, megatron-core, and ModelScope's."""
     notes = []
-    if not exists("megatron"):
+    if not exists("megatron-core"):
         needed = [at for at, args in _with(applications, ModelArgs) if args.backend == "megatron"]
         notes += [str(missing("megatron", f"{path_of((*at, 'backend'))}: megatron")) for at in needed]
     if not exists("vllm"):

@@ -11,6 +11,7 @@ from twinkle.server.config.applications import (
     has_own_process,
     wanted_replicas,
 )
+from twinkle.server.config.meshes import has_sequence_parallel
 from twinkle.server.config.sections import LimitsConfig, TelemetryConfig
 from twinkle.server.config.sources import notes_on_application
 
@@ -76,8 +77,10 @@ def _embedded(application: ApplicationSpec, at: str) -> Iterator[str]:
 
 def _on_ray(application: ApplicationSpec, at: str) -> Iterator[str]:
     args = application.args
-    if isinstance(args, ModelArgs) and args.backend != "megatron":
+    if isinstance(args, ModelArgs):
         yield from _model(args, f"{at}.args")
+    if isinstance(args, SamplerArgs):
+        yield from _engines(args, f"{at}.args")
     if isinstance(args, ProcessorArgs):
         yield from _processor(application, args, f"{at}.args")
     for options in application.deployments:
@@ -104,6 +107,19 @@ def _model(args: ModelArgs, at: str) -> Iterator[str]:
     if group is not None and group.gpus_per_worker > 1:
         yield f"{at}.device_group.gpus_per_worker: has no effect, a process of a model computes on one GPU"
     yield from _mesh(args, at)
+
+
+def _engines(args: SamplerArgs, at: str) -> Iterator[str]:
+    group, idle = args.device_group, args.idle_engines
+    if idle:
+        assert group is not None, "it asks for engines"
+        used = f"{group.gpus_per_worker} of its {group.processes} devices"
+        yield (
+            f"{at}.device_mesh.dp_size: has no effect: a sampler has one engine for each replica of its model, on "
+            f"{used} (more engines: num_replicas of the model)"
+        )
+    if group is not None and group.gpus_per_worker > 1 and group.device_type == "cpu":
+        yield f"{at}.device_group.gpus_per_worker: has no effect on CPUs"
 
 
 def _sampling_share(
@@ -140,8 +156,12 @@ def _weight_sets(sampler: ApplicationSpec, trained: Mapping[str, ModelArgs], at:
 
 
 def _mesh(args: ModelArgs, at: str) -> Iterator[str]:
-    if args.device_mesh is not None and args.device_mesh.sequence_parallel and args.backend != "megatron":
+    if args.device_mesh is None or not args.device_mesh.sequence_parallel:
+        return
+    if args.backend != "megatron":
         yield f"{at}.device_mesh.sequence_parallel: has no effect, it is for backend: megatron"
+    elif not has_sequence_parallel(args):
+        yield f"{at}.device_mesh.sequence_parallel: has no effect without a tp_size above 1"
 
 
 def _processor(application: ApplicationSpec, args: ProcessorArgs, at: str) -> Iterator[str]:

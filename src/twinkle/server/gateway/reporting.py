@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from twinkle.errors import ConfigError
 from twinkle.extras import missing
 from twinkle.server.config import TelemetryConfig
+from twinkle.server.config.meshes import describe_mesh
 from twinkle.server.config.timings import Timings
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.state.errors import DatabaseUnavailableError
@@ -84,7 +85,10 @@ class Telemetry:
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
         """Return the readings of this process, without those of the database."""
         readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
+        configured = {served.name: served.model for served in gateway.config.served_models}
         for name, entry in gateway.services.items():
+            if (args := configured.get(name)) is not None:
+                readings.append(Reading(instruments.PROCESSES, args.processes, (name, describe_mesh(args))))
             readings += entry.training.readings()
             if entry.sampling is not None:
                 readings += entry.sampling.readings(name)

@@ -171,6 +171,11 @@ COMPUTE_SECONDS = _counter(
 COMPUTE_STEP = _gauge(
     "twinkle_compute_step_seconds", "model", "How long the current step has been running; 0 if none runs."
 )
+PROCESSES = _gauge(
+    "twinkle_model_processes",
+    "model mesh",
+    "Processes that train a replica of the model. mesh: backend and sizes, such as megatron, dp 1 × tp 2 × pp 2.",
+)
 UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "model queue", "Results that no client has fetched yet.")
 DEVICE_MEMORY = _gauge(
     "twinkle_device_memory_bytes",

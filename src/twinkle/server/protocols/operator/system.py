@@ -13,6 +13,7 @@ from fastapi import Request, Response
 
 import twinkle
 from twinkle.errors import NotFoundError, UnauthorizedError
+from twinkle.server.config.meshes import describe_mesh
 from twinkle.server.gateway.fleet import ModelReport, stopped_in
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.reporting import Telemetry
@@ -110,12 +111,13 @@ def _memory() -> dict[str, int]:
 
 
 async def status_of_models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """Return state, device, replicas and numbers of each configured model, by name."""
+    """Return state, mesh, device, replicas and numbers of each configured model, by name."""
     reports = await gateway.fleet.reports()
     found: dict[str, dict[str, object]] = {}
     for served in gateway.config.served_models:
         report = reports.get(served.name)
-        found[served.name] = {"state": "no replica has answered yet"} if report is None else _status(report)
+        known = {"state": "no replica has answered yet"} if report is None else _status(report)
+        found[served.name] = {**known, "mesh": describe_mesh(served.model)}
     return found
 
 

@@ -47,6 +47,7 @@ function model(name, queue, status = {}) {
     ["your samples: queued / running", `${queue.queued_samples} / ${queue.running_samples}`],
     ["all samples: queued / running", known(status.queued_samples, (queued) => `${queued} / ${status.waiting_samples - queued}`)],
     ["oldest queued sample", known(status.oldest_sample_wait, (seconds) => `${seconds} s`)],
+    ["trained by", known(status.mesh, String)],
     ["merge ratio", known(status.merge_ratio, number)],
     ["adapters of all tenants", known(status.adapters, String)],
     ["tokens trained", known(status.trained_tokens, (value) => value.toLocaleString())],
