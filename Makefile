@@ -139,14 +139,14 @@ test-parallel: $(STAMP) ## training in several processes, and the cookbook, comp
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
 test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: tensor, pipeline, data and expert parallelism
-	@$(MEGATRON_VENV)/bin/pytest -q -m megatron tests/model/megatron
+	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" tests/model/megatron tests/dropin
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 test-vllm-ray: $(VLLM_RAY_VENV)/.setup-stamp ## the existing scripts for Ray with vLLM on CPU as their sampler
-	@$(VLLM_RAY_VENV)/bin/pytest -q -m "ray and vllm" tests/dropin
+	@$(VLLM_RAY_VENV)/bin/pytest -q -m "(ray or megatron) and vllm" tests/dropin
 
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
 	@$(RAY_VENV)/bin/pytest -q -m "ray and not vllm" tests/on_ray tests/cookbook/modes tests/documented tests/dropin
@@ -231,7 +231,7 @@ $(VLLM_RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(VLLM_RAY_VENV))
 	@$(call install_torch,$(VLLM_RAY_VENV))
 	@$(call install_vllm,$(VLLM_RAY_VENV))
-	@$(call install_twinkle,$(VLLM_RAY_VENV),$(TORCH_CPU) '$(RAY)')
+	@$(call install_twinkle,$(VLLM_RAY_VENV),$(TORCH_CPU) '$(RAY)' -e '.[megatron]')
 	@touch $@
 
 $(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile
