@@ -24,7 +24,7 @@ from tests.on_ray.placement.started_clusters import ray_start
 from tests.support.servers.running import free_port
 from twinkle_client import LoraConfig, init_twinkle_client
 from twinkle_client.model import MultiLoraTransformersModel
-from twinkle_client.sampler import vLLMSampler
+from twinkle_client.sampler import Sampler
 
 pytestmark = pytest.mark.megatron
 
@@ -120,27 +120,41 @@ def train_with_tinker(url: str, key: str, name: str) -> None:
     service.close("success").result()
 
 
-def train_with_twinkle(url: str, key: str, name: str) -> None:
-    """Train with twinkle_client, and sample from what was trained."""
+def train_with_twinkle(url: str, key: str, name: str, config: LoraConfig | None) -> None:
+    """Train with twinkle_client, then with GRPO on samples of the newest weights. config: None for all parameters."""
     client = init_twinkle_client(url, key)
-    model = MultiLoraTransformersModel(name, client=client)
-    model.add_adapter_to_model("a", LoraConfig(r=8))
-    model.set_optimizer("AdamW", lr=0.01)
+    model, sampler = MultiLoraTransformersModel(name, client=client), Sampler(name, client=client)
+    model.add_adapter_to_model("a", config)
+    model.set_optimizer("AdamW", lr=0.001)
     losses = []
     for _ in range(3):
         losses.append(model.forward_backward(inputs=_ROWS)["loss"])
         model.clip_grad_and_step()
     assert losses[-1] < losses[0]
-    sampler = vLLMSampler(name, client=client)
-    adapter = model.save("trained").twinkle_path
-    (response,) = sampler.sample([{"input_ids": [1, 2]}], {"max_tokens": 3, "seed": 1}, adapter_path=adapter)
-    assert len(response.sequences[0].tokens) == 3
+    model.set_loss("GRPOLoss", epsilon=0.2)
+    model.add_metric("GRPOMetric", is_training=True)
+    for step in range(2):
+        address = model.save("grpo", is_sampler=True)
+        params = {"max_tokens": 5, "num_samples": 4, "seed": 100 * step, "logprobs": 1}
+        (response,) = sampler.sample([{"input_ids": [5, 17, 40]}], params, adapter_uri=address)
+        rewards = [sum(token % 2 for token in sequence.tokens) for sequence in response.sequences]
+        mean = sum(rewards) / len(rewards)
+        assert any(reward != mean for reward in rewards)
+        model.forward_backward(
+            inputs=[sequence.new_input_feature for sequence in response.sequences],
+            old_logps=[[pairs[0][1] for pairs in sequence.logprobs] for sequence in response.sequences],
+            advantages=[reward - mean for reward in rewards],
+        )
+        model.clip_grad_and_step()
+        # The sampler had the trainer's weights: log-probabilities differ by rounding only.
+        assert abs(float(model.calculate_metric(is_training=True)["train/approx_kl"])) < 1e-5
+    client.close()
 
 
 def test_server_script_runs_the_4b_file(folder: Path, cluster: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(folder / "server.py"), "--data-dir", str(tmp_path / "data")]
     with serving(command, folder / "server_config_4b.yaml", tmp_path / "data", cluster) as (url, key):
-        train_with_twinkle(url, key, "Qwen/Qwen3.5-4B")
+        train_with_twinkle(url, key, "Qwen/Qwen3.5-4B", LoraConfig(r=8))
 
 
 def test_run_script_runs_the_27b_file(folder: Path, cluster: dict[str, str], tmp_path: Path) -> None:
@@ -162,6 +176,16 @@ def test_other_files(folder: Path, cluster: dict[str, str], tmp_path: Path, file
     command += ["--data-dir", str(tmp_path / "data")]
     with serving(command, folder / file, tmp_path / "data", cluster) as (url, key):
         train_with_tinker(url, key, name)
+
+
+def test_grpo_of_all_parameters(folder: Path, cluster: dict[str, str], tmp_path: Path) -> None:
+    """The 7B file with one more line."""
+    file = tmp_path / "full.yaml"
+    text = (folder / "server_config_7b.yaml").read_text()
+    file.write_text(text.replace("backend: megatron\n", "backend: megatron\n      train_mode: full\n"))
+    command = [sys.executable, "-m", "twinkle.server", "launch", "-c", str(file), "--data-dir", str(tmp_path / "data")]
+    with serving(command, file, tmp_path / "data", cluster) as (url, key):
+        train_with_twinkle(url, key, "Qwen/Qwen2.5-7B-Instruct", None)
 
 
 def test_every_file_is_run() -> None:
