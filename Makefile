@@ -139,7 +139,7 @@ test-parallel: $(STAMP) ## training in several processes, and the cookbook, comp
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
 test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: tensor, pipeline, data and expert parallelism
-	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" tests/model/megatron tests/dropin tests/cookbook/megatron
+	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" tests/model/megatron tests/on_ray/megatron tests/dropin tests/cookbook/megatron
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm

@@ -16,11 +16,13 @@ os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
 
 import httpx
 
-from tests.support.servers.running import Server, Tenant, datum, mock_config
+from tests.support.servers.running import MODEL, Server, Tenant, datum, mock_config
+from twinkle.server.wire import tinker_pb2 as pb
 
 pytestmark = pytest.mark.ray
 
 POISON = 13_131
+RANK_POISON = 199  # a token that the small model has, and no other row
 SECONDS = 240.0  # Serve needs a while to replace a replica
 
 
@@ -29,6 +31,27 @@ def server(tmp_path: Path) -> Iterator[Server]:
     running = Server(tmp_path, mock_config(), poison=POISON, snapshot=600.0, **{"pass": 0.1}).start()
     yield running
     running.stop()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Server]:
+    """A server whose model is a group of two processes, one of which dies of a token."""
+    args = {
+        "model_id": "random://llama-tiny",
+        "aliases": [MODEL],
+        "backend": "transformers",
+        "dtype": "fp32",
+        "device_group": {"name": "model", "ranks": 2, "device_type": "cpu"},
+        "device_mesh": {"dp_size": 2},
+    }
+    light = [{"ray_actor_options": {"num_cpus": 0}}]
+    applications = [
+        {"name": "server", "import_path": "server", "deployments": light},
+        {"name": "model", "import_path": "model", "args": args, "deployments": light},
+    ]
+    running = Server(tmp_path, {"runtime": "ray", "applications": applications}, rank_poison=RANK_POISON).start()
+    yield running
+    running.close()
 
 
 def fetched(tenant: Tenant, request: str) -> bytes:
@@ -63,3 +86,21 @@ def test_a_replica_dies_twice_of_an_op_and_then_goes_on(server: Server) -> None:
     again = innocent.model()
     assert results == [fetched(innocent, request) for request in train(innocent, again)]
     assert "forward_backward 1 " in json.loads(fetched(culprit, culprit.optim_step(bad, 2)))["error"]
+
+
+def test_a_group_dies_twice_of_an_op_and_then_goes_on(group: Server) -> None:
+    culprit, innocent = Tenant(group.url, "tml-culprit"), Tenant(group.url, "tml-innocent")
+    bad, good = culprit.model(), innocent.model()
+    requests = train(innocent, good)
+    poison = culprit.forward_backward(bad, 1, [datum([1, RANK_POISON, 2])])
+
+    outcome = json.loads(fetched(culprit, poison))
+    assert outcome["error"] == f"request {poison}: the server died twice while running it; it was not run again"
+    assert losses(innocent, requests) == pytest.approx(losses(innocent, train(innocent, innocent.model())), abs=1e-5)
+    log = group.log()
+    assert log.count("this process ends, and Serve starts another one") == 2, log
+
+
+def losses(tenant: Tenant, requests: list[str]) -> list[float]:
+    results = [fetched(tenant, request) for request in requests]
+    return [pb.ForwardBackwardOutput.FromString(each).metrics["loss:sum"] for each in results[::2]]

@@ -105,9 +105,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 def check(case: Case, together: list[Results]) -> None:
     """Compare the results of all ranks with each other, with those of one process, and with those of PEFT."""
     by_data = {each["data"]: each for each in together}
-    for each in together:  # the ranks of one model know all results of their sequences; all ranks have all weights
+    for each in together:  # the ranks of one model know all results of their sequences; all have all weights and norms
         same = by_data[each["data"]]
         assert each["losses"] == same["losses"]
+        assert each["norms"] == together[0]["norms"]
         assert_equal(each["logprobs"], same["logprobs"])
         assert_equal(each["outputs"], same["outputs"])
         assert each["counts"] == case.alone["counts"]

@@ -5,12 +5,18 @@ arguments of the server; those in ``FAULTS`` replace methods in its process. Tes
 of ``own_server`` or ``Server``, or as arguments of tuned_launch.py.
 """
 
+import importlib.util
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from twinkle.model.types import TrainItem, TrainResult
@@ -70,6 +76,74 @@ def _die_of_token(token: float) -> None:
         return run(self, item, train)
 
     MockTrainer._pass = die_or_run  # type: ignore[method-assign]
+
+
+def _when_imported(module: str, change: Callable[[Any], None]) -> None:
+    """Change a module as soon as this process has imported it.
+
+    Importing it now would slow down the start of all processes of Ray, and would import Ray into the launcher before
+    that has set its variables.
+    """
+
+    class Finder(MetaPathFinder):
+        """Finds the module as Python does, and changes it after its code has run."""
+
+        def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != module:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_change(made: ModuleType) -> None:
+                execute(made)
+                change(made)
+
+            loader.exec_module = execute_and_change
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+_RANK = "twinkle.server.runtime.ray.actors.trainer_rank"
+
+
+def _rank_dies_of_token(token: float) -> None:
+    """Kill a rank of a trainer's group at a pass with this token."""
+
+    def change(module: Any) -> None:
+        run = module.TrainerRank.passes
+
+        def die_or_run(self: Any, method: str, items: Sequence[TrainItem], **options: Any) -> Any:
+            if any(token in datum.tokens for item in items for datum in item.data):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return run(self, method, items, **options)
+
+        module.TrainerRank.passes = die_or_run
+
+    _when_imported(_RANK, change)
+
+
+def _rank_differs_after(number: float) -> None:
+    """Let a rank of a trainer's group answer once with another fingerprint, after it got the signal ``number``."""
+    asked = list[bool]()
+
+    def change(module: Any) -> None:
+        honest = module.fingerprint
+
+        def fingerprint(result: object) -> Any:
+            mine = honest(result)
+            if asked:
+                asked.clear()
+                return replace(mine, digest="another one")
+            return mine
+
+        module.fingerprint = fingerprint
+
+    _when_imported(_RANK, change)
+    signal.signal(int(number), lambda *_: asked.append(True))
 
 
 def _die_of_saving(_number: float) -> None:
@@ -152,6 +226,8 @@ FAULTS: dict[str, Callable[[float], None]] = {
     "bug": _break_in_batch,
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
+    "rank_poison": _rank_dies_of_token,
+    "rank_differs": _rank_differs_after,
     "save": _save_slowly,
     "full_save": _fail_saving,
     "progress": _report_after,

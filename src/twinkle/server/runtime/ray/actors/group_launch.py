@@ -28,7 +28,7 @@ from twinkle.server.runtime.ray.replica import Failure
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 30.0  # for a rank to start or load; then what is waited for is logged
-_CAUSE_SECONDS = 2.0  # after a rank lost the others while it loaded, to learn which of them has died
+_CAUSE_SECONDS = 5.0  # after a rank lost the others while it loaded, to learn which of them has died
 
 
 def load_group(served: ServedModelConfig, processes: Sequence[RankProcess]) -> ServedModel:

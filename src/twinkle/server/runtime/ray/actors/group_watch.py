@@ -24,7 +24,7 @@ from twinkle.server.runtime.ray.replica import Failure, end_process
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 10.0  # after a failure of one rank, for the others to fail in the same way
-_BROKEN_SECONDS = 2.0  # after a rank lost the others, to learn which of them has died
+_BROKEN_SECONDS = 5.0  # after a rank lost the others, to learn which of them has died
 _SLICE_SECONDS = 1.0  # how often a wait looks at the clock
 
 
@@ -97,12 +97,13 @@ class GroupWatch:
             return answers
         if not failures:
             end_process(f"no answer to {work.kind} from {self._names(waiting.values())} for {waited:.0f} s: it hangs")
-        rank, failure = next(iter(failures.items()))  # the first that failed
-        if isinstance(failure, BrokenGroup):
-            end_process(f"{self._name(rank)} failed in {work.kind} and cannot go on with the others: {failure.error}")
-        if len(failures) < len(calls):
+        # The first that failed; one that lost the others is not the cause.
+        rank, failure = min(failures.items(), key=lambda one: isinstance(one[1], BrokenGroup))
+        if len(failures) < len(calls) and not isinstance(failure, BrokenGroup):
             others = self._names(rank for rank in calls if rank not in failures)
             end_process(f"{self._name(rank)} failed in {work.kind}, and {others} did not: {failure.error}")
+        if any(isinstance(each, BrokenGroup) for each in failures.values()):
+            end_process(f"{self._name(rank)} failed in {work.kind}, and the ranks lost each other: {failure.error}")
         raise failure.error
 
     def _compare(self, work: Work, answers: dict[int, Answer], groups: Sequence[int]) -> None:
