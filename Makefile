@@ -138,8 +138,9 @@ test-environments: $(ENVIRONMENTS_VENV)/.setup-stamp ## agents on local servers 
 test-parallel: $(STAMP) ## training in several processes, and the cookbook, compared with one process
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
-test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: tensor, pipeline, data and expert parallelism
+test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: meshes, the library, a server on Ray and its clients
 	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" tests/model/megatron tests/on_ray/megatron tests/dropin tests/cookbook/megatron
+	@TWINKLE_TEST_RUNTIME=ray TWINKLE_TEST_BACKEND=megatron $(MEGATRON_VENV)/bin/pytest -q tests/clients/tinker tests/clients/twinkle
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm

@@ -6,12 +6,26 @@ import tinker
 import torch
 from tinker import types
 
-from tests.support.servers.serving import ALIAS, MODEL, SdkServer, logprobs_of, sequences, tinker_data, trainer_data
+from tests.support.servers.running import BACKEND
+from tests.support.servers.serving import (
+    ALIAS,
+    MODEL,
+    SdkServer,
+    agree,
+    agreeing,
+    logprobs_of,
+    sequences,
+    tinker_data,
+    trainer_data,
+)
 from twinkle import hub
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.model.decoder.loading import load_model
 
-ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+# Adam divides a gradient by its own size: one that is nothing but rounding becomes a whole step, unless eps is larger.
+# Only equal bits are still equal after that.
+EPS = 1e-3 if BACKEND == "megatron" else 1e-8
+ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=EPS, weight_decay=0.01, grad_clip_norm=1.0)
 
 
 def ours(params: types.AdamParams) -> AdamParams:
@@ -65,12 +79,12 @@ def test_one_tenant_gets_the_trainers_bits(service: tinker.ServiceClient, traine
         for rows, future in zip(batches, futures, strict=True):
             result = passed(trainer.forward_backward([TrainItem("alone", trainer_data(rows))]))
             for mine, theirs in zip(result.logprobs, logprobs_of(future.result()), strict=True):
-                assert mine.tobytes() == theirs.tobytes()
-        assert trainer.optim_step("alone", ours(ADAM)) == stepped.result().metrics
+                assert agree(mine, theirs)
+        assert stepped.result().metrics == agreeing(trainer.optim_step("alone", ours(ADAM)))
     rows = sequences(99)
     final = passed(trainer.forward([TrainItem("alone", trainer_data(rows))]))
     seen = logprobs_of(training.forward(tinker_data(rows), "cross_entropy").result())
-    assert all(mine.tobytes() == theirs.tobytes() for mine, theirs in zip(final.logprobs, seen, strict=True))
+    assert all(agree(mine, theirs) for mine, theirs in zip(final.logprobs, seen, strict=True))
 
 
 def test_seeds_and_targets(service: tinker.ServiceClient) -> None:
@@ -137,7 +151,7 @@ def test_several_targets_a_token(service: tinker.ServiceClient, trainer: Trainer
     expected = passed(trainer.forward_backward([TrainItem("wide", mine)]))
     for theirs, result in zip(output.loss_fn_outputs, expected.logprobs, strict=True):
         assert tuple(theirs["logprobs"].shape) == result.shape
-        np.testing.assert_array_equal(np.array(theirs["logprobs"].data, np.float32).reshape(result.shape), result)
+        assert agree(result, np.array(theirs["logprobs"].data, np.float32).reshape(result.shape))
 
 
 @pytest.mark.parametrize(
@@ -172,8 +186,8 @@ def test_losses_of_reinforcement_learning(
     stepped = training.optim_step(ADAM)
     trainer.create_adapter(loss, LoraSpec(8, seed=12, train_unembed=True))
     expected = passed(trainer.forward_backward([TrainItem(loss, mine, loss, config or {})]))
-    assert future.result().metrics["loss:sum"] == expected.metrics["loss:sum"]
-    assert stepped.result().metrics == trainer.optim_step(loss, ours(ADAM))
+    assert agreeing({"loss:sum": future.result().metrics["loss:sum"]}) == {"loss:sum": expected.metrics["loss:sum"]}
+    assert stepped.result().metrics == agreeing(trainer.optim_step(loss, ours(ADAM)))
 
 
 def test_custom_loss_in_the_client(service: tinker.ServiceClient) -> None:
@@ -269,5 +283,5 @@ def test_eight_tenants_share_batches_and_get_the_trainers_bits(
             for (i, seq), result in zip(ops, trainer.forward_backward(items), strict=True):
                 assert isinstance(result, TrainResult)
                 for mine, theirs in zip(result.logprobs, found[i, seq // 2], strict=True):
-                    assert mine.tobytes() == theirs.tobytes()
+                    assert agree(mine, theirs)
     assert merged > 1

@@ -21,7 +21,7 @@ from tinker import types
 
 from tests.cookbook.client.client_cookbook import CLIENT
 from tests.on_ray.placement.started_clusters import ray_start
-from tests.support.servers.running import free_port
+from tests.support.servers.running import PATIENT_RAY, free_port
 from twinkle_client import LoraConfig, init_twinkle_client
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.sampler import Sampler
@@ -61,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[dict[str, str]]:
-    with ray_start(tmp_path_factory.mktemp("r"), "--num-cpus=8") as environment:
+    with ray_start(tmp_path_factory.mktemp("r"), "--num-cpus=8", **PATIENT_RAY) as environment:
+        environment |= PATIENT_RAY
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         yield environment
 

@@ -13,6 +13,7 @@ from tests.dropin.support.client_runs import DROPIN, SUPPORT
 from tests.dropin.support.hub_folder import TEACHER
 from tests.dropin.support.local_runs import COMMON, LocalRun, read_calls
 from tests.support.paths import SOURCE
+from tests.support.servers.running import PATIENT_RAY
 
 FULL_RATE = 1e-3  # all parameters change less than an adapter does
 
@@ -101,6 +102,7 @@ def run_on_ray(
     file.write_text(json.dumps(list(jobs.values())))
     variables = {
         **os.environ,
+        **PATIENT_RAY,
         "DROPIN_HUB": str(hub),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{DROPIN / 'stand_ins'}",
@@ -108,7 +110,7 @@ def run_on_ray(
         "TWINKLE_CPU_PG_CPUS_PER_PROC": "0.25",
     }
     command = [sys.executable, str(SUPPORT / "run_on_ray.py"), sampler, str(file)]
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     return {name: _read(job) for name, job in jobs.items()}
 

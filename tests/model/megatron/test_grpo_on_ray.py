@@ -14,6 +14,7 @@ import torch
 import twinkle
 from tests.model.megatron import stage_programs
 from tests.support.paths import SOURCE
+from tests.support.servers.running import PATIENT_RAY
 from twinkle.advantage import GRPOAdvantage
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SamplingParams
@@ -43,7 +44,7 @@ def program() -> Iterator[None]:
 
     before = dict(os.environ)
     os.environ |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TWINKLE_CPU_PG_CPUS_PER_PROC": "0.25"}
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback address
+    os.environ |= {**PATIENT_RAY, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # on the loopback address
     ray.init(num_cpus=2, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
     twinkle.initialize("ray", groups=[DeviceGroup("model", 2, "CPU")], seed=7, name="tests")
     yield

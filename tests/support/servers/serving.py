@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import tinker
 import torch
 from tinker import types
 from tinker.lib.internal_client_holder import InternalClientHolder
 
-from tests.support.servers.running import Server, real_model
+from tests.support.servers.running import BACKEND, Server, real_model
 from twinkle.model import Datum
 
 # The sampler that these tests use: torch, vllm (make test-vllm) or mock (its numbers are made up; some tests are
@@ -102,6 +103,21 @@ def trainer_data(rows: list[np.ndarray], weights: float = 1.0) -> list[Datum]:
 def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
     """Return the log-probabilities of each datum."""
     return [np.array(entry["logprobs"].data, np.float32) for entry in output.loss_fn_outputs]
+
+
+def agree(mine: np.ndarray, theirs: np.ndarray, atol: float = 1e-5) -> bool:
+    """Return whether a Trainer in this process and the server have computed the same bits.
+
+    A model that Megatron has cut adds up in another order: then they may differ by ``atol``.
+    """
+    if BACKEND == "megatron":
+        return mine.shape == theirs.shape and bool(np.allclose(mine, theirs, rtol=0, atol=atol))
+    return mine.tobytes() == theirs.tobytes()
+
+
+def agreeing(metrics: Mapping[str, float], rel: float = 1e-5) -> Any:
+    """Return what metrics of the server must equal; with Megatron they may differ by ``rel``, for the same reason."""
+    return pytest.approx(dict(metrics), rel=rel) if BACKEND == "megatron" else dict(metrics)
 
 
 def worst_difference(model: Any, rows: list[np.ndarray], expected: list[np.ndarray]) -> float:
