@@ -1,12 +1,6 @@
-"""Compiled layers of a stage: one graph serves every batch and gives the numbers of eager layers.
-
-And the script that measures the speed of both kinds of layers.
-"""
+"""Compiled layers of a stage: one graph serves every batch and gives the numbers of eager layers."""
 
 import functools
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +11,6 @@ from torch import Tensor
 
 from tests.model.megatron import trainer_programs
 from tests.support.models.reference import assert_tensors_close
-from tests.support.paths import ROOT
 from twinkle.errors import UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import Trainer, TrainFailure
@@ -72,16 +65,3 @@ def test_layers_that_communicate_are_not_compiled(folder: Path) -> None:
     mesh = DeviceMesh.from_sizes(world_size=2, tp_size=2, device_type="cpu")
     with pytest.raises(UnsupportedError, match=r"compiled: got True with dp_size=1, tp_size=2.*allowed: False"):
         load_trainer(folder, device="cpu", device_mesh=mesh, compiled=True)
-
-
-def test_the_script_compares_both_backends(tmp_path: Path) -> None:
-    script, report = ROOT / "benchmarks" / "megatron_speed.py", tmp_path / "report.json"
-    options = ["--tenants", "2", "--len", "16", "--repeats", "2", "--no-compiled", "--json", str(report)]
-    command = [sys.executable, str(script), *options, "--model", "random://llama-tiny", "--device", "cpu"]
-    done = subprocess.run([*command, "--dtype", "fp32"], capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert found["rows"].keys() == {"transformers eager", "megatron eager"}
-    assert all(len(row["steps_s"]) == 2 and row["tokens_per_s"] > 0 for row in found["rows"].values())
-    assert found["megatron_over_transformers"].keys() == {"eager"}
-    assert "megatron over transformers, eager:" in done.stdout
