@@ -13,7 +13,7 @@ import torch.distributed
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, RankFailedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import (
     AdamParams,
@@ -26,6 +26,7 @@ from twinkle.model import (
     TrainItem,
     adopt_model,
 )
+from twinkle.model.parallel import ProcessRanks, in_step
 from twinkle.model.trainer.shard_requests import RequestShards
 
 Sizes = Mapping[str, int]  # sizes of a mesh: dp_size and fsdp_size; empty: one process without a mesh
@@ -234,3 +235,20 @@ def numbers_held(sizes: Sizes) -> tuple[int, int]:
     Trainer(base, model_id="test", max_tokens_per_batch=16, device_mesh=mesh(sizes))
     held = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in base.parameters()]
     return sum(each.numel() for each in held), sum(parameter.numel() for parameter in base.parameters())
+
+
+def one_rank_breaks(failing: int) -> list[str]:
+    """Let one rank raise where the other waits for it. Return the error, and that of the next operation."""
+    whole = torch.distributed.group.WORLD
+    assert whole is not None
+    ranks, errors = ProcessRanks(whole), []
+    del whole
+    for _ in range(2):
+        try:
+            with in_step(ranks):
+                if ranks.number == failing:
+                    raise ZeroDivisionError("a bug")
+                ranks.gather(1)
+        except RankFailedError as error:
+            errors.append(str(error))
+    return errors

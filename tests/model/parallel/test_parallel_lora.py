@@ -13,6 +13,7 @@ from tests.model.parallel.lora_programs import (
     drawn_seed,
     gradient_looked_at,
     numbers_held,
+    one_rank_breaks,
     one_rank_is_wrong,
     own_share_of_all,
     train,
@@ -91,6 +92,18 @@ def test_what_fails_on_one_rank_fails_on_all(two: ProcessPool, sizes: Sizes) -> 
             assert wanted in text
         assert_close(each["gradients"]["good"], alone["gradients"]["good"])
         assert all(each["gradients"][name] == {} for name in ("bad", "refused", "empty"))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_breaks_is_named_on_the_others(failing: int) -> None:
+    pool = ProcessPool(2)  # its processes have no group any more afterwards
+    try:
+        answers = pool.run(one_rank_breaks, failing)
+    finally:
+        pool.close()
+    for errors in answers:
+        assert len(errors) == 2
+        assert all(error.startswith(f"rank {failing} failed: ZeroDivisionError: a bug\n") for error in errors), errors
 
 
 def test_ranks_with_different_requests_are_told(two: ProcessPool) -> None:

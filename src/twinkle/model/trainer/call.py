@@ -213,7 +213,10 @@ class TrainerCall:
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
-            evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
+            evaluation = None
+            if checked.objective is not None:
+                shared = self._parallel.ranks.size > 1
+                evaluation = Evaluation(checked.objective, len(checked.data), shared=shared)
             keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
             self._requests[index] = Request(checked, adapter, evaluation, keeps_values, dropout)
 
