@@ -229,17 +229,19 @@ class Server:
         return "".join(file.read_text(errors="replace") for file in files)
 
 
+# On a busy machine Ray's own limits for the start of its processes are too short.
+PATIENT_RAY = {
+    "RAY_agent_register_timeout_ms": "240000",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_worker_register_timeout_seconds": "240",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+}
+
+
 def environment() -> dict[str, str]:
     """Return the environment for processes that talk to 127.0.0.1 or compute while other tests run."""
     local = "127.0.0.1,localhost"
-    # On a busy machine Ray's own limits for the start of its processes are too short.
-    patient = {
-        "RAY_agent_register_timeout_ms": "240000",
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_worker_register_timeout_seconds": "240",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
-    }
-    alone = {"RAY_ADDRESS": "local", **patient} if RUNTIME == "ray" else {}
+    alone = {"RAY_ADDRESS": "local", **PATIENT_RAY} if RUNTIME == "ray" else {}
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import `tests`
     return {**os.environ, **path, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
 
