@@ -77,7 +77,7 @@ demo: $(STAMP) ## start a server and train a small model on it; says first how m
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
 test: $(STAMP) ## run all tests, in TEST_WORKERS processes (default 2); a test file stays in one process
-	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile
+	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 
 check: $(STAMP) ## check lint, formatting, types and import layers; changes nothing
 	@$(VENV)/bin/ruff check

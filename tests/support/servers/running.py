@@ -210,13 +210,13 @@ class Server:
         """Kill the process with SIGKILL and wait until it has ended."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def stop(self) -> int:
         """Send SIGTERM, wait for the end of the process, and return its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def close(self) -> None:
         """Kill the process if it is still running."""
