@@ -70,7 +70,12 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         return find_name(__name__, name)
-    if "megatron" in _HOME[name] and find_spec("megatron") is None:
+    if "megatron" in _HOME[name] and not _has_megatron_core():
         # Scripts import models of both backends and use one. The other may lack its package until it is used.
         return unusable_name(__name__, name, missing("megatron", name))
     return load(_HOME[name], name)
+
+
+def _has_megatron_core() -> bool:
+    """Return whether megatron-core is installed. Any folder named megatron on the path is a namespace package too."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None

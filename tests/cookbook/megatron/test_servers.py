@@ -160,9 +160,8 @@ def test_server_script_runs_the_4b_file(folder: Path, cluster: dict[str, str], t
 
 def test_run_script_runs_the_27b_file(folder: Path, cluster: dict[str, str], tmp_path: Path) -> None:
     """The script joins the cluster that it finds, here the one of these tests."""
-    port = re.search(r"--port=(\d+)|:(\d+)'", (Path(cluster["RAY_TMPDIR"]) / "ray.log").read_text())
-    assert port is not None
-    variables = {**cluster, "RAY_PORT": port[1] or port[2]}
+    address = (Path(cluster["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").read_text().strip()
+    variables = {**cluster, "RAY_PORT": address.rpartition(":")[2]}
     command = [str(folder / "run.sh"), "--save-dir", str(tmp_path / "data")]
     with serving(command, folder / "server_config.yaml", tmp_path / "data", variables) as (url, key):
         train_with_tinker(url, key, "Qwen/Qwen3.6-27B")

@@ -122,7 +122,7 @@ def _check_distillation(run: LocalRun, model_folder: Path, final: str) -> None:
         assert call.result["loss"] == pytest.approx(loss.item(), abs=LOGPS)
         assert float(metric.result["loss"]) == pytest.approx(loss.item(), abs=1.5e-4)
         steps.take(loss)
-    assert passes[0].result["loss"] > 0.05  # the teacher is another model
+    assert passes[0].result["loss"] > 1e-3  # the teacher is another model
     plain.assert_saved(run.folder / "output" / final / ADAPTER, tolerance=WEIGHTS)
     assert "Training completed. Total steps: 3" in run.output
 

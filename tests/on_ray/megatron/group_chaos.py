@@ -131,10 +131,11 @@ def run_chaos(group: Group, directory: Path, kills: int, seed: int) -> str:
     """Disturb a server under clients, compare all with an undisturbed one, and return the disturbed server's log."""
     chance = random.Random(seed)
     disturbances = drawn(chance, kills)
-    server, stop = group.server(directory / "disturbed").start(), threading.Event()
+    server, stop = group.server(directory / "disturbed").spawn(), threading.Event()
     clients = [group.client(server, number, stop) for number in range(_CLIENTS)]
     started = time.monotonic()
     try:
+        wait_until(server.is_healthy, server, _SECONDS)
         for client in clients:
             client.start()
         disturb(server, chance, clients, disturbances)
@@ -146,8 +147,9 @@ def run_chaos(group: Group, directory: Path, kills: int, seed: int) -> str:
         server.close()
     print(f"  {disturbed.steps} steps in {time.monotonic() - started:.0f} s", flush=True)
 
-    quiet = group.server(directory / "undisturbed").start()
+    quiet = group.server(directory / "undisturbed").spawn()
     try:
+        wait_until(quiet.is_healthy, quiet, _SECONDS)
         again = [group.client(quiet, number, stop, steps) for number, steps in enumerate(steps_of(clients))]
         for client in again:
             client.start()

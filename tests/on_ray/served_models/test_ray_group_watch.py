@@ -135,7 +135,7 @@ def test_a_rank_that_died_is_named_and_not_those_that_lost_it(asked):
 
 
 def test_a_rank_that_hangs_is_found_by_the_times_of_earlier_calls(asked, scripted, caplog):
-    hung = r"^no answer to step from rank 3 \(dp 1, tp 1\) for {} s: it hangs$"
+    hung = r"^no answer to step from rank 3 \(dp 1, tp 1\) for {} s: a rank hangs$"
     with pytest.raises(Ended, match=hung.format(601)):
         asked("a", "a", "a", ("a", inf))  # a first call
     for _ in range(3):
@@ -188,7 +188,7 @@ def test_launch_says_which_ranks_are_up_and_which_one_failed(scripted, caplog):
     launch = GroupLaunch("a-model", MESH)
     loading = [Call("facts", 10.0), Call("facts", 100.0), Call("facts", 5.0), Call("facts", 5.0)]
     assert launch.wait(loading, "load", lambda: "they read") == ["facts"] * 4
-    waits = "a-model: waiting for rank 1 (dp 0, tp 1) to load since 40 s: they read; rank 0 (dp 0, tp 0), rank 2"
+    waits = "a-model: waiting since 40 s for ranks to load: rank 1 (dp 0, tp 1); ready: rank 0 (dp 0, tp 0), rank 2"
     assert waits in caplog.text
     failed = [Call("facts", inf), Call(FAILED), Call("facts", inf), Call("facts", inf)]
     message = r"^rank 1 \(dp 0, tp 1\) of the 4 processes of a-model could not load: UserError: no$"

@@ -30,6 +30,7 @@ def test_it_shows_version_device_memory_disk_queue_and_replicas(server: Server) 
     (model,) = shown["models"].values()
     assert (model["device"], model["state"]) == ("cpu", "trains and samples")
     assert model["replicas"] == {"configured": 1, "answering": 1, "silent": []}
+    assert model["mesh"] == "mock, 1 process"
     table = status("-c", config).stdout
     for line in (f"version {twinkle.__version__}", "device cpu", "replicas 1 of 1 answering", f"in {server.data_dir};"):
         assert line in " ".join(table.split())

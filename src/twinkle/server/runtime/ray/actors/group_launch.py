@@ -77,10 +77,10 @@ class GroupLaunch:
                 if isinstance(answers[rank], Failure):
                     raise self._failure(what, {rank: answers[rank]}, waiting)
             if not done:
-                up, others = self._names(answers) or "no rank", self._names(waiting.values())
+                ready, others = self._names(answers) or "none", self._names(waiting.values())
                 logger.warning(
-                    "%s: waiting for %s to %s since %.0f s: %s; %s: done",
-                    *(self._model_id, others, what, time.monotonic() - started, reason(), up),
+                    "%s: waiting since %.0f s for ranks to %s: %s; ready: %s; %s",
+                    *(self._model_id, time.monotonic() - started, what, others, ready, reason()),
                 )
         return [answers[rank] for rank in range(len(calls))]
 

@@ -96,7 +96,8 @@ class GroupWatch:
         if not failures and not waiting:
             return answers
         if not failures:
-            end_process(f"no answer to {work.kind} from {self._names(waiting.values())} for {waited:.0f} s: it hangs")
+            silent = self._names(waiting.values())
+            end_process(f"no answer to {work.kind} from {silent} for {waited:.0f} s: a rank hangs")
         # The first that failed; one that lost the others is not the cause.
         rank, failure = min(failures.items(), key=lambda one: isinstance(one[1], BrokenGroup))
         if len(failures) < len(calls) and not isinstance(failure, BrokenGroup):

@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from twinkle.environment import listed_devices, set_variables, twinkle_variables
+from twinkle.errors import TwinkleError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.platform import GPU
 from twinkle.model.types import TrainItem
@@ -18,7 +19,7 @@ from twinkle.server.config.applications import ApplicationSpec, ModelArgs, Serve
 from twinkle.server.config.demand import rank_process
 from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
 from twinkle.server.runtime.ray.gpu_reservations import Place
-from twinkle.server.runtime.ray.replica import Failure, tried
+from twinkle.server.runtime.ray.replica import Failure
 from twinkle.utils.network import find_free_port
 
 T = TypeVar("T")
@@ -73,16 +74,21 @@ class TrainerRank:
 def _tried(work: Callable[[], T]) -> T | Failure:
     """Return the result of the work, or a :class:`Failure`: the group decides what a failure of one rank means."""
     try:
-        return tried(work)
+        return work()
     except Exception as error:  # noqa: BLE001 - an edge of this process
         failed = BrokenGroup if _lost_others(error) else Failure
-        return failed(RuntimeError("".join(traceback.format_exception(error))))
+        expected = isinstance(error, TwinkleError)
+        return failed(error if expected else RuntimeError("".join(traceback.format_exception(error))))
 
 
 def _lost_others(error: Exception) -> bool:
-    """Return whether an error is one of communication: torch's DistError, or a RuntimeError that names gloo's files."""
-    names = [each.__name__ for each in type(error).__mro__]  # without torch, which the server does not import
-    return "DistError" in names or (type(error) is RuntimeError and "gloo" in str(error))
+    """Return whether this rank cannot work with the others any more after an error, such as one of communication.
+
+    Classes are found by their names, because the server does not import torch. gloo raises plain RuntimeErrors, which
+    name its files.
+    """
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"DistError", "RankFailedError"}) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 @dataclass(frozen=True)
