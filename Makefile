@@ -47,6 +47,7 @@ RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/serv
 VLLM_RAY_VENV := .venv-vllm-ray
 # The environment of tests/megatron: megatron-core in the range of pyproject.toml's extra, and Ray.
 MEGATRON_VENV := .venv-megatron
+MEGATRON_TESTS := tests/model/megatron tests/server/backends tests/on_ray/megatron tests/dropin tests/cookbook/megatron
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -76,7 +77,7 @@ demo: $(STAMP) ## start a server and train a small model on it; says first how m
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
 test: $(STAMP) ## run all tests, in TEST_WORKERS processes (default 2); a test file stays in one process
-	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile
+	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 
 check: $(STAMP) ## check lint, formatting, types and import layers; changes nothing
 	@$(VENV)/bin/ruff check
@@ -139,7 +140,7 @@ test-parallel: $(STAMP) ## training in several processes, and the cookbook, comp
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
 test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: meshes, the library, a server on Ray and its clients
-	@$(MEGATRON_VENV)/bin/pytest -q -m megatron tests/model/megatron tests/server/backends tests/on_ray/megatron
+	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" $(MEGATRON_TESTS)
 	@TWINKLE_TEST_RUNTIME=ray TWINKLE_TEST_BACKEND=megatron $(MEGATRON_VENV)/bin/pytest -q tests/clients/tinker tests/clients/twinkle
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server
@@ -147,7 +148,7 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 test-vllm-ray: $(VLLM_RAY_VENV)/.setup-stamp ## the existing scripts for Ray with vLLM on CPU as their sampler
-	@$(VLLM_RAY_VENV)/bin/pytest -q -m "ray and vllm" tests/dropin
+	@$(VLLM_RAY_VENV)/bin/pytest -q -m "(ray or megatron) and vllm" tests/dropin
 
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: worker groups, the library, the cookbook, the server and its clients
 	@$(RAY_VENV)/bin/pytest -q -m "ray and not vllm" tests/on_ray tests/cookbook/modes tests/documented tests/dropin
@@ -232,7 +233,7 @@ $(VLLM_RAY_VENV)/.setup-stamp: $(PROJECTS) Makefile
 	@$(call make_venv,$(VLLM_RAY_VENV))
 	@$(call install_torch,$(VLLM_RAY_VENV))
 	@$(call install_vllm,$(VLLM_RAY_VENV))
-	@$(call install_twinkle,$(VLLM_RAY_VENV),$(TORCH_CPU) '$(RAY)')
+	@$(call install_twinkle,$(VLLM_RAY_VENV),$(TORCH_CPU) '$(RAY)' -e '.[megatron]')
 	@touch $@
 
 $(PREPROCESS_VENV)/.setup-stamp: $(PROJECTS) Makefile

@@ -84,7 +84,9 @@ PATHS: Table = {
     "twinkle.preprocessor.base": Moved("twinkle.preprocessor"),
     "twinkle.preprocessor.olympiad_bench": Moved("twinkle.preprocessor"),
     "twinkle.processor.base": Moved("twinkle.processor", {"PackedSeqParams": "twinkle.processor:PackedSeqParams"}),
-    "twinkle.processor:PackedSeqParams": NotYet("it is a type of megatron-core; batches here have cu_seq_lens_q"),
+    "twinkle.processor:PackedSeqParams": NotYet(
+        "a type of megatron-core; a processor gives models of both backends cu_seq_lens_q instead"
+    ),
     "twinkle.reward.olympiad_bench": Moved("twinkle.reward"),
     "twinkle.sampler.vllm_engine": Absent(_ENGINE),
     "twinkle.sampler.vllm_sampler": Moved("twinkle.sampler"),

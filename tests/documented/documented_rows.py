@@ -2,14 +2,14 @@
 
 Documents: A and B, overview and server configuration of the older layout; C and D, the same of the newer layout; E,
 developer notes. Each row has one test, ``test_row_NN_…``, in this folder; ``test_walk.py`` checks that none is missing.
-Rows of Megatron and of images have no test yet. A row with a reason does not work word for word; its reason is in
+Rows of images have no test yet. A row with a reason does not work word for word; its reason is in
 docs/compatibility.md, and its test shows what a user meets instead.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["works", "reason", "megatron", "images"]
+Outcome = Literal["works", "reason", "images"]
 
 
 @dataclass(frozen=True)
@@ -20,35 +20,34 @@ class Row:
     outcome: Outcome = "works"
 
 
-_MEGATRON: Outcome = "megatron"
 _IMAGES: Outcome = "images"
 _REASON: Outcome = "reason"
 
 _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
     ("A", "two server modes, `server_type: twinkle` and `server_type: tinker`", _REASON),
-    ("A", "`use_megatron: true`", _MEGATRON),
+    ("A", "`use_megatron: true`"),
     ("A", "changing `from twinkle import` to `from twinkle_client import` migrates local code"),
-    ("A", "very large models with Megatron's parallel strategies", _MEGATRON),
+    ("A", "very large models with Megatron's parallel strategies"),
     ("A", "`cookbook/client/twinkle/transformer/{server.py,server_config.yaml}`"),
-    ("A", "`cookbook/client/twinkle/megatron/{server.py,server_config.yaml}`", _MEGATRON),
+    ("A", "`cookbook/client/twinkle/megatron/{server.py,server_config.yaml}`", _REASON),
     ("A", "`cookbook/client/twinkle/grpo.py`"),
     ("A", "`cookbook/client/twinkle/sample.py`"),
     ("A", "`cookbook/client/twinkle/self_congnition.py`"),
     ("A", "`cookbook/client/tinker/transformer/{server.py,server_config.yaml}`"),
-    ("A", "`cookbook/client/tinker/megatron/{server.py,server_config.yaml}`", _MEGATRON),
-    ("A", "`cookbook/client/tinker/megatron/server_config_7b.yaml`", _MEGATRON),
+    ("A", "`cookbook/client/tinker/megatron/{server.py,server_config.yaml}`", _REASON),
+    ("A", "`cookbook/client/tinker/megatron/server_config_7b.yaml`"),
     ("A", "`cookbook/client/tinker/lora.py`"),
     ("A", "`cookbook/client/tinker/sample.py`"),
     ("A", "`cookbook/client/tinker/self_congnition.py`, training and evaluation"),
     ("A", "`cookbook/client/tinker/short_math_grpo.py`"),
     ("A", "`python cookbook/client/tinker/transformer/server.py`"),
     ("A", "`python cookbook/client/tinker/lora.py`"),
-    ("C", "`backend: megatron`", _MEGATRON),
+    ("C", "`backend: megatron`"),
     ("C", "rewriting the imports migrates local code"),
     ("C", "`transformer/server_config_e2e.yaml`"),
-    ("C", "`megatron/run.sh`", _MEGATRON),
-    ("C", "`megatron/server_config.yaml`", _MEGATRON),
-    ("C", "`megatron/server_config_4b.yaml`", _MEGATRON),
+    ("C", "`megatron/run.sh`"),
+    ("C", "the file `server_config.yaml` for Megatron", _REASON),
+    ("C", "the file `server_config_4b.yaml` for Megatron", _REASON),
     ("C", "`twinkle/self_host/multi_modal.py`", _IMAGES),
     ("C", "`twinkle/self_host/self_congnition.py`"),
     ("C", "`twinkle/modelscope/multi_modal.py`", _IMAGES),
@@ -72,8 +71,8 @@ _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
     ("B", "a processor application with `route_prefix: /processors`"),
     ("B", "`nproc_per_node` and `ncpu_proc_per_node` of a processor", _REASON),
     ("B", "`device_group` and `device_mesh` of a processor", _REASON),
-    ("B", "the Megatron fragment of the YAML file", _MEGATRON),
-    ("B", "Megatron needs no `adapter_config`", _MEGATRON),
+    ("B", "the Megatron fragment of the YAML file"),
+    ("B", "Megatron needs no `adapter_config`"),
     ("B", "the Tinker YAML file, word for word"),
     ("B", "`sampler_type: vllm` or `torch`"),
     ("B", "a processor in Twinkle mode only, a sampler in both modes", _REASON),
@@ -81,7 +80,7 @@ _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
     ("D", "the package `twinkle.server.common`: datum, io_utils, router, serialize, …"),
     ("D", "the package `twinkle.server.gateway` with `build_server_app`", _REASON),
     ("D", "the package `twinkle.server.model` with `build_model_app`", _REASON),
-    ("D", "`model/backends/megatron_model.py`", _MEGATRON),
+    ("D", "the module `megatron_model` in `twinkle.server.model.backends`", _REASON),
     ("D", "the package `twinkle.server.processor` with `build_processor_app`", _REASON),
     ("D", "the package `twinkle.server.sampler` with `build_sampler_app`", _REASON),
     ("D", "`python -m twinkle.server` is the simplified command line"),
@@ -106,8 +105,8 @@ _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
     ("D", "`cookbook/transformers/fsdp2.py`"),
     ("D", "`twinkle/self_host/self_congnition.py` with the combined step"),
     ("D", "`twinkle/self_host/grpo.py` on GSM8K"),
-    ("D", "Megatron's configurations with a processor application", _MEGATRON),
-    ("D", "`megatron/server.py` uses server_config_4b.yaml by default", _MEGATRON),
+    ("D", "Megatron's configurations with a processor application"),
+    ("D", "`megatron/server.py` uses server_config_4b.yaml by default"),
     ("D", "README_ZH.md"),
     ("E", "`twinkle.utils.platform` and `twinkle.utils.framework`"),
     ("E", "`twinkle.model.multi_lora_transformers`"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for checks in ("client_checks", "plain_models", "ray_checks", "rollout_checks"):
+for checks in ("client_checks", "megatron_checks", "plain_models", "ray_checks", "rollout_checks"):
     pytest.register_assert_rewrite(f"tests.dropin.support.{checks}")
 
 from tests.dropin.support.client_runs import HubServer, Run, run_all  # noqa: E402

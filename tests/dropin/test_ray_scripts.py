@@ -11,7 +11,7 @@ import pytest
 
 from tests.dropin.support.local_runs import LocalRun
 from tests.dropin.support.ray_checks import CHECKS
-from tests.dropin.support.ray_runs import WITH_SAMPLER, run_on_ray
+from tests.dropin.support.ray_runs import TRANSFORMERS, WITH_SAMPLER, run_on_ray
 
 pytestmark = pytest.mark.ray
 
@@ -20,14 +20,15 @@ pytestmark = pytest.mark.ray
 def torch_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed; `make test-ray` does that")
-    return run_on_ray(CHECKS, tmp_path_factory.mktemp("torch"), model_folder.parents[2], "torch")
+    return run_on_ray(TRANSFORMERS, tmp_path_factory.mktemp("torch"), model_folder.parents[2], "torch")
 
 
 @pytest.fixture(scope="module")
 def vllm_runs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LocalRun]:
     if find_spec("ray") is None or find_spec("vllm") is None:
         pytest.skip("Ray or vLLM is not installed; `make test-vllm-ray` does that")
-    return run_on_ray(WITH_SAMPLER, tmp_path_factory.mktemp("vllm"), model_folder.parents[2], "vllm")
+    scripts = {name: TRANSFORMERS[name] for name in WITH_SAMPLER}
+    return run_on_ray(scripts, tmp_path_factory.mktemp("vllm"), model_folder.parents[2], "vllm")
 
 
 @pytest.mark.parametrize("name", CHECKS)

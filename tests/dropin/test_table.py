@@ -3,8 +3,9 @@
 import re
 
 from tests.dropin.support.client_checks import CHECKS
-from tests.dropin.support.existing_scripts import CLIENT, EXPERTS, IMAGES, LOCAL, MEGATRON, Existing
-from tests.dropin.support.local_runs import ARGUMENTS
+from tests.dropin.support.existing_scripts import CLIENT, EXPERT_ADAPTERS, EXPERTS, IMAGES, LOCAL, Existing
+from tests.dropin.support.local_runs import ARGUMENTS, MEGATRON_ARGUMENTS
+from tests.dropin.support.megatron_checks import MEGATRON_CHECKS
 from tests.dropin.support.ray_checks import CHECKS as RAY_CHECKS
 from tests.support.paths import ROOT
 
@@ -16,17 +17,17 @@ def _row(script: Existing) -> tuple[str, str]:
 
 
 def test_every_existing_script_is_listed() -> None:
-    assert (len(LOCAL), len(CLIENT)) == (18, 15)
-    assert len({script.path for script in LOCAL}) == 18
+    assert (len(LOCAL), len(CLIENT)) == (20, 15)
+    assert len({script.path for script in LOCAL}) == 20
     assert len({script.path for script in CLIENT}) == 15
     for script in (*LOCAL, *CLIENT):
         assert (script.ours is None) != (script.waits_for is None), script.path
-        assert script.waits_for in (None, EXPERTS, IMAGES, MEGATRON)
+        assert script.waits_for in (None, EXPERT_ADAPTERS, EXPERTS, IMAGES)
 
 
 def test_the_page_has_the_same_table() -> None:
     page = (FOLDER / "README.md").read_text()
-    rows = re.findall(r"^\| `((?:transformers|rl|twinkle|tinker)/\S+)` \| (.+?) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `((?:transformers|megatron|rl|twinkle|tinker)/\S+)` \| (.+?) \|$", page, re.MULTILINE)
     assert rows == [_row(script) for script in (*LOCAL, *CLIENT)]
 
 
@@ -35,7 +36,7 @@ def test_every_script_that_runs_has_a_test() -> None:
     assert clients == {f"client/{name}.py" for name in CHECKS}
     assert len(clients) == 13
     assert {script.ours for script in LOCAL if script.ours} == {
-        f"local/{name}.py" for name in (*ARGUMENTS, *RAY_CHECKS)
+        f"local/{name}.py" for name in {*ARGUMENTS, *MEGATRON_ARGUMENTS, *RAY_CHECKS, *MEGATRON_CHECKS}
     }
     files = {
         file.relative_to(FOLDER).as_posix() for part in ("client", "local") for file in FOLDER.glob(f"{part}/**/*.py")

@@ -25,6 +25,7 @@ FORWARDS = {
 CONFIGURATIONS = {
     "server_config.yaml": "server/transformer/server_config.yaml",
     "tinker/megatron/server_config.yaml": "server/megatron/server_config_4b.yaml",
+    "tinker/megatron/server_config_7b.yaml": "server/megatron/server_config_7b.yaml",
     "tinker/transformer/server_config.yaml": "server/transformer/server_config.yaml",
     "twinkle/megatron/server_config.yaml": "server/megatron/server_config_4b.yaml",
     "twinkle/transformer/server_config.yaml": "server/transformer/server_config.yaml",

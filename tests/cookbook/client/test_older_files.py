@@ -15,7 +15,7 @@ from tests.support.servers.running import environment
 from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig
 
-SERVERS = sorted((CLIENT / name).with_name("server.py").relative_to(CLIENT).as_posix() for name in CONFIGURATIONS)
+SERVERS = sorted({(CLIENT / name).with_name("server.py").relative_to(CLIENT).as_posix() for name in CONFIGURATIONS})
 
 
 def without_head(file: Path) -> str:
@@ -69,31 +69,8 @@ def test_a_script_beside_folders_called_like_packages() -> None:
     assert "usage: twinkle-server launch" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "script", ["server/megatron/server.py", "tinker/megatron/server.py", "twinkle/megatron/server.py"]
-)
-def test_megatron_servers_end_with_one_line(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["server.py"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(CLIENT / script), run_name="__main__")
-    assert ended.value.code == 1
-    start, line = capsys.readouterr().err.splitlines()
-    assert "twinkle-server starts" in start
-    assert "backend: got megatron, allowed: transformers or mock" in line
-
-
 def test_the_megatron_server_has_the_smaller_model() -> None:
     assert "server_config_4b.yaml" in (CLIENT / "server" / "megatron" / "server.py").read_text()
-
-
-def test_the_configuration_with_seven_billion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    file = CLIENT / "tinker" / "megatron" / "server_config_7b.yaml"
-    assert cli.main(["check-config", str(file)]) == 0
-    assert "the Megatron backend comes later" in capsys.readouterr().err
-    (served,) = ServerConfig.from_yaml(file).served_models
-    assert served.model.model_id == "Qwen/Qwen2.5-7B-Instruct"
 
 
 def test_the_configuration_for_tests_from_end_to_end() -> None:

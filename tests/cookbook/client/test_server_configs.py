@@ -36,7 +36,7 @@ def listening(command: list[str], log: Path, **variables: str) -> Iterator[str]:
             time.sleep(0.05)
         yield said[1]
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -86,7 +86,8 @@ def test_run_script(tmp_path: Path) -> None:
 def test_folders_are_alike(folder: str) -> None:
     for name in ("server.py", "run.sh"):
         text = (SERVERS / folder / name).read_text()
-        if (folder, name) == ("megatron", "server.py"):  # the smaller of its two models
+        if (folder, name) == ("megatron", "server.py"):  # the smaller of its models
             text = text.replace("server_config_4b.yaml", "server_config.yaml")
-        assert text == (SERVERS / "transformer" / name).read_text()
+        if (folder, name) != ("megatron", "run.sh"):  # it starts a cluster too: tests/documented/test_megatron.py
+            assert text == (SERVERS / "transformer" / name).read_text()
     assert os.access(SERVERS / folder / "run.sh", os.X_OK)

@@ -57,12 +57,24 @@ def test_forms_of_different_servers_differ() -> None:
     assert older != ServerConfig.from_yaml(SERVERS / "megatron" / "server_config.yaml")
 
 
-@pytest.mark.parametrize("name", ["server_config.yaml", "server_config_4b.yaml", "server_config_older.yaml"])
-def test_megatron_is_checked_and_not_launched(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    file = SERVERS / "megatron" / name
-    assert "is valid but cannot be launched yet: the Megatron backend comes later" in check_config(file, capsys)
-    assert cli.main(["launch", "-c", str(file)]) == 1
-    assert "backend: got megatron, allowed: transformers or mock" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "gpus", "mesh"),
+    [
+        ("server_config.yaml", 8, "dp 2 × tp 1 × pp 2, 4 processes"),
+        ("server_config_4b.yaml", 3, "dp 2 × tp 1 × pp 1, 2 processes"),
+        ("server_config_7b.yaml", 3, "dp 2 × tp 1 × pp 1, 2 processes"),
+        ("server_config_older.yaml", 3, "dp 2 × tp 1 × pp 1, 2 processes"),
+    ],
+)
+def test_what_a_cluster_needs_for_megatron(
+    name: str, gpus: int, mesh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without GPUs, check-config says how many the cluster must have, and launch starts nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = check_config(SERVERS / "megatron" / name, capsys)
+    assert f"applications[1].args: megatron, {mesh}" in said
+    assert f"applications: need {gpus} GPUs" in said
+    assert "A launch on this machine alone is refused, on a larger Ray cluster it is not" in said
 
 
 def test_the_readme_names_every_file() -> None:

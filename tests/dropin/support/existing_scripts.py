@@ -6,9 +6,9 @@ calls, below this folder.
 
 from dataclasses import dataclass
 
-MEGATRON = "the Megatron backend"
 IMAGES = "images"
 EXPERTS = "expert parallelism"
+EXPERT_ADAPTERS = "adapters on experts"
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,18 @@ LOCAL = (
     Existing("transformers/ep_fsdp2_lora_qwen3_5_moe.py", waits_for=EXPERTS),
     Existing("transformers/ep_fsdp2_lora_deepseek_v4.py", waits_for=EXPERTS),
     Existing("transformers/ep_fsdp2_multi_lora_deepseek_v4.py", waits_for=EXPERTS),
+    Existing("megatron/tp.py", ours="local/tp.py"),
+    Existing("megatron/tp_moe.py", ours="local/tp_moe.py"),
     Existing("rl/dpo/dpo_full.py", ours="local/dpo_full.py"),
     Existing("rl/dpo/dpo_lora.py", ours="local/dpo_lora.py"),
-    Existing("rl/dpo/dpo_multi_lora.py", waits_for=MEGATRON),
-    Existing("rl/gkd/gkd_off_policy.py", waits_for=MEGATRON),
-    Existing("rl/gkd/gkd_on_policy.py", waits_for=IMAGES),
+    Existing("rl/dpo/dpo_multi_lora.py", ours="local/dpo_multi_lora.py"),
+    Existing("rl/gkd/gkd_off_policy.py", ours="local/gkd_off_policy.py"),
+    Existing("rl/gkd/gkd_on_policy.py", ours="local/gkd_on_policy.py"),
     Existing("rl/grpo/grpo.py", ours="local/grpo.py"),
     Existing("rl/grpo/grpo_mm.py", waits_for=IMAGES),
     Existing("rl/grpo/short_math_grpo.py", ours="local/short_math_grpo.py"),
-    Existing("rl/grpo/short_math_grpo_moe.py", waits_for=MEGATRON),
-    Existing("rl/grpo/short_math_grpo_multi_lora.py", waits_for=MEGATRON),
+    Existing("rl/grpo/short_math_grpo_moe.py", waits_for=EXPERT_ADAPTERS),
+    Existing("rl/grpo/short_math_grpo_multi_lora.py", ours="local/short_math_grpo_multi_lora.py"),
     Existing("rl/grpo/short_math_grpo_routing_replay.py", waits_for=EXPERTS),
     Existing("rl/multi_turn/multi_turn_grpo.py", ours="local/multi_turn_grpo.py"),
     Existing("rl/ppo/ppo.py", ours="local/ppo.py"),

@@ -1,8 +1,8 @@
-"""Write what the scripts take from a hub: one tiny model under the name of the default model, and three datasets.
+"""Write what the scripts take from a hub: tiny models under the names of the scripts' models, and three datasets.
 
-The datasets have the columns and splits of the real ones. The model is random, but for a few continuations that its
-head favours: it often answers with ``\\boxed{18}``, the answer of every second word problem here, or with a tool call,
-so that rewards differ and rollouts have several turns.
+The datasets have the columns and splits of the real ones. The models are random, but for a few continuations that the
+heads of two of them favour: these often answer with ``\\boxed{18}``, the answer of every second word problem here, or
+with a tool call, so that rewards differ and rollouts have several turns.
 """
 
 import json
@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3_5Config
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen3_5Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from twinkle import hub
 
 MODEL = "Qwen/Qwen3.5-4B"
+TEACHER = "Qwen/Qwen3.5-9B"  # like MODEL, with other weights
+EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 CALL = '\n{"name": "play", "arguments": {"action_id": 1}}\n'
 ANSWER = "\\boxed{18}"
 _END = "<|im_end|>"
@@ -33,11 +43,15 @@ _CHAT_TEMPLATE = (
 def write_hub(folder: Path) -> Path:
     """Write the hub below ``folder`` and return the model's folder."""
     model = folder / "models" / MODEL
-    _write_model(model)
+    _write_model(model, seed=0)
+    _write_model(folder / "models" / TEACHER, seed=1)
+    _write_experts(folder / "models" / EXPERTS)
     _write_rows(folder / "datasets/swift/self-cognition", _self_cognition())
     _write_rows(folder / "datasets/hjh0119/shareAI-Llama3-DPO-zh-en-emoji", _preferences())
     _write_rows(folder / "datasets/modelscope/gsm8k/main", _word_problems())
-    _write_subset(folder / "datasets/modelscope/gsm8k")
+    _write_rows(folder / "datasets/modelscope/gsm8k/main", _word_problems(), split="test")
+    _write_rows(folder / "datasets/modelscope/gsm8k/socratic", _word_problems())
+    _write_subsets(folder / "datasets/modelscope/gsm8k")
     return model
 
 
@@ -53,7 +67,7 @@ def write_multimodal_hub(folder: Path, hub_folder: Path) -> Path:
     return model
 
 
-def _write_model(folder: Path) -> None:
+def _write_model(folder: Path, seed: int) -> None:
     tokenizer = _tokenizer()
     end = tokenizer.convert_tokens_to_ids(_END)
     config = LlamaConfig(
@@ -72,7 +86,7 @@ def _write_model(folder: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         torch.nn.init.normal_(model.get_input_embeddings().weight)
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<tool_call>", CALL, "</tool_call>", ANSWER)}
@@ -89,6 +103,36 @@ def _write_model(folder: Path) -> None:
         embeddings, head = model.get_input_embeddings().weight, model.lm_head.weight
         for token, following, logit in likely:  # the last hidden state is nearly the token's embedding
             head[following] += logit * embeddings[token] / embeddings[token].square().sum()
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_experts(folder: Path) -> None:
+    """Write a random model with experts, for scripts that do not sample."""
+    tokenizer = _tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=288,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(_END),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -127,13 +171,16 @@ def _word_problems() -> list[dict[str, Any]]:
     ]
 
 
-def _write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+def _write_rows(folder: Path, rows: list[dict[str, Any]], split: str = "train") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _write_subset(folder: Path) -> None:
-    """Describe the subset ``main`` as a hub's repository does."""
+def _write_subsets(folder: Path) -> None:
+    """Describe subsets and splits as a hub's repository does. All of them have the same rows."""
     (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n---\n"
+        "---\nconfigs:\n"
+        "- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n"
+        "  - split: test\n    path: main/test.jsonl\n"
+        "- config_name: socratic\n  data_files:\n  - split: train\n    path: socratic/train.jsonl\n---\n"
     )

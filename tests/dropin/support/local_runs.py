@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.dropin.support.client_runs import DROPIN, SUPPORT, Call
-from tests.dropin.support.hub_folder import MODEL
+from tests.dropin.support.hub_folder import EXPERTS, MODEL
 from tests.support.paths import SOURCE
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -25,6 +25,21 @@ ARGUMENTS: dict[str, list[str]] = {
         *COMMON,
         *("--dp-size", "1", "--fsdp-size", "2", "--ulysses-size", "2", "--nproc-per-node", "2", "--batch-size", "4"),
         *("--gradient-accumulation-steps", "2", "--strategy", "native_fsdp", "--template-cls", "Qwen3_5Template"),
+    ],
+}
+_SHORT = ("--batch-size", "8", "--train-samples", "24", "--eval-samples", "8", "--eval-interval", "2")
+# The scripts with models of Megatron: two tensor parallel processes; with experts, each holds half of them.
+MEGATRON_ARGUMENTS: dict[str, list[str]] = {
+    "tp": [
+        *COMMON,
+        *("--dp-size", "1", "--tp-size", "2", "--pp-size", "1", "--cp-size", "1"),
+        *(*_SHORT, "--output-dir", "output"),
+    ],
+    "tp_moe": [
+        *COMMON,
+        *("--model-id", f"ms://{EXPERTS}", "--dp-size", "1", "--tp-size", "2", "--pp-size", "1", "--ep-size", "2"),
+        *("--lora-target-modules", "q_proj,k_proj,v_proj,o_proj"),
+        *(*_SHORT, "--output-dir", "output"),
     ],
 }
 
@@ -55,7 +70,7 @@ def run_local(name: str, folder: Path, hub: Path) -> LocalRun:
         str(SUPPORT / "run_local.py"),
         str(record),
         str(DROPIN / "local" / f"{name}.py"),
-        *ARGUMENTS[name],
+        *(ARGUMENTS | MEGATRON_ARGUMENTS)[name],
     ]
     variables = {
         **os.environ,

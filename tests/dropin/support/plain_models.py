@@ -28,6 +28,7 @@ class PlainModel:
     """A model whose parameters are all trained, by torch alone."""
 
     def __init__(self, base: Path) -> None:
+        self.folder = base
         self.model: Any = base_model(base)
 
     @property
@@ -61,6 +62,7 @@ class PlainAdapter(PlainModel):
     """A PEFT adapter with the weights of a checkpoint, trained by torch alone."""
 
     def __init__(self, base: Path, checkpoint: Path) -> None:
+        self.folder = base
         self.model = peft.PeftModel.from_pretrained(base_model(base), checkpoint, is_trainable=True)
 
 

@@ -31,8 +31,8 @@ def _pairs(model_folder: Path) -> list[Rows]:
     return [[pair[side] for pair in batch for side in ("positive", "negative")] for batch in batches(pairs, 12, 4)]
 
 
-def _check_dpo(run: LocalRun, model_folder: Path, plain: PlainModel, steps: Steps, workers: int) -> None:
-    """Train ``plain`` on the same pairs. The SFT part of a worker's loss is a mean over the tokens of its own rows."""
+def check_dpo(run: LocalRun, model_folder: Path, plain: PlainModel, steps: Steps, workers: int) -> None:
+    """Train ``plain`` on the same pairs. The SFT part of a loss is a mean over the tokens of a data rank's own rows."""
     base = base_model(model_folder)
     metrics = [call.result for call in run.named("calculate_metric")]
     for rows, metric in zip(_pairs(model_folder), metrics, strict=True):
@@ -51,14 +51,14 @@ def _check_dpo(run: LocalRun, model_folder: Path, plain: PlainModel, steps: Step
 
 def _check_dpo_lora(run: LocalRun, model_folder: Path) -> None:
     plain = PlainAdapter(model_folder, run.folder / "initial")
-    _check_dpo(run, model_folder, plain, Steps(plain, RATE, 0.0, 3, last=RATE * 0.1), workers=2)
+    check_dpo(run, model_folder, plain, Steps(plain, RATE, 0.0, 3, last=RATE * 0.1), workers=2)
     plain.assert_saved(run.folder / "output/dpo-lora-final-checkpoint" / ADAPTER)
     assert (run.folder / "output/dpo-lora-checkpoint-2" / ADAPTER).exists()
 
 
 def _check_dpo_full(run: LocalRun, model_folder: Path) -> None:
     plain = PlainModel(model_folder)
-    _check_dpo(run, model_folder, plain, Steps(plain, FULL_RATE, 0.0, 3, last=FULL_RATE * 0.1), workers=1)
+    check_dpo(run, model_folder, plain, Steps(plain, FULL_RATE, 0.0, 3, last=FULL_RATE * 0.1), workers=1)
     plain.assert_saved(run.folder / "output/dpo-full-final-checkpoint" / FULL)
     assert base_model(run.folder / "output/dpo-full-checkpoint-2").num_parameters() == plain.model.num_parameters()
     for call in run.named("forward_backward"):  # the reference's outputs went from worker to worker

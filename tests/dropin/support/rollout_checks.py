@@ -62,7 +62,7 @@ def _tensors(rows: Sequence[Sequence[float]]) -> list[Tensor]:
     return [torch.tensor(row) for row in rows]
 
 
-def _assert_rows(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+def assert_rows(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     assert [len(row) for row in found] == [len(row) for row in expected]
     torch.testing.assert_close(torch.cat(list(found)), torch.cat(list(expected)), atol=tolerance, rtol=tolerance)
 
@@ -78,13 +78,13 @@ def _completion(row: dict[str, Any]) -> str:
 # --- what was sampled -------------------------------------------------------------------------------------------------
 
 
-def _sequences(call: Call) -> list[dict[str, Any]]:
+def sequences_of(call: Call) -> list[dict[str, Any]]:
     assert len(call.result) == len(call.given["inputs"])
     assert all(len(response["sequences"]) == 1 for response in call.result)
     return [response["sequences"][0] for response in call.result]
 
 
-def _check_samples(run: LocalRun, model_folder: Path) -> None:
+def check_samples(run: LocalRun, model_folder: Path) -> None:
     """Every sample names the last synchronisation, and its log-probabilities are PEFT's with those weights."""
     version, plain, after = "", None, ""
     for call in run.calls:
@@ -96,7 +96,7 @@ def _check_samples(run: LocalRun, model_folder: Path) -> None:
             assert plain is not None
             assert after in ("reset_prefix_cache", "sample")  # a rollout samples once for each turn
             assert {response["weights_version"] for response in call.result} == {version}
-            sequences = _sequences(call)
+            sequences = sequences_of(call)
             rows = [sequence["new_input_feature"] for sequence in sequences]
             drawn = [torch.tensor([pair[1] for [pair] in sequence["logprobs"]]) for sequence in sequences]
             for row, sequence in zip(rows, sequences, strict=True):
@@ -106,7 +106,7 @@ def _check_samples(run: LocalRun, model_folder: Path) -> None:
                 found = plain.row_logps(rows)
             # A row of a later turn has the tokens of earlier turns as well.
             last = [each[-len(part) :] for each, part in zip(found, drawn, strict=True)]
-            _assert_rows(drawn, last, LOGPS)
+            assert_rows(drawn, last, LOGPS)
         after = call.name
     versions = [call.result for call in run.named("sync_weights")]
     assert versions == [f"sync-{number}" for number in range(1, len(versions) + 1)]
@@ -131,7 +131,7 @@ def _accuracy_and_format(rows: Rows) -> list[float]:
     return [each + each * (_truth(row) == "18") for row, each in zip(rows, form, strict=True)]
 
 
-def _accuracy_and_brevity(rows: Rows) -> list[float]:
+def accuracy_and_brevity(rows: Rows) -> list[float]:
     texts = [_completion(row) for row in rows]
     brevity = [max(0.0, 1 - len(text) / 200) if ANSWER in text else 0.0 for text in texts]
     right = [float(ANSWER in text and _truth(row) == "18") for row, text in zip(rows, texts, strict=True)]
@@ -144,7 +144,7 @@ def _moves(rows: Rows) -> list[float]:
     return [sum(not text.startswith("Error") for text in each) / 3 for each in answers]
 
 
-def _check_grpo(
+def train_by_grpo(
     run: LocalRun, model_folder: Path, steps: int, calls_per_batch: int, rewards: Callable[[Rows], list[float]]
 ) -> list[float]:
     """Train the same adapter with PEFT on the same rows. Return the rewards of all batches."""
@@ -163,7 +163,7 @@ def _check_grpo(
         if call.name == "forward_backward":
             rows, old = _rows(call), _tensors(call.given["old_logps"])
             now = plain.row_logps(rows)
-            _assert_rows(_kept(rows, call.result["logps"]), [row.detach() for row in now], LOGPS)
+            assert_rows(_kept(rows, call.result["logps"]), [row.detach() for row in now], LOGPS)
             loss = grpo(now, old, call.given["advantages"], EPSILON)
             losses.append(loss.item())
             assert call.result["loss"] == pytest.approx(losses[-1], abs=LOGPS)
@@ -180,9 +180,9 @@ def _cut(calls: Sequence[Call], size: int) -> list[Sequence[Call]]:
     return [calls[start : start + size] for start in range(0, len(calls), size)]
 
 
-def _assert_trained_on_samples(run: LocalRun) -> None:
+def assert_trained_on_samples(run: LocalRun) -> None:
     """The rows of the passes are the sampled ones, with the sampler's log-probabilities as old ones."""
-    drawn = list(chain.from_iterable(map(_sequences, run.named("sample"))))
+    drawn = list(chain.from_iterable(map(sequences_of, run.named("sample"))))
     passes = run.named("forward_backward")
     rows = list(chain.from_iterable(map(_rows, passes)))
     old = list(chain.from_iterable(call.given["old_logps"] for call in passes))
@@ -190,7 +190,7 @@ def _assert_trained_on_samples(run: LocalRun) -> None:
     assert old == [[pair[1] for [pair] in each["logprobs"]] for each in drawn]
 
 
-def _assert_logged(run: LocalRun, rewards: Sequence[float]) -> None:
+def assert_logged(run: LocalRun, rewards: Sequence[float]) -> None:
     """The mean reward of each batch is in the log."""
     for start in range(0, len(rewards), PROMPTS * GENERATIONS):
         mean = statistics.fmean(rewards[start : start + PROMPTS * GENERATIONS])
@@ -203,28 +203,28 @@ def _logged(run: LocalRun, key: str) -> list[float]:
 
 
 def check_grpo(run: LocalRun, model_folder: Path) -> None:
-    _check_samples(run, model_folder)
-    rewards = _check_grpo(run, model_folder, steps=4, calls_per_batch=2, rewards=_accuracy_and_format)
-    _assert_trained_on_samples(run)
-    _assert_logged(run, rewards)
+    check_samples(run, model_folder)
+    rewards = train_by_grpo(run, model_folder, steps=4, calls_per_batch=2, rewards=_accuracy_and_format)
+    assert_trained_on_samples(run)
+    assert_logged(run, rewards)
     names = [Path(call.result).name for call in run.named("save")]
     assert names == ["grpo-gsm8k-checkpoint-3", "grpo-gsm8k-checkpoint"]
     assert "Training completed. optim_steps=4" in run.output
 
 
 def check_short_math_grpo(run: LocalRun, model_folder: Path) -> None:
-    _check_samples(run, model_folder)
-    rewards = _check_grpo(run, model_folder, steps=6, calls_per_batch=3, rewards=_accuracy_and_brevity)
-    _assert_trained_on_samples(run)
-    _assert_logged(run, rewards)
+    check_samples(run, model_folder)
+    rewards = train_by_grpo(run, model_folder, steps=6, calls_per_batch=3, rewards=accuracy_and_brevity)
+    assert_trained_on_samples(run)
+    assert_logged(run, rewards)
     assert [Path(call.result).name for call in run.named("save")] == ["math-grpo-final"]
     assert "Training completed. optim_steps=6" in run.output
 
 
 def check_multi_turn_grpo(run: LocalRun, model_folder: Path) -> None:
-    _check_samples(run, model_folder)
-    rewards = _check_grpo(run, model_folder, steps=6, calls_per_batch=3, rewards=_moves)
-    _assert_logged(run, rewards)
+    check_samples(run, model_folder)
+    rewards = train_by_grpo(run, model_folder, steps=6, calls_per_batch=3, rewards=_moves)
+    assert_logged(run, rewards)
     rows = list(chain.from_iterable(map(_rows, run.named("forward_backward"))))
     assert {row["turns"] for row in rows} - {1}
     for row in rows:
@@ -264,7 +264,7 @@ class _Batch:
         ):
             if name in call.given:
                 expected = [numbers[_key(row)] for row in _rows(call)]
-                _assert_rows(_tensors(call.given[name]), expected, LOGPS)
+                assert_rows(_tensors(call.given[name]), expected, LOGPS)
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -329,7 +329,7 @@ def _check_value_metrics(metrics: dict[str, Any], passes: _Passes) -> None:
 
 
 def check_ppo(run: LocalRun, model_folder: Path) -> None:
-    _check_samples(run, model_folder)
+    check_samples(run, model_folder)
     base, critic = base_model(model_folder), PlainCritic(model_folder)
     updates = 2 * 2 * 2  # steps, epochs, mini-batches
     critic_steps = Steps(critic, FULL_RATE, WEIGHT_DECAY, updates)
@@ -340,18 +340,18 @@ def check_ppo(run: LocalRun, model_folder: Path) -> None:
     of_policy, of_critic = _Passes(), _Passes()
     for call in run.calls:
         if call.name == "sample":
-            sequences = _sequences(call)
+            sequences = sequences_of(call)
             rows = [sequence["new_input_feature"] for sequence in sequences]
             old = [torch.tensor([pair[1] for [pair] in sequence["logprobs"]]) for sequence in sequences]
         elif call.name == "forward_only" and "logps" in call.result:
             assert call.given["disable_lora"] is True
             reference = _kept(rows, call.result["logps"])
             with torch.no_grad():
-                _assert_rows(reference, batch_logps(base, rows), LOGPS)
+                assert_rows(reference, batch_logps(base, rows), LOGPS)
         elif call.name == "forward_only":
             values = _kept(rows, call.result["values"])
             with torch.no_grad():
-                _assert_rows(values, critic.row_values(rows), LOGPS)
+                assert_rows(values, critic.row_values(rows), LOGPS)
             batch = _Batch(rows, old, reference, values)
         elif call.name == "forward_backward":
             assert batch is not None
@@ -392,7 +392,7 @@ def _check_dropout(first: Call) -> None:
 def _check_value_pass(call: Call, critic: PlainCritic, steps: Steps, passes: _Passes) -> None:
     rows = _rows(call)
     values, old, returns = critic.row_values(rows), _tensors(call.given["old_values"]), _tensors(call.given["returns"])
-    _assert_rows(_kept(rows, call.result["values"]), [row.detach() for row in values], LOGPS)
+    assert_rows(_kept(rows, call.result["values"]), [row.detach() for row in values], LOGPS)
     loss = value_loss(values, old, returns, EPSILON)
     assert call.result["loss"] == pytest.approx(loss.item(), abs=LOGPS)
     passes.add(loss.item(), values=values, old=old, returns=returns, advantages=_tensors(call.given["advantages"]))

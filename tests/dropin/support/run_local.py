@@ -8,6 +8,7 @@ saved beside it, in a folder ``initial``. Models compute in fp32, whatever this 
 
 import functools
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,27 @@ def record_model(recorder: Recorder, owner: type, folder: Path) -> None:
     owner.add_adapter_to_model = add_adapter_to_model
 
 
-def main() -> None:
-    record, script, *arguments = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
+def models_in_fp32() -> list[type]:
+    """Return the classes of models that scripts here construct. Their instances compute in fp32."""
     from twinkle.model import TransformersModel
     from twinkle.model.transformers import model as model_module
 
     model_module.choose_precision = lambda *_: "fp32"
+    if not find_spec("megatron"):
+        return [TransformersModel]
+    from twinkle.model import MegatronModel
+    from twinkle.model.megatron.library import strategy
+
+    strategy.choose_precision = lambda *_: "fp32"
+    return [TransformersModel, MegatronModel]
+
+
+def main() -> None:
+    record, script, *arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins"))
     recorder = Recorder()
-    record_model(recorder, TransformersModel, Path(record).parent)
+    for owner in models_in_fp32():
+        record_model(recorder, owner, Path(record).parent)
     code = compile(Path(script).read_text(), script, "exec")
     sys.argv = [script, *arguments]
     exec(code, {"__name__": "__main__", "__file__": script})

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ from run_scripts import Recorder, with_settings
 
 MODEL_CALLS = ("forward_backward", "forward_only", "calculate_metric", "save")
 SAMPLER_CALLS = ("sample", "reset_prefix_cache")
+# The option of each class that says in what it computes.
+_PRECISION = {
+    "MegatronModel": "mixed_precision",
+    "MultiLoraMegatronModel": "mixed_precision",
+    "TransformersModel": "mixed_precision",
+    "TransformersValueModel": "mixed_precision",
+    "vLLMSampler": "dtype",
+}
 
 
 class RayRecorder(Recorder):
@@ -71,14 +80,17 @@ def record_model(recorder: RayRecorder, owner: type) -> None:
     owner.add_adapter_to_model = add_adapter_to_model
 
 
-def save_synced(recorder: RayRecorder, owner: type, save: Any) -> None:
-    """Save the model's weights after each synchronisation, under the name that they have in samples."""
+def save_synced(recorder: RayRecorder, owner: type, saves: dict[type, Any]) -> None:
+    """Save the model's weights after each synchronisation, under the name that they have in samples.
+
+    ``saves``: the method ``save`` of each class of proxies, which is not recorded.
+    """
     sync = owner.sync_weights
 
     @functools.wraps(sync)
     def sync_weights(it: Any, *arguments: Any, **keywords: Any) -> str:
         version = sync(it, *arguments, **keywords)
-        save(it.model, version, output_dir=str(recorder.folder / "synced"))
+        saves[it.model.__class__](it.model, version, output_dir=str(recorder.folder / "synced"))
         return version
 
     owner.sync_weights = sync_weights
@@ -90,8 +102,11 @@ def record_all(recorder: RayRecorder, sampler: str) -> None:
     from twinkle.checkpoint_engine import CheckpointEngineManager
     from twinkle.infra.proxy import _proxy_class
 
-    save_synced(recorder, CheckpointEngineManager, _proxy_class(model.TransformersModel).save)
-    for kind in (model.TransformersModel, model.TransformersValueModel):
+    kinds: list[type] = [model.TransformersModel, model.TransformersValueModel]
+    if find_spec("megatron"):
+        kinds += [model.MegatronModel, model.MultiLoraMegatronModel]
+    save_synced(recorder, CheckpointEngineManager, {kind: _proxy_class(kind).save for kind in kinds})
+    for kind in kinds:
         record_model(recorder, _proxy_class(kind))
     recorder.wrap(CheckpointEngineManager, "sync_weights", ("merge_and_sync",))
     if sampler == "torch":
@@ -128,9 +143,8 @@ def compute_in_fp32() -> None:
 
     @functools.wraps(start)
     def start_component(cls: type, args: Any, kwargs: dict[str, Any], *others: Any) -> Any:
-        precision = {"TransformersModel": "mixed_precision", "TransformersValueModel": "mixed_precision"}
-        precision["vLLMSampler"] = "dtype"
-        chosen = {precision[cls.__name__]: "fp32"} if cls.__name__ in precision else {}
+        option = _PRECISION.get(cls.__name__)
+        chosen = {} if option is None else {option: "fp32"}
         return start(cls, args, {**chosen, **kwargs}, *others)
 
     proxy.start_component = start_component

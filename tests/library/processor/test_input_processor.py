@@ -161,6 +161,14 @@ def test_models_of_both_backends_take_the_same_batch():
     assert all(torch.equal(plain[name], other[name]) for name in plain)
 
 
+def test_packed_parameters_of_megatron_are_refused_by_name():
+    """The name can be imported, because scripts do; a processor makes none."""
+    from twinkle.processor import PackedSeqParams
+
+    with pytest.raises(UnsupportedError, match=r"PackedSeqParams: a type of megatron-core; .* cu_seq_lens_q"):
+        PackedSeqParams(qkv_format="thd")
+
+
 def test_what_is_refused():
     with pytest.raises(UnknownNameError, match="framework 'jax'"):
         InputProcessor(framework="jax")

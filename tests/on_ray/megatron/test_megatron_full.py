@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
-from tests.support.servers.full_runs import Plain, trained, write_small_model
+from tests.on_ray.served_models.full_runs import Plain, trained, write_small_model
 from tests.support.servers.running import Server
 from tests.support.servers.serving import close_clients, key_of, sequences
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.paths import ROOT, SOURCE
 from tests.support.servers.running import free_port
 
-_START_SECONDS = 60.0
+_START_SECONDS = 240.0
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from tests.on_ray.ray_processes import descendants
-from tests.support.servers.full_runs import Plain, trained, write_small_model
+from tests.on_ray.served_models.full_runs import Plain, trained, write_small_model
 from tests.support.servers.running import Server
 from tests.support.servers.serving import sequences
 from twinkle_client import TwinkleClient, init_tinker_client

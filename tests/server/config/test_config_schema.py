@@ -242,8 +242,6 @@ def test_more_than_one_device_comes_with_ray(args, key):
         ([model(backend="mock", dtype="fp32")], "[0].args.dtype", "does not use it"),
         ([sampler()], "[0].args.model_id", "the model_id of a model application"),
         ([model(), sampler(sampler_type="mock")], "[1].args.sampler_type", "torch or vllm, as the model's backend"),
-        ([model(), sampler(engine_args={"max_model_len": 1})], "[1].args.engine_args", "for sampler_type: vllm"),
-        ([model(), sampler(memory_dir="/dev/shm")], "[1].args.memory_dir", "for sampler_type: vllm"),
         (
             [model(backend="mock"), sampler(sampler_type="vllm")],
             "[1].args.sampler_type",

@@ -51,6 +51,17 @@ def test_of_a_model(args, keys):
     assert idle(model(**args)) == keys
 
 
+@pytest.mark.parametrize("kind", ["torch", "mock", "vllm"])
+def test_options_of_vllm(kind):
+    """A file for vLLM stays valid if only its sampler_type is changed."""
+    args = {"model_id": "org/m", "sampler_type": kind, "engine_args": {"max_model_len": 9}, "memory_dir": "/dev/shm"}
+    sampler = {"name": "s", "import_path": "sampler", "args": args}
+    notes = without_effect(configured(model("mock" if kind == "mock" else "transformers"), sampler))
+    why = f"has no effect with sampler_type: {kind}, it is for vllm"
+    wanted = [f"applications[1].args.{key}: {why}" for key in ("engine_args", "memory_dir")]
+    assert notes == ([] if kind == "vllm" else wanted)
+
+
 @pytest.mark.parametrize(
     ("application", "keys", "replicas"),
     [

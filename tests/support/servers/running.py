@@ -210,13 +210,13 @@ class Server:
         """Kill the process with SIGKILL and wait until it has ended."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def stop(self) -> int:
         """Send SIGTERM, wait for the end of the process, and return its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def close(self) -> None:
         """Kill the process if it is still running."""
@@ -229,17 +229,19 @@ class Server:
         return "".join(file.read_text(errors="replace") for file in files)
 
 
+# On a busy machine Ray's own limits for the start of its processes are too short.
+PATIENT_RAY = {
+    "RAY_agent_register_timeout_ms": "240000",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_worker_register_timeout_seconds": "240",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+}
+
+
 def environment() -> dict[str, str]:
     """Return the environment for processes that talk to 127.0.0.1 or compute while other tests run."""
     local = "127.0.0.1,localhost"
-    # On a busy machine Ray's own limits for the start of its processes are too short.
-    patient = {
-        "RAY_agent_register_timeout_ms": "240000",
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_worker_register_timeout_seconds": "240",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
-    }
-    alone = {"RAY_ADDRESS": "local", **patient} if RUNTIME == "ray" else {}
+    alone = {"RAY_ADDRESS": "local", **PATIENT_RAY} if RUNTIME == "ray" else {}
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import `tests`
     return {**os.environ, **path, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
 

@@ -41,7 +41,6 @@ _ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
 _DIVISION = "training is spread by dp_size and fsdp_size (backend: megatron has tp_size, pp_size and ep_size)"
 _ONE_ENGINE = "a sampler has one engine for each replica of its model (more: num_replicas of the model)"
 _SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("torch", "vllm"), "mock": ("mock",)}
-_ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
 
@@ -274,9 +273,6 @@ def _mock_computes_nothing(applications: Applications) -> Broken:
 def _samplers_have_their_model(applications: Applications) -> Broken:
     models = {args.model_id: args for _, args in _with(applications, ModelArgs)}
     for at, sampler in _with(applications, SamplerArgs):
-        for key in _ONLY_FOR_VLLM:
-            if sampler.sampler_type != "vllm" and (value := getattr(sampler, key)):
-                yield _broken((*at, key), value, "nothing: it is for sampler_type: vllm")
         if sampler.model_id not in models:
             known = ", ".join(models) or "none is configured"
             allowed = f"the model_id of a model application, which sampling needs for now: {known}"

@@ -55,6 +55,7 @@ def without_effect(config: Configuration) -> list[str]:
         notes += _sampling_share(application, trained, f"{at}.args.sampling_share", on_ray=on_ray)
         notes += _train_mode(application, f"{at}.args")
         notes += _weight_sets(application, trained, f"{at}.args.max_weight_sets")
+        notes += _only_for_vllm(application, f"{at}.args")
     modes = {args.train_mode for args in trained.values()}
     if modes == {"full"} and "max_rank" in config.limits.model_fields_set:
         notes.append("limits.max_rank: has no effect, no model of this server has adapters (train_mode: full)")
@@ -142,6 +143,15 @@ def _train_mode(application: ApplicationSpec, at: str) -> Iterator[str]:
         yield f"{at}.merge: has no effect with train_mode: full, where a replica has one run"
     if args.train_mode == "lora" and "max_replayed_steps" in args.model_fields_set:
         yield f"{at}.max_replayed_steps: has no effect with train_mode: lora; it is for train_mode: full"
+
+
+def _only_for_vllm(sampler: ApplicationSpec, at: str) -> Iterator[str]:
+    """A file for vLLM stays valid if only its sampler_type is changed, for a trial without GPUs."""
+    args = sampler.args
+    if isinstance(args, SamplerArgs) and args.sampler_type != "vllm":
+        for key in ("engine_args", "memory_dir"):
+            if getattr(args, key):
+                yield f"{at}.{key}: has no effect with sampler_type: {args.sampler_type}, it is for vllm"
 
 
 def _weight_sets(sampler: ApplicationSpec, trained: Mapping[str, ModelArgs], at: str) -> Iterator[str]:

@@ -123,6 +123,24 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
             raise UnsupportedError("disable_lora: got True, allowed: False; without its adapter nothing is trained")
         return super().prepare_forward_backward(**options)
 
+    def forward_only(
+        self, *, adapter_name: str | None = None, task: str = "causal_lm", **options: Any
+    ) -> dict[str, Any]:
+        """Compute the outputs, and the loss too if it reads no more than the call gives, as Megatron does.
+
+        So calculate_metric(is_training=False) reports a loss without calculate_loss. A loss that reads arguments, such
+        as DPO's, is computed if one of them is given. All ranks decide alike, because the call is the same on all.
+        """
+        outputs = super().forward_only(adapter_name=adapter_name, task=task, **options)
+        group = self._group(adapter_name)
+        loss = group.loss_instance
+        has_arguments = not loss.call_arguments or not options.keys().isdisjoint(loss.call_arguments)
+        if task == "embedding" or loss.require_embeddings or not has_arguments:
+            return outputs
+        self.calculate_loss(adapter_name=adapter_name)
+        _, kept = group.status.computed("forward_only")
+        return {**outputs, "loss": kept["loss"], "num_tokens": kept["num_tokens"]}
+
     def lr_step(
         self,
         increment: int = 1,
