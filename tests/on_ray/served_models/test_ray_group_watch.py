@@ -13,14 +13,16 @@ if not twinkle.exists("ray"):
     pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
 
 from ray.exceptions import RayError
+from torch.distributed import DistBackendError
 
-from twinkle.errors import TwinkleServerError, UserError
+from twinkle.errors import RankFailedError, TwinkleServerError, UserError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.server.runtime.ray.actors import group_launch, group_watch
 from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
 from twinkle.server.runtime.ray.actors.group_launch import GroupLaunch
 from twinkle.server.runtime.ray.actors.group_watch import GroupWatch
 from twinkle.server.runtime.ray.actors.step_clock import StepClock, Work
+from twinkle.server.runtime.ray.actors.trainer_rank import TrainerRank
 from twinkle.server.runtime.ray.replica import Failure
 
 pytestmark = pytest.mark.ray
@@ -106,6 +108,28 @@ def asked(scripted: ScriptedRay, watch: GroupWatch) -> Callable[..., list[Any]]:
         return watch.results(Work(kind), calls(scripted, script), by_copy=by_copy)
 
     return ask
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UserError("no"), Failure),
+        (ValueError("a bug"), Failure),
+        (RankFailedError("rank 1: out of memory"), BrokenGroup),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"), BrokenGroup),
+        (DistBackendError("NCCL communicator was aborted"), BrokenGroup),
+    ],
+)
+def test_a_rank_knows_after_which_errors_it_cannot_go_on_with_the_others(error: Exception, kind: type[Failure]) -> None:
+    class Trainer:
+        def zero_grad(self, adapter_id: str) -> None:
+            raise error
+
+    rank = TrainerRank({})
+    rank._trainer = Trainer()
+    answer = rank.call("zero_grad", ("a",), {}, sends=True, compares=True)
+    assert type(answer) is kind
+    assert str(error).splitlines()[0] in str(answer.error)
 
 
 def test_an_error_of_all_ranks_is_raised(asked):

@@ -9,7 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from twinkle.environment import listed_devices, set_variables, twinkle_variables
-from twinkle.errors import TwinkleError
+from twinkle.errors import RankFailedError, TwinkleError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.platform import GPU
 from twinkle.model.types import TrainItem
@@ -84,11 +84,12 @@ def _tried(work: Callable[[], T]) -> T | Failure:
 def _lost_others(error: Exception) -> bool:
     """Return whether this rank cannot work with the others any more after an error, such as one of communication.
 
-    Classes are found by their names, because the server does not import torch. gloo raises plain RuntimeErrors, which
-    name its files.
+    torch's DistError is found by its name, because the server does not import torch. gloo raises plain RuntimeErrors,
+    which name its files.
     """
-    names = {each.__name__ for each in type(error).__mro__}
-    return bool(names & {"DistError", "RankFailedError"}) or (type(error) is RuntimeError and "gloo" in str(error))
+    if isinstance(error, RankFailedError) or "DistError" in [each.__name__ for each in type(error).__mro__]:
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)
 
 
 @dataclass(frozen=True)
