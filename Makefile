@@ -47,6 +47,7 @@ RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle $(addprefix tests/serv
 VLLM_RAY_VENV := .venv-vllm-ray
 # The environment of tests/megatron: megatron-core in the range of pyproject.toml's extra, and Ray.
 MEGATRON_VENV := .venv-megatron
+MEGATRON_TESTS := tests/model/megatron tests/server/backends tests/on_ray/megatron tests/dropin tests/cookbook/megatron
 # The environment of tests/deploy/installed: the built wheels as a user installs them, and no other part of the repository.
 WHEELS_VENV := .venv-wheels
 WHEELS_CLIENT := tinker==0.36.0
@@ -76,7 +77,7 @@ demo: $(STAMP) ## start a server and train a small model on it; says first how m
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
 test: $(STAMP) ## run all tests, in TEST_WORKERS processes (default 2); a test file stays in one process
-	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile
+	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 
 check: $(STAMP) ## check lint, formatting, types and import layers; changes nothing
 	@$(VENV)/bin/ruff check
@@ -139,7 +140,7 @@ test-parallel: $(STAMP) ## training in several processes, and the cookbook, comp
 	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes tests/dropin/test_local_scripts.py
 
 test-megatron: $(MEGATRON_VENV)/.setup-stamp ## training with Megatron on CPU: meshes, the library, a server on Ray and its clients
-	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" tests/model/megatron tests/on_ray/megatron tests/dropin tests/cookbook/megatron
+	@$(MEGATRON_VENV)/bin/pytest -q -m "megatron and not vllm" $(MEGATRON_TESTS)
 	@TWINKLE_TEST_RUNTIME=ray TWINKLE_TEST_BACKEND=megatron $(MEGATRON_VENV)/bin/pytest -q tests/clients/tinker tests/clients/twinkle
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind a server

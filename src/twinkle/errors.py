@@ -23,6 +23,7 @@ __all__ = [
     "MissingDependencyError",
     "NoOptimizerStateError",
     "NonFiniteError",
+    "RankFailedError",
     "ResourcesError",
     "StreamError",
     "TwinkleError",
@@ -157,6 +158,14 @@ class MissingDependencyError(TwinkleError, ImportError):
 
 class ResourcesError(TwinkleError, RuntimeError):
     """The cluster does not have the resources that the groups of a program need, or they are in use."""
+
+
+class RankFailedError(TwinkleError, RuntimeError):
+    """One of several processes that compute together failed, so none of them can go on."""
+
+    def __init__(self, failure: str) -> None:
+        """``failure``: the number of the process that failed first, and its error."""
+        super().__init__(f"{failure}\n(all processes of the group stop; start them again)")
 
 
 class WorkerDiedError(TwinkleError, RuntimeError):

@@ -51,6 +51,7 @@ _PACKAGES = {
         "opentelemetry.sdk": "opentelemetry-sdk",
     },
     "transformers": {
+        "PIL": "pillow",
         "datasets": "datasets",
         "gguf": "gguf",
         "huggingface_hub": "huggingface_hub",

@@ -44,7 +44,8 @@ def hatch(project: Path, target: str, folder: Path) -> Path:
 def build(name: str, folder: Path) -> Built:
     (folder / "unpacked").mkdir(parents=True)
     with tarfile.open(hatch(PROJECTS[name], "sdist", folder)) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder / "unpacked")
         sources = frozenset(archive.getnames())
     (unpacked,) = (folder / "unpacked").iterdir()
     with zipfile.ZipFile(hatch(unpacked, "wheel", folder)) as wheel:

@@ -64,7 +64,7 @@ def nginx_before(server: Server, directory: Path) -> Iterator[str]:
     process = subprocess.Popen([program, "-p", str(directory), "-c", str(directory / "nginx.conf")])
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while True:
             try:
                 httpx.get(f"{url}/api/v1/healthz", trust_env=False)

@@ -55,7 +55,7 @@ def assert_serves(script: Path, port: int, tmp_path: Path) -> None:
                 time.sleep(0.05)
         assert MODEL.removeprefix("random://") in served.text
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130)
+        assert process.wait(120) in (0, 130)
     finally:
         process.kill()
 

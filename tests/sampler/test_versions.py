@@ -44,6 +44,21 @@ def train(trainer: Trainer, adapter_id: str, seed: int = 0) -> None:
     take_step(trainer, TrainItem(adapter_id, [random_datum(BASE, "cross_entropy", 12, seed)]), learning_rate=0.05)
 
 
+def test_another_trainer_on_the_same_base_model_publishes() -> None:
+    """Its adapters are copied: a trainer whose model only trains has a sampler on a base model of its own."""
+    publisher = toy_trainer()
+    alone, beside = TorchSampler(publisher, None), TorchSampler(toy_trainer({}), None, publisher=publisher)
+    for name in SPECS:
+        for sampler in (alone, beside):
+            sampler.publish(name, name)
+        assert_same_scores(scores(beside, name), scores(alone, name))
+    before = scores(beside, "a")
+    train(publisher, "a")
+    assert_same_scores(scores(beside, "a"), before)
+    with pytest.raises(AdapterNotFoundError):
+        beside.publish("other", "no such adapter")
+
+
 def test_training_on_does_not_change_a_version() -> None:
     trainer = toy_trainer()
     sampler = toy_sampler(trainer)

@@ -4,13 +4,19 @@ A process is a rank. Every rank has its own data, and holds either the whole bas
 must call the same verbs in the same order, also a rank that has no data: most methods here are collective operations,
 which block until every rank of the group has called them. Groups of ranks are :class:`Ranks`; a process that trains by
 itself uses :data:`ALONE`, whose operations communicate nothing.
+
+A rank that fails where others wait for it (:func:`in_step`) ends the groups of all ranks, so that none waits for its
+timeout.
 """
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,13 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from twinkle.environment import read_environment
-from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError
+from twinkle.errors import InvalidInputError, RankFailedError, TwinkleError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.process_groups import sequence_groups
 
 T = TypeVar("T")
 
 _BUCKET_NUMBERS = 16 << 20  # numbers that one all-reduce adds up: 64 MiB in fp32
+_FAILURE = "twinkle: the rank that failed first, and its error"  # a key of torch's store, which all ranks share
 
 
 class Ranks(Protocol):
@@ -98,12 +105,25 @@ class ProcessRanks:
     """The ranks of a torch process group that accepts tensors both in host memory and on the device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group: dist.ProcessGroup | None = group
+        self._group: dist.ProcessGroup | None = group
+        self._failure: str | None = None
         self.size = dist.get_world_size(group)
         self.number = dist.get_rank(group)
+        _in_use.add(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        if self._failure is not None:
+            raise RankFailedError(self._failure)
+        return self._group
+
+    def leave(self, failure: str) -> None:
+        """Let go of the group, which has ended. From now on its operations raise a RankFailedError."""
+        self._group, self._failure = None, failure
 
     def add_up(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
+        with in_step(self):
+            dist.all_reduce(tensor, group=self.group)
 
     def total(self, value: float) -> float:
         return float(self._reduced(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
@@ -113,16 +133,68 @@ class ProcessRanks:
 
     def _reduced(self, number: Tensor, how: Any) -> Tensor:
         """Reduce a number in host memory, so that the device does not have to be synchronized."""
-        dist.all_reduce(number, how, group=self.group)
+        with in_step(self):
+            dist.all_reduce(number, how, group=self.group)
         return number
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with in_step(self):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def copy_from_first(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        with in_step(self):
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+# Whatever refers to process groups: a connection is closed when nothing refers to its group any more.
+_in_use: WeakSet[ProcessRanks] = WeakSet()
+_forget_groups: list[Callable[[], None]] = []
+
+
+def when_groups_end(forget: Callable[[], None]) -> None:
+    """Call ``forget`` when a failure ends all groups. It must drop further references to them."""
+    if forget not in _forget_groups:
+        _forget_groups.append(forget)
+
+
+@contextmanager
+def in_step(ranks: Ranks) -> Iterator[None]:
+    """Run code in which ranks wait for each other, so that a failure of one of them becomes a failure of all.
+
+    A rank that raises anything there has left the others in the middle of something, and nothing can bring them into
+    step again. It tells them what happened and closes its connections, at which the others wake up with an error, and
+    do the same. All raise a RankFailedError with the number and the error of the rank that failed first. No group of
+    this process can be used after that. With NCCL, which closes no connections, others wake up when its timeout ends.
+    """
+    try:
+        yield
+    except RankFailedError as error:
+        traceback.clear_frames(error.__traceback__)  # see _end_groups: now more of them have ended
+        raise
+    except Exception as error:
+        if ranks.size == 1:
+            raise
+        raise RankFailedError(_end_groups(error)) from error
+
+
+def _end_groups(error: Exception) -> str:
+    """Tell the other ranks about an error, and leave all groups. Return which rank failed first, and its error."""
+    failure = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        failure = store.compare_set(_FAILURE, "", failure).decode()
+    except RuntimeError:
+        pass  # the process that holds the store has ended
+    for ranks in list(_in_use):
+        ranks.leave(failure)
+    if "nccl" not in str(dist.get_backend_config()):  # which would wait for operations that the others do not finish
+        for forget in _forget_groups:
+            forget()
+        traceback.clear_frames(error.__traceback__)  # variables of functions that have ended refer to groups, too
+        dist.destroy_process_group()
+    return failure
 
 
 @dataclass(frozen=True)

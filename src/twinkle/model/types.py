@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, TwinkleError
+from twinkle.images.decoding import EncodedImage
 from twinkle.model.csr import Csr
 
 IntArray = NDArray[np.int64]
@@ -117,17 +118,56 @@ class AdamParams:
 
 
 @dataclass(frozen=True)
+class VisionSpec:
+    """What a model that sees wants of images.
+
+    ``image_token``: the token that stands for a part of an image. ``patch_width``: how many numbers a patch has.
+    ``merge``: a token stands for merge × merge patches.
+    """
+
+    image_token: int
+    patch_width: int
+    merge: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image in a sequence, of ``rows`` × ``columns`` tokens, which begin at index ``first``.
+
+    ``pixels``: the image file, or the patches that the model's image processor makes of it, (patches, patch width).
+    ``digest`` names the image. A trainer computes the features of a digest once and keeps them for a while, so the
+    digests of different tenants must differ even if their images do not.
+    """
+
+    first: int
+    rows: int
+    columns: int
+    digest: str
+    pixels: EncodedImage | FloatArray
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pixels.data) if isinstance(self.pixels, EncodedImage) else self.pixels.nbytes
+
+
+@dataclass(frozen=True)
 class Datum:
     """One sequence: ``targets[i]`` is predicted from ``tokens[: i + 1]``.
 
     tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like
     targets. Any (T, K) array may be sparse (:class:`~twinkle.model.csr.Csr`): the cells that it does not list are 0.
+    ``images``: in their order; at their places ``tokens`` has the model's image token.
     """
 
     tokens: IntArray
     targets: IntArray | Csr
     weights: FloatArray | Csr | None = None
     extras: Mapping[str, FloatArray | Csr] = field(default_factory=dict)
+    images: Sequence[Image] = ()
 
     @property
     def width(self) -> int:
@@ -143,7 +183,7 @@ class Datum:
     def nbytes(self) -> int:
         """Return the memory of the arrays, in bytes."""
         arrays = (self.tokens, self.targets, self.weights, *self.extras.values())
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(array.nbytes for array in (*arrays, *self.images) if array is not None)
 
 
 @dataclass(frozen=True)
@@ -284,6 +324,8 @@ class TrainerNumbers:
     token_rows: int
     padding_rows: int
     memory: DeviceMemory | None = None  # None: the trainer computes on the CPU
+    images_seen: int = 0  # images whose features were computed
+    images_reused: int = 0  # images whose features were still there
 
 
 def check_adam_params(params: AdamParams) -> None:

@@ -38,7 +38,7 @@ CAPABILITIES = "/twinkle/get_server_capabilities"
 MODELS = {"supported_models": [{"model_name": "m"}]}
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

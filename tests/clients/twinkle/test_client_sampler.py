@@ -106,7 +106,7 @@ def test_many_at_once(stub, sampler):
     together = threading.Barrier(12)
 
     def answer(body):
-        together.wait(20)  # no request is answered before all have arrived
+        together.wait(120)  # no request is answered before all have arrived
         return {"samples": [{"sequences": [{**SEQUENCE, "tokens": body["inputs"][0]["input_ids"]}]}]}
 
     stub.answer(f"{S}/sample", answer)

@@ -36,7 +36,7 @@ def listening(command: list[str], log: Path, **variables: str) -> Iterator[str]:
             time.sleep(0.05)
         yield said[1]
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

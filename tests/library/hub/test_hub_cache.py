@@ -69,12 +69,12 @@ def test_waiting_process_takes_what_the_other_made(cache_dir, capfd):
     def build(folder, scratch):
         builds.append(folder)
         building.set()
-        assert may_finish.wait(30)
+        assert may_finish.wait(120)
         (folder / "config.json").write_text("{}")
 
     threads = [threading.Thread(target=lambda: paths.append(cached_folder("kind/entry", build))) for _ in range(2)]
     threads[0].start()
-    assert building.wait(30)
+    assert building.wait(120)
     assert not (cache_dir / "kind" / "entry").exists()
     threads[1].start()
     threads[1].join(0.5)

@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from tests.model.megatron.trainer_programs import ADAM, Request, Sizes, add_tenants, make_trainer, squared
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, RankFailedError
 from twinkle.model import (
     AdapterSnapshot,
     Datum,
@@ -108,17 +110,34 @@ def break_down(values: Sequence[TokenValues]) -> ObjectiveValue:
     raise ZeroDivisionError("a mistake in a script's loss")
 
 
-def broken_objective(folder: Path, sizes: Sizes) -> tuple[str, bool]:
-    """Run an objective that raises no error of ours. Return what was raised, and whether a good call works then."""
+def broken_objective(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """Run an objective that raises no error of ours, beside a good request. Return the error and the gradients."""
+    trainer = make_trainer(folder, sizes, 30)
+    for name in ("a", "good"):
+        trainer.create_adapter(name, SPEC)
+    items = [TrainItem("a", [datum(9, 1)], objective=break_down), TrainItem("good", [datum(20, 2), datum(15, 3)])]
+    broken, good = trainer.forward_backward(items)
+    assert isinstance(broken, TrainFailure)
+    assert not isinstance(good, TrainFailure), good.error
+    return {"error": str(broken.error), "gradients": {name: trainer.gradients(name) for name in ("a", "good")}}
+
+
+def one_rank_fails(folder: Path, sizes: Sizes, failing: int) -> list[str]:
+    """Let a rank run out of memory in the middle of a pass. Return the error, and that of the next call."""
     trainer = make_trainer(folder, sizes, 30)
     trainer.create_adapter("a", SPEC)
-    raised = ""
-    try:
-        trainer.forward_backward([TrainItem("a", [datum(9, 1)], objective=break_down)])
-    except (RuntimeError, ZeroDivisionError) as error:
-        raised = str(error)
-    good = trainer.forward_backward([TrainItem("a", [datum(9, 1)])])[0]
-    return raised, not isinstance(good, TrainFailure)
+    items = [TrainItem("a", [datum(9, seed)]) for seed in range(4)]
+    layer = trainer._passes.stage.layers[-1]
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate 7 GiB"))
+    trainer.forward_backward(items)
+    errors = []
+    with mock.patch.object(layer, "forward", out_of_memory) if dist.get_rank() == failing else nullcontext():
+        for _ in range(2):
+            try:
+                trainer.forward_backward(items)
+            except RankFailedError as error:
+                errors.append(str(error))
+    return errors
 
 
 def pipeline_runs(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Programs that run a stage of a model on every rank, and the models that they load from a folder."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from twinkle.hub import LocalModel
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
+from twinkle.model.megatron.gathering import cut_weights, whole_tensors
 from twinkle.model.megatron.mesh import MegatronMesh, join_mesh, leave_mesh
 from twinkle.model.megatron.stage import Stage, build_stage, empty_stage
 
 CPU = torch.device("cpu")
+_PR_SET_THP_DISABLE, _M_MMAP_THRESHOLD = 41, -3  # Linux: sys/prctl.h, malloc.h
 LENGTHS = (5, 9, 1, 6)  # 21 tokens: sequence parallel has to pad them
 
 _SIZES: dict[str, Any] = {
@@ -202,18 +205,25 @@ def _gradient_view(stage: Stage, view: Tensor) -> Tensor | None:
 
 def round_trip(folder: Path, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return all weights as the mesh gives them back."""
-    return {name: tensor.clone() for name, tensor in make_stage(folder, sizes).whole_weights()}
+    return whole_weights(make_stage(folder, sizes))
 
 
 def random_weights(folder: Path, seed: int, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a random model with the configuration in a folder."""
     stage = build_stage(LocalModel("random", folder, seed), make_mesh(sizes), torch.bfloat16, CPU)
-    return {name: tensor.clone() for name, tensor in stage.whole_weights()}
+    return whole_weights(stage)
+
+
+def whole_weights(stage: Stage) -> dict[str, Tensor]:
+    return dict(whole_tensors(cut_weights(stage.pieces(), stage.mesh.world)))
 
 
 def loading_memory(folder: Path, sizes: Mapping[str, Any]) -> tuple[float, float]:
     """Return how far this process's memory rises while a model is loaded, and the size of its cut; in MiB."""
     mesh, rises = make_mesh(sizes), list[float]()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # no huge pages, of which a tensor may use a part
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # tensors have pages of their own, which are freed with them
     with measured(rises):
         stage = build_stage(LocalModel("test", folder, None), mesh, torch.float32, CPU)
     return rises[0], sum(each.nbytes for each in stage.model.parameters()) / 2**20

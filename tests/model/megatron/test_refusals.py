@@ -11,9 +11,9 @@ from tests.model.megatron import stage_programs
 from tests.model.parallel.process_pool import ProcessPool
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.megatron.config import check_sizes, read_rope, read_shape, refuse_options
+from twinkle.model.megatron.config import _FAMILIES, check_sizes, read_rope, read_shape, refuse_options
 from twinkle.model.megatron.mesh import join_mesh
-from twinkle.model.megatron.sizes import MeshSizes, read_sizes
+from twinkle.model.megatron.sizes import FAMILIES, MeshSizes, read_sizes
 
 pytestmark = pytest.mark.megatron
 
@@ -121,3 +121,7 @@ def test_the_stage_is_refused_before_weights_are_made(two: ProcessPool) -> None:
         two.run(stage_programs.refusal, {"dp_size": 2, "ep_size": 2})
         == ["InvalidInputError: ep_size: got 2, allowed: 1: llama has no experts"] * 2
     )
+
+
+def test_the_families_that_a_configuration_is_checked_with() -> None:
+    assert set(FAMILIES) == set(_FAMILIES)

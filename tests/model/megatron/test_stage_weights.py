@@ -29,6 +29,7 @@ LARGE = LlamaConfig(  # about 110 MiB in fp32
     num_key_value_heads=4,
     max_position_embeddings=128,
 )
+SMALL = 2.0  # MiB
 MESHES: tuple[Mapping[str, Any], ...] = ({"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2, "ep_size": 2})
 
 
@@ -85,9 +86,8 @@ def test_loading_takes_one_cut_and_one_tensor(tmp_path: Path, sizes: Mapping[str
     finally:
         pool.close()
     for rise, cut in measured:
-        assert cut < 0.6 * whole
-        # Linux gives memory in pages of up to 2 MiB, so tensors of 1 to 3 MiB take more than they hold.
-        assert 0.9 * cut < rise < 1.25 * cut + largest < 0.8 * whole, (rise, cut, largest, whole)
+        # The second load in a process; what it takes beside weights (a config, a meta model) is less than a MiB or two.
+        assert cut < rise < cut + largest + SMALL < 0.7 * whole, (rise, cut, largest, whole)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_moe"])

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.megatron
 TP2: Mapping[str, Any] = {"tp_size": 2}
 PP2: Mapping[str, Any] = {"pp_size": 2}
 TP2_PP2: Mapping[str, Any] = {"tp_size": 2, "pp_size": 2}
+DP2_TP2: Mapping[str, Any] = {"dp_size": 2, "tp_size": 2}
 MESHES = pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
 
 
@@ -65,13 +66,34 @@ def test_different_requests_are_an_error_on_all_ranks(folder: Path, two: Process
 
 
 @MESHES
-def test_a_loss_that_breaks_down_is_an_error_on_all_ranks(
+def test_a_loss_that_breaks_down_fails_its_tenant_on_all_ranks(
     folder: Path, two: ProcessPool, sizes: Mapping[str, Any]
 ) -> None:
     """With a pipeline only the last stage calls the loss, and the others wait for its gradient."""
-    for raised, works in two.on(sizes).run(failure_programs.broken_objective, folder, sizes):
-        assert "a mistake in a script's loss" in raised
-        assert works
+    for each in two.on(sizes).run(failure_programs.broken_objective, folder, sizes):
+        assert each["error"] == "the loss failed: ZeroDivisionError: a mistake in a script's loss"
+        assert each["gradients"]["a"] == {}
+        assert each["gradients"]["good"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "failing"),
+    [(TP2, 0), (TP2, 1), (PP2, 0), (PP2, 1), (TP2_PP2, 1), (TP2_PP2, 2), (DP2_TP2, 3)],
+    ids=lambda each: "-".join(map(str, each.items())) if isinstance(each, Mapping) else str(each),
+)
+def test_a_rank_that_fails_in_a_pass_fails_all_and_is_named(
+    folder: Path, request: pytest.FixtureRequest, sizes: Mapping[str, Any], failing: int
+) -> None:
+    """The others wait for it in a group that it is in, or for a rank that waits for it."""
+    pool = request.getfixturevalue("two" if len(sizes) == 1 else "four").on(sizes)
+    try:
+        answers = pool.run(failure_programs.one_rank_fails, folder, sizes, failing)
+    finally:
+        pool.close()  # its processes have no groups any more
+    for errors in answers:
+        assert len(errors) == 2
+        for error in errors:
+            assert f"rank {failing} failed: OutOfMemoryError: tried to allocate 7 GiB" in error
 
 
 def test_micro_batches_of_several_tenants_fill_the_pipeline(

@@ -51,11 +51,11 @@ class Case:
 
     @cached_property
     def peft(self) -> Results:
-        """Return what PEFT makes of the requests, without those of the tenant with dropout, which PEFT draws."""
+        """Return what PEFT makes of the requests, without those of tenants with dropout, which PEFT draws."""
         results: Results = {"losses": {}, "gradients": {1: {}, 2: {}}, "norms": {}, "weights": {}}
-        for name in (each for each in self.alone["initial"] if each != "dropout"):
+        specs = {name: tenant.spec for name, tenant in trainer_programs.tenants(self.name).items()}
+        for name, spec in ((name, spec) for name, spec in specs.items() if not spec.dropout):
             config = peft.LoraConfig(**{**self.alone["configs"][name], "inference_mode": False})
-            spec = trainer_programs.tenants(self.name)[name].spec
             reference = Reference(self.model, spec, self.alone["initial"][name], config)
             for number, requests in enumerate(self.calls):
                 for item in (request.item for request in requests if request.item.adapter_id == name):

@@ -76,7 +76,9 @@ class Request:
 
 # Both factors are random from the start: with B = 0 the gradient of A is zero and would hide mistakes.
 _DENSE: dict[str, Tenant] = {
-    "attention": Tenant(LoraSpec(2, 0.5, 1, train_mlp=False, init_weights=False), (7, 19, 3), owners=(0, 1, 1)),
+    "attention": Tenant(
+        LoraSpec(2, 0.5, 1, train_mlp=False, dropout=0.2, init_weights=False), (7, 19, 3), owners=(1, 0, 1)
+    ),
     "all": Tenant(LoraSpec(8, 2, 2, init_weights=False), (11, 4), "ppo", options={"temperature": 1.3}),
     "mlp": Tenant(LoraSpec(20, 4, 3, train_attn=False, init_weights=False), (9, 2, 33), "importance_sampling", (1, 0)),
     "head": Tenant(LoraSpec(4, 1, 4, train_unembed=True, init_weights=False), (6, 17), "gspo"),

@@ -117,6 +117,16 @@ def _multi_lora(sizes: Sizes, model_id: str) -> MultiLoraTransformersModel:
     return model
 
 
+def dropout_gradients(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    """Return the gradient of an adapter with dropout. The rows are divided as loaders and worker groups divide them."""
+    own_mesh = mesh(sizes)
+    model = MultiLoraTransformersModel(model_id=model_id, mixed_precision="no", device="cpu", device_mesh=own_mesh)
+    model.add_adapter_to_model("a", {**LORA, "lora_dropout": 0.3}, seed=3)
+    rows = [feature(length, length) for length in (9, 17, 4, 12, 6)]
+    model.forward_backward(inputs=rows if own_mesh is None else rows[own_mesh.get_slice(5)], adapter_name="a")
+    return model.trainer.gradients("a")
+
+
 def _arrays(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().numpy().copy() for name, tensor in state.items()}
 

@@ -8,6 +8,7 @@ import pytest
 from tests.model.parallel.full_programs import (
     PASSES,
     Program,
+    dropout_gradients,
     feature,
     full_model,
     loss_by_hand,
@@ -69,6 +70,14 @@ def test_adapters_of_the_library(two: ProcessPool, sizes: Sizes, toy: str) -> No
     together, alone = two.run(train_multi_lora, sizes, toy), train_multi_lora({}, toy)
     for name in ("a", "b"):
         assert_same_model([each[name] for each in together], alone[name])
+
+
+@SPREADS
+def test_dropout_is_that_of_one_process(two: ProcessPool, sizes: Sizes, toy: str) -> None:
+    """Which elements are dropped depends on the number of a row in the whole batch."""
+    alone = dropout_gradients({}, toy)
+    for each in two.run(dropout_gradients, sizes, toy):
+        assert_close(each, alone)
 
 
 @SPREADS

@@ -63,9 +63,9 @@ class ThreadRanks:
 
     def gather(self, value: T) -> list[T]:
         self._board[self.number] = value
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         values = list(self._board)
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         return values
 
     def smallest(self, value: int) -> int:

@@ -70,6 +70,7 @@ class Trained:
     weights: str
     after: list[np.ndarray]
     status: dict[str, Any]
+    metrics: str
 
 
 def train(client: tinker.TrainingClient, seed: int) -> list[np.ndarray]:
@@ -85,7 +86,8 @@ def run(server: Server, name: str) -> Trained:
     state = client.save_state(f"state-{name}").result().path
     weights = client.save_weights_for_sampler(f"weights-{name}").result().path
     status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()["models"][MODEL]
-    return Trained(logprobs, state, weights, train(client, 3), status)
+    metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    return Trained(logprobs, state, weights, train(client, 3), status, metrics)
 
 
 def service_of(server: Server) -> tinker.ServiceClient:
@@ -197,6 +199,22 @@ def test_greedy_tokens_are_the_same(both: Both) -> None:
     assert compared > 0
 
 
-def test_the_status_shows_the_mesh(both: Both) -> None:
+def test_status_and_metrics_show_the_mesh(both: Both) -> None:
     assert both.first.status["mesh"] == "transformers, 1 process"
     assert both.second.status["mesh"] == "megatron, dp 1 × tp 2 × pp 2, 4 processes"
+    (shown,) = [line for line in both.second.metrics.splitlines() if line.startswith("twinkle_model_processes{")]
+    assert 'mesh="megatron, dp 1 × tp 2 × pp 2, 4 processes"' in shown
+    assert shown.endswith(" 4.0")
+
+
+def test_adapters_are_priced_by_their_cuts(both: Both) -> None:
+    """Four processes hold less than four whole adapters, and more than one, as each has some factors whole."""
+    alone, cut = (held_bytes(one.metrics) for one in (both.first, both.second))
+    assert alone < cut < 4 * alone
+
+
+def held_bytes(metrics: str) -> float:
+    """Return the host memory that adapters take."""
+    start = "twinkle_budget_used_bytes{"
+    lines = [line for line in metrics.splitlines() if line.startswith(start) and 'resource="host_adapters"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

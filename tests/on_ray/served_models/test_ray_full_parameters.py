@@ -19,31 +19,23 @@ import tinker
 import torch
 from safetensors.torch import load_file
 from tinker import types
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.on_ray.ray_processes import descendants
+from tests.support.servers.full_runs import Plain, trained, write_small_model
 from tests.support.servers.running import Server
-from tests.support.servers.serving import sequences, tinker_data
-from twinkle import hub
+from tests.support.servers.serving import sequences
 from twinkle_client import TwinkleClient, init_tinker_client
 from twinkle_client.model import MultiLoraTransformersModel
 
 pytestmark = pytest.mark.ray
 
 SHARDED, REPLICATED = "tiny-sharded", "tiny-replicated"
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6}
-STEP = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6)
 LIGHT = {"ray_actor_options": {"num_cpus": 0}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape, folder = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("models") / SHARDED
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(shape)
-    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(shape).save_pretrained(folder)
+    folder = write_small_model(tmp_path_factory.mktemp("models") / SHARDED)
     folder.with_name(REPLICATED).symlink_to(folder)
     return folder
 
@@ -81,31 +73,6 @@ def sdk(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     yield make
     for service in services:
         service.close("success").result()
-
-
-class Plain:
-    """The same training in plain Transformers and torch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
-
-    def logprobs(self, row: np.ndarray) -> torch.Tensor:
-        logits_TV = self.model(torch.tensor(row[None, :-1])).logits[0]
-        return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
-
-    def train(self, rows: list[np.ndarray]) -> float:
-        loss = -sum(self.logprobs(row).sum() for row in rows)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-
-def trained(training: tinker.TrainingClient, rows: list[np.ndarray]) -> float:
-    passed, stepped = training.forward_backward(tinker_data(rows), "cross_entropy"), training.optim_step(STEP)
-    stepped.result()
-    return float(passed.result().metrics["loss:sum"])
 
 
 def test_two_processes_with_fsdp_train_as_a_plain_loop(server, sdk, folder):

@@ -197,7 +197,7 @@ def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):
     served = config(device_group={"name": "s", "device_type": "cpu"}).served_models[0]
     engine, memory = start_engine(served, EngineDevices("cpu", 0, 0, 0, {"sampling": 1}, {})).ready()
     assert "sampler: cache" in memory
-    deadline = time.monotonic() + 30  # Ray updates its resources with a delay
+    deadline = time.monotonic() + 120  # Ray updates its resources with a delay
     while "sampling" in ray.available_resources():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -99,7 +99,7 @@ def test_forward_passes_leave_the_disk(confined_server: Callable[..., ConfinedSe
         assert answer.status_code in (200, 413, 429), answer.text
         if answer.status_code == 200:
             tenant.result(answer.json()["request_id"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while journal_bytes(server) > 2 * 64 * 2**20:  # at most the content of the files that are being written
         assert time.monotonic() < deadline, journal_bytes(server)
         time.sleep(0.5)

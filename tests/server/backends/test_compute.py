@@ -36,7 +36,7 @@ class Gate:
 
     def piece(self, name: str, seconds: float = 0.0) -> Callable[[], str]:
         def work() -> str:
-            self.open.wait(10)
+            self.open.wait(120)
             self._clock.now += seconds
             self.done.append(name)
             return name
@@ -141,7 +141,7 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
         waiting = threading.Event()
 
         def long() -> float:
-            waiting.wait(10)
+            waiting.wait(120)
             done.append("begin")
             seconds = sum(sum(compute.run_waiting(Lane.TRAINING).values()) for _ in range(3))
             compute.let_sampling_run()
@@ -182,7 +182,7 @@ def test_sampling_gets_its_share_in_the_middle_of_a_piece() -> None:
 
         def train() -> tuple[float, float]:
             began, begins = compute.training_clock(), clock.now
-            begun.wait(10)
+            begun.wait(120)
             for _ in range(8):
                 clock.now += 2.0
                 done.append("train")
@@ -341,7 +341,7 @@ def test_a_turn_of_sampling_learns_that_training_is_next(lane: Lane) -> None:
             clock.now += 1.0
             asked.append(compute.training_is_next())
             begun.set()
-            came.wait(10)
+            came.wait(120)
             asked.append(compute.training_is_next())
             clock.now += 0.5
             asked.append(compute.training_is_next())
@@ -372,7 +372,7 @@ def test_a_turn_in_the_middle_of_a_pass_is_not_ended_early() -> None:
             asked.append(compute.training_is_next())
 
         def train() -> None:
-            ready.wait(10)
+            ready.wait(120)
             clock.now += 1.0
             compute.let_sampling_run()
 
@@ -464,7 +464,7 @@ def test_time_in_the_middle_of_another_piece_is_counted_by_tenant() -> None:
             compute.let_sampling_run()
 
         def long() -> tuple[Mapping[str, float], Mapping[str, float]]:
-            assert coming.wait(10)
+            assert coming.wait(120)
             return compute.run_waiting(Lane.TRAINING), compute.run_waiting(Lane.TRAINING)
 
         tasks = [

@@ -91,7 +91,7 @@ def _command(pid: int) -> str:
 
 
 def _wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not what():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)

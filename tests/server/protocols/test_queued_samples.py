@@ -20,7 +20,7 @@ REASON = re.compile(
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -125,7 +125,7 @@ def test_passes_that_arrive_during_a_turn_of_sampling_share_a_batch(
         async with serving(tmp_path, compute) as service:
             monkeypatch.setattr(service.context.gathering, "wait_until", lambda *_, **__: None)
             monkeypatch.setattr(service.context.gathering, "more_come", lambda *_: expected)
-            turn = asyncio.create_task(compute.run(lambda: sampled.wait(20), Lane.SAMPLING))
+            turn = asyncio.create_task(compute.run(lambda: sampled.wait(120), Lane.SAMPLING))
             await asyncio.sleep(0)
             requests = [await service.submit(one_pass(0)), await service.submit(one_pass(1))]
             sampled.set()

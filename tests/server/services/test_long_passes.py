@@ -203,7 +203,7 @@ def test_two_turns_and_no_more() -> None:
             assert not waiting.done()
             turns.end(idle=False)
             turns.begin()
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
 
     asyncio.run(main())
 
@@ -215,6 +215,6 @@ def test_a_loop_that_runs_dry_ends_the_wait() -> None:
         waiting = asyncio.create_task(turns.others())
         await asyncio.sleep(0)
         turns.end(idle=True)
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
 
     asyncio.run(main())

@@ -26,9 +26,9 @@ def test_the_third_start_is_up_and_all_others_lost_nothing(own_server: Callable[
     good = culprit.forward_backward(bad, 1)
     poison = culprit.forward_backward(bad, 2, [datum([1, POISON, 2])])
     assert server.process is not None
-    assert server.process.wait(60) == -9
+    assert server.process.wait(120) == -9
     server.spawn()
-    assert server.process.wait(60) == -9
+    assert server.process.wait(120) == -9
     server.start()
 
     outcome = json.loads(culprit.result(poison))
@@ -54,9 +54,9 @@ def test_slow_ops_count_too(own_server: Callable[..., Server]) -> None:
     tenant.result(tenant.forward_backward(model, 1))
     poison = tenant.save(model, 2, "poison")
     assert server.process is not None
-    assert server.process.wait(60) == -9
+    assert server.process.wait(120) == -9
     server.spawn()
-    assert server.process.wait(60) == -9
+    assert server.process.wait(120) == -9
     server.start()
     assert "died twice" in json.loads(tenant.result(poison))["error"]
     assert tenant.json(tenant.optim_step(model, 3))["metrics"]["unclipped_grad_l2:mean"] > 0

@@ -116,7 +116,7 @@ def test_tokens_are_held_back_until_it_is_known_how_many_were_used() -> None:
             service.sample(session(), request(20))
         sampler.finish.add("s:sample:0:0")
         await turns(service)
-        await service.wait(RequestId("s:sample:0", 0), 5)
+        await service.wait(RequestId("s:sample:0", 0), 60)
         assert taken(service, 10, first=30) == 1  # only five of 43 were used, so 52 are left
         service.cancel("s:sample:0:1")  # it was in the engine, so its use is unknown
         assert taken(service, 10, first=50) == 0

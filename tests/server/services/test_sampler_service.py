@@ -257,7 +257,7 @@ def test_a_number_belongs_to_one_request() -> None:
             service.sample(session(), request(5), digest=b"two")
         sampler.finish.add("s:sample:0:5")
         await turns(service)
-        assert await service.wait(RequestId("s:sample:0", 5), 5) is not None
+        assert await service.wait(RequestId("s:sample:0", 5), 60) is not None
         with pytest.raises(InvalidInputError, match="seq_id: got 5"):
             service.sample(session(), request(5), digest=b"two")
         assert sampler.submitted == ["s:sample:0:5"]
@@ -279,15 +279,15 @@ def test_cancelling() -> None:
         await turns(service)
         assert sampler.cancelled == ["s:sample:0:1"]  # number 2 never reached the engine
         for number in (1, 2):
-            outcome = await service.wait(RequestId("s:sample:0", number), 5)
+            outcome = await service.wait(RequestId("s:sample:0", number), 60)
             assert json.loads(outcome.body) == {"error": "cancelled by its client", "category": "user"}
         with pytest.raises(GoneError):
-            await service.wait(RequestId("s:sample:0", 7), 5)
+            await service.wait(RequestId("s:sample:0", 7), 60)
         sampler.finish.add("s:sample:0:0")
         await turns(service)
-        done = await service.wait(RequestId("s:sample:0", 0), 5)
+        done = await service.wait(RequestId("s:sample:0", 0), 60)
         service.cancel("s:sample:0:0")
-        assert await service.wait(RequestId("s:sample:0", 0), 5) == done
+        assert await service.wait(RequestId("s:sample:0", 0), 60) == done
         assert not done.failed
 
     running(sampler, check, engine_samples=2)
@@ -323,13 +323,13 @@ def test_samples_that_nobody_asks_for_are_cancelled() -> None:
         assert not streamed.done(), "it ends with its connection"
         streamed.cancel()
         with pytest.raises(GoneError, match="send it again"):
-            await service.wait(RequestId("s:sample:0", 1), 5)
+            await service.wait(RequestId("s:sample:0", 1), 60)
         told = await service.completions.after("s:sample:0", 0, 0, 5, 0.0)
         assert [(each.request_id, each.size) for each in told] == [(f"s:sample:0:{n}", None) for n in range(3)]
         service.sample(session(), request(9))  # and there is room again
         sampler.finish.add("s:sample:0:9")
         await turns(service)
-        assert not (await service.wait(RequestId("s:sample:0", 9), 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 9), 60)).failed
 
     running(sampler, check, engine_samples=2)
 
@@ -345,8 +345,8 @@ def test_acknowledged_results_are_freed() -> None:
         service.acknowledge("s:sample:0", ["s:sample:0:0", "s:sample:0:2", "s:sample:0:9", "nonsense"])
         service.acknowledge("s:sample:1", ["s:sample:0:1"])  # it belongs to another session
         with pytest.raises(GoneError):
-            await service.wait(RequestId("s:sample:0", 0), 5)
-        assert await service.wait(RequestId("s:sample:0", 1), 5) is not None
+            await service.wait(RequestId("s:sample:0", 0), 60)
+        assert await service.wait(RequestId("s:sample:0", 1), 60) is not None
         with service.delivering("s:sample:0:1") as delivery:
             delivery.complete = True
         assert await service.wait(RequestId("s:sample:0", 2), 0) is None  # it is not done, so there is nothing to free
@@ -379,13 +379,13 @@ def test_a_bug_in_the_engine_fails_what_runs_and_nothing_else() -> None:
         await turns(service)
         sampler.error = ArithmeticError("bug")
         await turns(service)
-        outcome = await service.wait(RequestId("s:sample:0", 0), 5)
+        outcome = await service.wait(RequestId("s:sample:0", 0), 60)
         assert json.loads(outcome.body)["category"] == "server"
         assert "bug" not in outcome.body.decode()
         sampler.finish.add("s:sample:0:1")
         service.sample(session(), request(1))
         await turns(service)
-        assert not (await service.wait(RequestId("s:sample:0", 1), 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 1), 60)).failed
 
     running(sampler, check)
 
@@ -415,7 +415,7 @@ def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
         async def works(number: int) -> None:
             sampler.finish.add(f"s:sample:0:{number}")
             service.sample(session(), request(number))
-            assert not (await service.wait(RequestId("s:sample:0", number), 5)).failed
+            assert not (await service.wait(RequestId("s:sample:0", number), 60)).failed
 
         service.sample(session(), request(0))
         await turns(service)
@@ -424,7 +424,7 @@ def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
         service.sample(session(), request(2))
         await turns(service)
         sampler.broken = True
-        assert json.loads((await service.wait(RequestId("s:sample:0", 2), 5)).body)["category"] == "server"
+        assert json.loads((await service.wait(RequestId("s:sample:0", 2), 60)).body)["category"] == "server"
         sampler.broken = False
         await works(3)
         sampler.requests["ghost"] = request("ghost")  # belongs to no client and makes every turn fail
@@ -510,7 +510,7 @@ def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path
         service.sample(session(version="a", directory="a"), request(3, "a"))
         await turns(service)
         assert sampler.loaded == ["a", "b", "c", "a"]
-        assert not (await service.wait(RequestId("s:sample:0", 3), 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 3), 60)).failed
 
     running(sampler, check, tmp_path, max_versions=2)
 
@@ -532,7 +532,7 @@ def test_weights_that_are_gone(tmp_path: Path) -> None:
     async def check(service: SamplerService) -> None:
         service.sample(session(version="v", directory="v"), request(0, "v"))
         await turns(service)
-        outcome = json.loads((await service.wait(RequestId("s:sample:0", 0), 5)).body)
+        outcome = json.loads((await service.wait(RequestId("s:sample:0", 0), 60)).body)
         assert outcome["category"] == "user"
         assert "gone" in outcome["error"]
         assert str(tmp_path) not in outcome["error"]

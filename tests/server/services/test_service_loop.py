@@ -106,7 +106,7 @@ def test_a_server_whose_training_breaks_ends_and_the_next_one_does_what_was_acce
     tenant = Tenant(server.url, "tml-unlucky")
     model = tenant.model()
     body = tenant.forward_backward(model, 1)
-    assert server.process.wait(60) == 1
+    assert server.process.wait(120) == 1
     said = server.log()
     assert "CRITICAL" in said
     assert "training on mock has stopped because of an internal error" in said

@@ -78,7 +78,7 @@ def test_a_long_backup_says_how_far_it_is(
     def waiting_copy(source: Path, target: Path) -> None:
         copy(source, target)
         if source.name == "secret":  # after all other files
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while "copying files" not in caplog.text and time.monotonic() < deadline:
                 time.sleep(0.01)
 

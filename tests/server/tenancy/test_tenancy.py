@@ -595,7 +595,7 @@ def test_keys_mode(own_server: Callable[..., Server], capsys: pytest.CaptureFixt
     listed, _ = keys("list")
     assert key_id in listed
     keys("revoke", key_id)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while Tenant(server.url, first).post("client/config", {}).status_code != 401:
         assert time.monotonic() < deadline
         time.sleep(0.1)

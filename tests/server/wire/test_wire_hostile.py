@@ -95,18 +95,18 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_bodies(name):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(MalformedRequestError) as caught:
         decode_forward_backward(MALFORMED[name])
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_bodies(name):
-    start = time.perf_counter()
+    start = time.process_time()
     op = decode_forward_backward(REFUSED[name])
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert isinstance(op.payload, Refused)
     assert (op.adapter_id, op.seq) == ("s:train:0", 1)
     assert len(op.payload.message) < 1000

@@ -140,8 +140,22 @@ class Reference:
 
 def target_logprobs(model: torch.nn.Module, datum: Datum) -> Tensor:
     """Return log p(targets) of one sequence, computed from its full logits and shaped like the targets."""
-    logits_TV = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float()
+    logits_TV = model(input_ids=torch.from_numpy(datum.tokens)[None], **_seen(datum)).logits[0].float()
     return pick(logits_TV.log_softmax(-1), datum)
+
+
+def _seen(datum: Datum) -> dict[str, Tensor]:
+    """Return the further arguments of a model that sees, whose tokens of images have 2 × 2 patches."""
+    if not datum.images:
+        return {}
+    types = np.zeros(len(datum.tokens), np.int64)
+    for image in datum.images:
+        types[image.first : image.first + image.tokens] = 1
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([image.pixels for image in datum.images])),
+        "image_grid_thw": torch.tensor([(1, 2 * image.rows, 2 * image.columns) for image in datum.images]),
+        "mm_token_type_ids": torch.from_numpy(types)[None],
+    }
 
 
 def padded_logprobs(model: torch.nn.Module, data: Sequence[Datum]) -> list[Tensor]:

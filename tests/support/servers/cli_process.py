@@ -47,7 +47,7 @@ class CliProcess:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(120)
 
 
 def _run_here(wanted: dict[str, Any], files: list[Any]) -> None:

@@ -61,7 +61,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return plain
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 30) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 120) -> Any:
     """Wait until the condition returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -45,9 +45,10 @@ MODEL = "mock"
 CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
 _LAUNCH = [sys.executable, str(PROGRAMS / "tuned_launch.py")]
 RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
+_RAY_GAVE_UP = "The current node timed out during startup"  # after 30 s, which cannot be changed: the machine is busy
 BACKEND = os.environ.get("TWINKLE_TEST_BACKEND", "transformers")
 # On Ray five kinds of processes start one after the other, and each of a group loads torch and megatron-core.
-_START_SECONDS = 480.0 if BACKEND == "megatron" else 240.0 if RUNTIME == "ray" else 120.0
+_START_SECONDS = 480.0 if RUNTIME == "ray" else 120.0
 
 
 _PORTS_GIVEN: set[int] = set()
@@ -178,7 +179,9 @@ class Server:
         assert self.process is not None
         deadline = time.monotonic() + _START_SECONDS
         while not self.is_healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None and _RAY_GAVE_UP in self._said() and time.monotonic() < deadline:
+                self.spawn()
+            elif self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise AssertionError(f"the server did not start\n{self.log()}")
             time.sleep(0.02)
@@ -197,20 +200,23 @@ class Server:
 
         On Ray the gateway may answer before the model is ready.
         """
-        said = (self.directory / "server.log").read_bytes()[self._said_before :]
-        return RUNTIME != "ray" or b"listening on" in said
+        return RUNTIME != "ray" or "listening on" in self._said()
+
+    def _said(self) -> str:
+        """Return what the present process has logged on its own terminal."""
+        return (self.directory / "server.log").read_bytes()[self._said_before :].decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process with SIGKILL and wait until it has ended."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def stop(self) -> int:
         """Send SIGTERM, wait for the end of the process, and return its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def close(self) -> None:
         """Kill the process if it is still running."""

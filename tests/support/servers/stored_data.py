@@ -106,7 +106,7 @@ def evict(alice: Tenant) -> tuple[str, str]:
     alice.result(alice.forward_backward(model, 1, data(31)))
     alice.result(alice.optim_step(model, 2))
     assert alice.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}).status_code == 200
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         listed = alice.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
         if listed:

@@ -16,12 +16,16 @@ from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.attention import PACKED
 from twinkle.model.decoder.head import HeadSpec
 from twinkle.model.decoder.lora.stacks import Target
+from twinkle.model.types import VisionSpec
 
 # Families that the tests cover. For any other, a trainer compares its results with the model's own forward pass (see
 # trainer/self_check.py).
 TESTED_FAMILIES = frozenset(
     {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"}
 )
+
+# Families whose images we place. Others with a vision tower are trained and sampled on text alone.
+SEEING_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5"})
 
 # Module names of attention (or other token mixing) and of feed-forward blocks. Of linear layers outside both, only
 # the head may get LoRA.
@@ -47,6 +51,7 @@ class Architecture:
     vocab_size: int
     max_length: int
     length_class: Callable[[int], int]
+    vision: VisionSpec | None = None  # None: the model reads text only
 
     @property
     def linear(self) -> tuple[Target, ...]:
@@ -89,7 +94,19 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
         vocab_size=min(head.out_features, model.get_input_embeddings().weight.shape[0]),
         max_length=_max_length(config),
         length_class=_length_class(config),
+        vision=_vision(model),
     )
+
+
+def _vision(model: PreTrainedModel) -> VisionSpec | None:
+    """Return what a model wants of images; None if it reads text only, or its images cannot be placed."""
+    config = model.config
+    if config.model_type not in SEEING_FAMILIES or getattr(model.base_model, "visual", None) is None:
+        return None
+    seen = config.vision_config
+    channels = getattr(seen, "in_channels", None) or seen.in_chans  # the name depends on the family
+    width = channels * seen.temporal_patch_size * seen.patch_size**2
+    return VisionSpec(config.image_token_id, width, seen.spatial_merge_size)
 
 
 def find_layers(model: PreTrainedModel) -> str:

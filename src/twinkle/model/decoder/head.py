@@ -161,8 +161,8 @@ class ChunkedHead:
 
     def _softmax(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor, query: HeadQuery) -> "Softmax":
         if query.empty and self._use_kernels(logits_CV):
-            return _KernelSoftmax(logits_CV, lora_CV, targets_CK)
-        return _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_CK, query)
+            return KernelSoftmax(logits_CV, lora_CV, targets_CK)
+        return PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_CK, query)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
@@ -205,7 +205,7 @@ class Softmax(Protocol):
         """
 
 
-class _PlainSoftmax:
+class PlainSoftmax:
     """The softmax in torch operations, in place where possible: a chunk of logits is the largest tensor of a pass."""
 
     def __init__(self, logits_CV: Tensor, spec: HeadSpec, targets_CK: Tensor, query: HeadQuery) -> None:
@@ -232,11 +232,11 @@ class _PlainSoftmax:
         coefficients_CK = coefficients_CM[:, :width]
         entropy_CV = self._entropy_gradient(coefficients_CM[:, width : width + 1]) if self._query.statistics else None
         dlogits_CV = self._exp_CV.mul_(-coefficients_CK.sum(1, keepdim=True) / self._total_C1)
-        dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # the same target may occur twice
+        self._add_to_targets(dlogits_CV, coefficients_CK)
         if entropy_CV is not None:
             dlogits_CV += entropy_CV
         if self._query.logits:
-            dlogits_CV += coefficients_CM[:, -dlogits_CV.shape[1] :]
+            self._add_to_logits(dlogits_CV, coefficients_CM)
         if self._query.sharpness_T1 is not None:
             dlogits_CV *= self._query.sharpness_T1
         if self._slope_CV is not None:
@@ -244,6 +244,12 @@ class _PlainSoftmax:
         if self._spec.scale != 1.0:
             dlogits_CV *= self._spec.scale
         return dlogits_CV.to(dtype)
+
+    def _add_to_targets(self, dlogits_CV: Tensor, coefficients_CK: Tensor) -> None:
+        dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # the same target may occur twice
+
+    def _add_to_logits(self, dlogits_CV: Tensor, coefficients_CM: Tensor) -> None:
+        dlogits_CV += coefficients_CM[:, -dlogits_CV.shape[1] :]
 
     def _entropy(self) -> Tensor:
         """Return H = −Σ p log p, (C, 1)."""
@@ -259,7 +265,7 @@ class _PlainSoftmax:
         return torch.xlogy(p_CV, p_CV).addcmul_(p_CV, entropy_C1).mul_(-coefficients_C1)
 
 
-class _KernelSoftmax:
+class KernelSoftmax:
     """The softmax in two Triton kernels. CUDA builds of torch come with Triton."""
 
     def __init__(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor) -> None:

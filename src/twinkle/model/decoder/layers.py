@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.attention import CachedAttention, Packing
+from twinkle.model.decoder.image_rows import ImageRows
 from twinkle.model.decoder.lora.lora import LayerAdapters, LayerLora, LoraLinear
 from twinkle.model.decoder.lora.segments import SegmentLora
 from twinkle.model.decoder.lora.table import table_for
@@ -32,6 +33,7 @@ class LayerBatch:
     recompute: bool
     give_way: GiveWay | None = None  # called before each layer, and in the backward pass after each layer
     cached: tuple[CachedAttention, ...] | None = None  # for sampling: one entry per decoder layer, instead of packing
+    images: ImageRows | None = None
 
 
 class TenantLayer(nn.Module):
@@ -67,8 +69,12 @@ class TenantLayer(nn.Module):
             hidden_states = _giving_way(hidden_states, batch.give_way, train)
         run = self.compiled if train and self.compiled is not None else _run_eagerly
         if train and batch.recompute:
-            return checkpoint(run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False)
-        return run(self.inner, self.linears, lora, hidden_states, args, kwargs)
+            output: Tensor = checkpoint(
+                run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False
+            )
+        else:
+            output = run(self.inner, self.linears, lora, hidden_states, args, kwargs)
+        return output if batch.images is None else batch.images.add(output, self.index)
 
     def _asks_for_gradient(self, lora: LayerAdapters) -> bool:
         return self.opens_gradient or any(lora.has(linear.name) for linear in self.linears)

@@ -1,7 +1,15 @@
 """From a model id to a frozen Hugging Face decoder on a device, with packed attention where possible."""
 
+from typing import Any
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from twinkle import hub
 from twinkle.errors import UnsupportedError
@@ -16,11 +24,20 @@ from twinkle.utils.progress import Progress
 
 def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with Progress(f"loading {local.model_id}", detail=lambda: f"weights as {dtype}, to {device}"):
+        config = AutoConfig.from_pretrained(local.path)
         if local.random_seed is None:
-            model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype).to(device)
+            model = auto_class(config).from_pretrained(local.path, dtype=dtype).to(device)
         else:
-            model = _random_model(AutoConfig.from_pretrained(local.path), local.random_seed, dtype, device)
+            model = _random_model(config, local.random_seed, dtype, device)
     return adopt_model(model)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class that loads a model: the one for text, or where there is none, the one with a vision tower."""
+    alone, with_tower = (
+        type(config) in auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    )
+    return AutoModelForImageTextToText if with_tower and not alone else AutoModelForCausalLM
 
 
 def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -33,10 +50,17 @@ def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
     read_architecture(model)  # raises for models that are not supported, before anything runs
     own = model.config.get_text_config()._attn_implementation
     if mixes_by_attention_alone(model):
-        model.set_attn_implementation(PACKED)
+        set_attention(model, PACKED)
         if model.config.model_type not in TESTED_FAMILIES and not _bounds_arrive(model):
-            model.set_attn_implementation(own)
+            set_attention(model, own)
     return model
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of the decoder; a vision tower keeps its own."""
+    text = model.config.get_text_config()
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def _bounds_arrive(model: PreTrainedModel) -> bool:
@@ -55,4 +79,4 @@ def _random_model(config: AutoConfig, seed: int, dtype: torch.dtype, device: tor
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return auto_class(config).from_config(config, dtype=dtype)

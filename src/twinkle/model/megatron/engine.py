@@ -11,7 +11,6 @@ cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twinkle.errors import CapacityError
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.head import STATISTICS, ChunkedHead
 from twinkle.model.decoder.layers import GiveWay
 from twinkle.model.decoder.transfer import HostCopy
 from twinkle.model.megatron.mcore import ModelType, get_forward_backward_func
-from twinkle.model.megatron.mesh import MegatronMesh
 from twinkle.model.megatron.on_cpu import megatron_on_cpu
 from twinkle.model.megatron.stage import Stage
-from twinkle.model.parallel import Ranks
+from twinkle.model.parallel import Ranks, in_step
 from twinkle.model.trainer.batch import Block, DeviceBatch, GradientRows, Part, build_batch, harvest
 from twinkle.model.trainer.engine import Computed, head_pass, head_values
 from twinkle.model.trainer.lockstep import one_token
@@ -133,7 +130,7 @@ class StageRuns:
     def run(self, batches: Batches, recompute: Sequence[bool] | None, give_way: GiveWay | None) -> list[Computed]:
         mesh = self._stage.mesh
         assert mesh.world.size == 1 or give_way is None, "ranks compute in step with each other"
-        with _no_way_back(mesh), torch.compiler.set_stance(self.stance):
+        with in_step(mesh.world), torch.compiler.set_stance(self.stance):
             if mesh.pp.size > 1:
                 return self._scheduled(batches, recompute)
             if recompute is None:
@@ -187,21 +184,16 @@ class StageRuns:
                 micro_batch_size=1,
                 forward_only=not train,
             )
-        _raise_together(scheduled.entries, stage.mesh.model)
         _send_values(scheduled.entries, stage)
         return [entry.computed() for entry in scheduled.entries]
 
     def _head_step(self, entry: "_Entry", blocks: Sequence[Block], hidden_TH: Tensor, train: bool) -> Tensor | None:
         """Compute the head of one micro-batch; in training, return dL/dhidden."""
-        try:
-            if not train:
-                entry.values = head_values(self._own_head, blocks, hidden_TH)
-                return None
-            entry.values, dhidden_TH = head_pass(self._own_head, blocks, hidden_TH)
-            return dhidden_TH
-        except Exception as error:  # noqa: BLE001 (a script's loss may raise anything, while other stages wait)
-            entry.error = error
-            return torch.zeros_like(hidden_TH) if train else None
+        if not train:
+            entry.values = head_values(self._own_head, blocks, hidden_TH)
+            return None
+        entry.values, dhidden_TH = head_pass(self._own_head, blocks, hidden_TH)
+        return dhidden_TH
 
     def _build(self, parts: Sequence[Part], recompute: bool | None, give_way: GiveWay | None) -> DeviceBatch:
         return build_batch(
@@ -234,7 +226,6 @@ class _Entry:
     shapes: tuple[tuple[int, int], ...] = ()  # of the values
     lengths: tuple[tuple[int, ...], ...] = ()
     gradients: tuple[GradientRows, ...] = ()
-    error: Exception | None = None  # what the head or a loss raised; it is raised again when the schedule has ended
 
     def remember(self, batch: DeviceBatch, architecture: Architecture) -> None:
         self.shapes = tuple(_values_shape(block, architecture) for block in batch.blocks)
@@ -297,17 +288,6 @@ def _values_shape(block: Block, architecture: Architecture) -> tuple[int, int]:
     return len(block.targets_nK), columns + (head.out_features if block.query.logits else 0)
 
 
-def _raise_together(entries: Sequence[_Entry], ranks: Ranks) -> None:
-    """Raise an error on all ranks if one of them had one."""
-    error = next((entry.error for entry in entries if entry.error is not None), None)
-    if ranks.smallest(int(error is None)):
-        return
-    texts = ranks.gather(None if error is None else repr(error))
-    if error is not None:
-        raise error
-    raise RuntimeError(f"another rank failed: {next(text for text in texts if text is not None)}")
-
-
 @torch.no_grad()
 def _send_values(entries: Sequence[_Entry], stage: Stage) -> None:
     """Give all stages the values of the last one."""
@@ -365,16 +345,3 @@ class ExpertLockstep:
                 return flags
             dummies = [[one_token()]] * len(flags)
             self._runs.run(dummies, None if turn == _FORWARD else flags, None)
-
-
-@contextmanager
-def _no_way_back(mesh: MegatronMesh) -> Iterator[None]:
-    """Turn running out of memory into a CapacityError, which is not retried, where other ranks wait for this one."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        if mesh.world.size == 1:
-            raise
-        raise CapacityError(
-            "a rank ran out of memory in a pass that all ranks share; restart with a smaller max_tokens_per_batch"
-        ) from error

@@ -8,10 +8,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from twinkle import hub
-from twinkle.errors import InvalidInputError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.decoder.precision import read_dtype
 from twinkle.model.full.assembly import TrainedModel, model_files
 from twinkle.model.full.gradients import HeadWeightGradient
 from twinkle.model.full.memory import StateBytes, divide_memory, random_part, require_state
@@ -19,11 +17,11 @@ from twinkle.model.full.trainer import FullTrainer
 from twinkle.model.full.weights import read_layout
 from twinkle.model.megatron.engine import make_engine
 from twinkle.model.megatron.full_weights import CutGradient, CutWeights, OwnWeight, own_weights
-from twinkle.model.megatron.mesh import MegatronMesh, join_mesh
+from twinkle.model.megatron.mesh import MegatronMesh
 from twinkle.model.megatron.random_weights import meta_model
 from twinkle.model.megatron.stage import Stage, empty_stage, read_weights
-from twinkle.model.megatron.trainer import make_head, measure_cost, parallelism
-from twinkle.model.parallel import own_device, together
+from twinkle.model.megatron.trainer import join, make_head, measure_cost, parallelism
+from twinkle.model.parallel import together
 from twinkle.model.trainer.memory import available_bytes, parameter_bytes
 from twinkle.model.trainer.preparation import read_end_tokens
 from twinkle.utils.progress import Progress
@@ -48,14 +46,9 @@ def load_full_trainer(
     other arguments are those of :meth:`FullTrainer.from_pretrained`. ``memory_budget_bytes`` is that of each process,
     ``max_tokens_per_batch`` that of one micro-batch.
     """
-    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-    chosen = own_device(device, device_mesh)
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidInputError("device", str(chosen), "cpu or cuda")
-    stage = load_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    place = join(device_mesh, device, dtype, max_tokens_per_batch)
     return make_full_trainer(
-        stage,
+        load_stage(hub.resolve(model_id), *place),
         model_id,
         base_name=base_name,
         memory_budget_bytes=memory_budget_bytes,

@@ -15,7 +15,7 @@ Whatever leaves the trainer (snapshots, checkpoints) is whole: the tensors that 
 have, bit by bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from twinkle.model.full.gradients import CollectedGradient
 from twinkle.model.full.layout import ParameterLayout
 from twinkle.model.full.weights import TrainedWeights, joint_norm, tensors_norm
+from twinkle.model.megatron.gathering import cut_weights
 from twinkle.model.megatron.mesh import MegatronMesh
 from twinkle.model.megatron.stage import Stage
-from twinkle.model.megatron.weights import Piece, whole_weights
+from twinkle.model.megatron.weights import Piece
 from twinkle.model.parallel import ALONE, Parallelism, Ranks, add_up_all
 
 __all__ = ["CutGradient", "CutWeights", "OwnWeight", "own_weights"]
@@ -97,11 +98,6 @@ class OwnWeight:
     def _share_size(self) -> int:
         return -(-self.view.numel() // self.sharers.size)
 
-    def padded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the padding that the parameter has. All processes have the same shape then."""
-        missing = len(self.parameter) - len(tensor)
-        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
-
 
 def own_weights(stage: Stage, layout: ParameterLayout, *, shared: bool) -> list[OwnWeight]:
     """Return the weights of this process in the order of the whole model's layout.
@@ -163,18 +159,24 @@ class CutWeights(TrainedWeights):
         if self.held_whole:
             yield from tensors
             return
-        yield from self._wholes([own.join(each) for own, each in zip(self._own, tensors, strict=True)])
+        places = tensors[0].dtype, tensors[0].device
+        yield from self._wholes(lambda number: self._own[number].join(tensors[number]), *places)
 
     def compute_wholes(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        return self._wholes([own.view for own in self._own])
+        return self._wholes(lambda number: self._own[number].view, dtype, self._own[0].view.device)
 
-    def _wholes(self, cuts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the whole of each tensor of which processes have cuts."""
-        pieces = [replace(own.piece, view=own.padded(each)) for own, each in zip(self._own, cuts, strict=True)]
-        found = whole_weights(pieces, self._mesh.pp)
-        for name, (found_name, whole) in zip(self.layout.names, found, strict=True):
-            assert found_name == name, "stages have the weights in the order of the layout"
-            yield whole
+    def _wholes(self, read_cut: Callable[[int], Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Yield whole tensors of which processes have cuts, in the order of the layout, one at a time.
+
+        read_cut: returns this process's cut of the weight with this number.
+        """
+        weights = cut_weights([own.piece for own in self._own], self._mesh.world)
+        numbers = {own.name: number for number, own in enumerate(self._own)}
+        for name in self.layout.names:
+            # All that hold a cut read it, also those that do not send it: sharers put it together.
+            cut = read_cut(numbers[name]) if name in numbers else None
+            sent = None if weights[name].own is None else cut
+            yield replace(weights[name], own=sent, dtype=dtype, device=device).whole()
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,14 @@ class CutWeight:
         if self.lora is not None:
             merge(out, self.lora, piece.start)
 
+    @torch.no_grad()
+    def whole(self) -> Tensor:
+        """Return a copy of the whole weight. All ranks must call this."""
+        meta = self.meta("")
+        out = torch.empty(meta.count, dtype=self.dtype, device=self.device)
+        self.read(meta, out)
+        return out.view(self.shape)
+
     def _read_rows(self, piece: TensorMeta, out: Tensor) -> None:
         """Read parts that are consecutive in the flattened weight."""
         per_row = prod(self.shape[1:])
@@ -90,7 +98,8 @@ class CutWeight:
         """Read whole rows of parts that are cut along their columns, as many as the piece touches."""
         columns = self.shape[1]
         first, end = piece.start // columns, -(-piece.stop // columns)
-        rows_RC = out.new_empty(end - first, columns)
+        start, count = piece.start - first * columns, (end - first) * columns
+        rows_RC = (out if count == piece.count else out.new_empty(count)).view(-1, columns)
         for part in self.parts:
             cut = out.new_empty(end - first, part.stop - part.start)
             if part.owner == self.ranks.number:
@@ -98,8 +107,8 @@ class CutWeight:
                 cut.copy_(self.own[first:end])
             self._send(cut, part.owner)
             rows_RC[:, part.start : part.stop] = cut
-        start = piece.start - first * columns
-        out.copy_(rows_RC.reshape(-1)[start : start + piece.count])
+        if count > piece.count:
+            out.copy_(rows_RC.view(-1)[start : start + piece.count])
 
     def _send(self, tensor: Tensor, owner: int) -> None:
         # As bytes: gloo does not know all dtypes.
@@ -150,11 +159,7 @@ def _without_padding(piece: Piece) -> Piece:
 def whole_tensors(weights: Mapping[str, CutWeight]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and a copy of each weight. All ranks must go through all of them."""
     for name, weight in weights.items():
-        meta = weight.meta(name)
-        out = torch.empty(meta.count, dtype=weight.dtype, device=weight.device)
-        with torch.no_grad():
-            weight.read(meta, out)
-        yield name, out.view(weight.shape)
+        yield name, weight.whole()
 
 
 @dataclass(frozen=True)

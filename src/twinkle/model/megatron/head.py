@@ -5,7 +5,8 @@ in order; where n does not divide V, the last rows of all are padding, whose log
 processes exchange a few numbers per row: the largest logit, the sum of exponentials, the logits of targets. The values
 that come out, and the losses that are computed from them, are the same in all of them. dL/dhidden is added up once.
 
-Shapes: as in :mod:`twinkle.model.decoder.head`, with v the processes' own part of the vocabulary V, with padding.
+Shapes: as in :mod:`twinkle.model.decoder.head`, with v the process's own part of the vocabulary V, with padding. In the
+classes of softmax, which share formulas with those of one process, V is that part.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from twinkle.model.decoder.head import (
     HeadGradient,
     HeadQuery,
     HeadSpec,
+    KernelSoftmax,
+    PlainSoftmax,
     Softmax,
 )
 from twinkle.model.decoder.lora.segments import BoundLora
@@ -109,29 +112,29 @@ class VocabParallelHead(ChunkedHead):
     def _softmax(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor, query: HeadQuery) -> Softmax:
         own = self._slice
         if query.empty and own.real > 0 and self._use_kernels(logits_CV):
-            return _KernelSoftmax(own, logits_CV, lora_CV, targets_CK)
-        return _PlainSoftmax(own, self._finished(logits_CV, lora_CV), self.spec, targets_CK, query)
+            return _CutKernelSoftmax(own, logits_CV, lora_CV, targets_CK)
+        return _CutSoftmax(own, self._finished(logits_CV, lora_CV), self.spec, targets_CK, query)
 
 
-class _PlainSoftmax:
+class _CutSoftmax(PlainSoftmax):
     """The softmax in torch operations. Its formulas are those of one process, with sums over all processes."""
 
-    def __init__(self, own: _Slice, logits_Cv: Tensor, spec: HeadSpec, targets_CK: Tensor, query: HeadQuery) -> None:
+    def __init__(self, own: _Slice, logits_CV: Tensor, spec: HeadSpec, targets_CK: Tensor, query: HeadQuery) -> None:
         self._own = own
         self._spec = spec
         self._query = query
         self._targets_CK, self._is_own_CK = own.own_targets(targets_CK)
-        self._slope_Cv = None if spec.softcap is None else 1 - (logits_Cv / spec.softcap) ** 2
+        self._slope_CV = None if spec.softcap is None else 1 - (logits_CV / spec.softcap) ** 2
         if query.sharpness_T1 is not None:
-            logits_Cv.mul_(query.sharpness_T1)
-        kept_CV = own.gather(logits_Cv) if query.logits else None
-        logits_Cv[:, own.real :] = float("-inf")
-        own_highest_C1 = logits_Cv.amax(1, keepdim=True)
+            logits_CV.mul_(query.sharpness_T1)
+        kept_CV = own.gather(logits_CV) if query.logits else None
+        logits_CV[:, own.real :] = float("-inf")
+        own_highest_C1 = logits_CV.amax(1, keepdim=True)
         highest_C1 = own.reduce(own_highest_C1.clone(), dist.ReduceOp.MAX)
-        likeliest_C1 = self._likeliest(logits_Cv, own_highest_C1, highest_C1) if query.statistics else None
-        picked_CK = self._pick(logits_Cv)
-        self._exp_Cv = logits_Cv.sub_(highest_C1).exp_()
-        sums_CN = torch.cat([self._exp_Cv.sum(1, keepdim=True), picked_CK], 1)
+        likeliest_C1 = self._likeliest(logits_CV, own_highest_C1, highest_C1) if query.statistics else None
+        picked_CK = logits_CV.gather(1, self._safe_targets).where(self._is_own_CK, 0)
+        self._exp_CV = logits_CV.sub_(highest_C1).exp_()
+        sums_CN = torch.cat([self._exp_CV.sum(1, keepdim=True), picked_CK], 1)
         own.reduce(sums_CN, dist.ReduceOp.SUM)
         self._total_C1 = sums_CN[:, :1]
         self.values_CM = sums_CN[:, 1:] - highest_C1 - self._total_C1.log()
@@ -140,76 +143,46 @@ class _PlainSoftmax:
         if kept_CV is not None:
             self.values_CM = torch.cat([self.values_CM, kept_CV], 1)
 
-    def gradient(self, coefficients_CM: Tensor, dtype: torch.dtype) -> Tensor:
-        width, own = self._targets_CK.shape[1], self._own
-        coefficients_CK = coefficients_CM[:, :width]
-        entropy_Cv = self._entropy_gradient(coefficients_CM[:, width : width + 1]) if self._query.statistics else None
-        dlogits_Cv = self._exp_Cv.mul_(-coefficients_CK.sum(1, keepdim=True) / self._total_C1)
-        dlogits_Cv.scatter_add_(1, self._safe_targets, coefficients_CK.where(self._is_own_CK, 0))
-        if entropy_Cv is not None:
-            dlogits_Cv += entropy_Cv
-        if self._query.logits:
-            dlogits_Cv[:, : own.real] += own.own_columns(coefficients_CM[:, -own.vocabulary :])
-        if self._query.sharpness_T1 is not None:
-            dlogits_Cv *= self._query.sharpness_T1
-        if self._slope_Cv is not None:
-            dlogits_Cv *= self._slope_Cv
-        if self._spec.scale != 1.0:
-            dlogits_Cv *= self._spec.scale
-        return dlogits_Cv.to(dtype)
+    def _add_to_targets(self, dlogits_CV: Tensor, coefficients_CK: Tensor) -> None:
+        dlogits_CV.scatter_add_(1, self._safe_targets, coefficients_CK.where(self._is_own_CK, 0))
+
+    def _add_to_logits(self, dlogits_CV: Tensor, coefficients_CM: Tensor) -> None:
+        own = self._own
+        dlogits_CV[:, : own.real] += own.own_columns(coefficients_CM[:, -own.vocabulary :])
 
     @property
     def _safe_targets(self) -> Tensor:
         """Return the targets, with those of other processes replaced by token 0."""
         return self._targets_CK.where(self._is_own_CK, 0)
 
-    def _pick(self, logits_Cv: Tensor) -> Tensor:
-        """Return the logits of this process's targets, and 0 for those of others."""
-        return logits_Cv.gather(1, self._safe_targets).where(self._is_own_CK, 0)
-
-    def _likeliest(self, logits_Cv: Tensor, own_highest_C1: Tensor, highest_C1: Tensor) -> Tensor:
+    def _likeliest(self, logits_CV: Tensor, own_highest_C1: Tensor, highest_C1: Tensor) -> Tensor:
         """Return the most likely token of each row; of several, the first."""
-        token_C1 = logits_Cv.argmax(1, keepdim=True) + self._own.start
+        token_C1 = logits_CV.argmax(1, keepdim=True) + self._own.start
         token_C1 = token_C1.where(own_highest_C1 == highest_C1, self._own.vocabulary)
         # If a row holds NaN, no process may have found the highest: the row's log-probabilities are NaN then.
         return self._own.reduce(token_C1, dist.ReduceOp.MIN).clamp_(max=self._own.vocabulary - 1)
 
     def _entropy(self) -> Tensor:
-        """Return H = −Σ p log p, (C, 1)."""
-        p_Cv = self._exp_Cv / self._total_C1
-        return -self._own.reduce(torch.xlogy(p_Cv, p_Cv).sum(1, keepdim=True), dist.ReduceOp.SUM)
-
-    def _entropy_gradient(self, coefficients_C1: Tensor) -> Tensor | None:
-        """Return c · dH/dlogits = −c · p · (log p + H); None if no loss depends on entropies (all c are 0)."""
-        if not coefficients_C1.any():
-            return None
-        p_Cv = self._exp_Cv / self._total_C1
-        entropy_C1 = self.values_CM[:, self._targets_CK.shape[1], None]
-        return torch.xlogy(p_Cv, p_Cv).addcmul_(p_Cv, entropy_C1).mul_(-coefficients_C1)
+        return self._own.reduce(super()._entropy(), dist.ReduceOp.SUM)
 
 
-class _KernelSoftmax:
-    """The softmax in two Triton kernels. CUDA builds of torch come with Triton."""
+class _CutKernelSoftmax(KernelSoftmax):
+    """The softmax in two Triton kernels."""
 
-    def __init__(self, own: _Slice, logits_Cv: Tensor, lora_Cv: Tensor | None, targets_CK: Tensor) -> None:
+    def __init__(self, own: _Slice, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor) -> None:
         from twinkle.model.decoder.head_kernels import log_normalizer
 
-        self._logits_Cv, self._lora_Cv = logits_Cv, lora_Cv
+        self._logits_CV, self._lora_CV = logits_CV, lora_CV
         self._targets_CK, is_own_CK = own.own_targets(targets_CK)  # the kernel finds no column for those of others
         self._targets_CK = self._targets_CK.where(is_own_CK, -1)
-        logits_Cv[:, own.real :] = float("-inf")
-        own_norm_C1 = log_normalizer(logits_Cv, lora_Cv)
+        logits_CV[:, own.real :] = float("-inf")
+        own_norm_C1 = log_normalizer(logits_CV, lora_CV)
         highest_C1 = own.reduce(own_norm_C1.clone(), dist.ReduceOp.MAX)
         safe_CK = self._targets_CK.clamp(min=0)
-        picked_CK = logits_Cv.gather(1, safe_CK)
-        if lora_Cv is not None:
-            picked_CK = picked_CK + lora_Cv.gather(1, safe_CK)
+        picked_CK = logits_CV.gather(1, safe_CK)
+        if lora_CV is not None:
+            picked_CK = picked_CK + lora_CV.gather(1, safe_CK)
         sums_CN = torch.cat([(own_norm_C1 - highest_C1).exp(), picked_CK.where(is_own_CK, 0)], 1)
         own.reduce(sums_CN, dist.ReduceOp.SUM)
         self._norm_C1 = highest_C1 + sums_CN[:, :1].log()
         self.values_CM = sums_CN[:, 1:] - self._norm_C1
-
-    def gradient(self, coefficients_CM: Tensor, dtype: torch.dtype) -> Tensor:
-        from twinkle.model.decoder.head_kernels import logits_gradient
-
-        return logits_gradient(self._logits_Cv, self._lora_Cv, self._norm_C1, self._targets_CK, coefficients_CM, dtype)

@@ -18,7 +18,7 @@ from twinkle.errors import UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.megatron.mcore import ProcessGroupCollection, parallel_state
 from twinkle.model.megatron.sizes import ONE_PROCESS, MeshSizes, read_sizes
-from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes
+from twinkle.model.parallel import ALONE, ProcessRanks, Ranks, join_processes, when_groups_end
 
 __all__ = ["MegatronMesh", "join_mesh", "leave_mesh"]
 
@@ -81,6 +81,7 @@ def join_mesh(device_mesh: DeviceMesh | None, device: torch.device) -> MegatronM
             create_gloo_process_groups=False,  # its groups accept host tensors already
             distributed_timeout_minutes=ceil(read_environment().dist_timeout_seconds / 60),
         )
+        when_groups_end(parallel_state.destroy_model_parallel)
     whole = dist.group.WORLD
     assert whole is not None
     return MegatronMesh(

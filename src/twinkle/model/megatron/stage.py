@@ -30,7 +30,6 @@ from twinkle.model.megatron.weights import (
     load_pieces,
     put_weights,
     vocabulary_piece,
-    whole_weights,
 )
 from twinkle.utils.progress import Progress
 
@@ -98,13 +97,6 @@ class Stage:
         x_TH = F.embedding(own_T.masked_fill(absent_T, 0), weight_VH).masked_fill(absent_T[:, None], 0)
         return leave_cut(x_TH, tp, by_rows=self.mesh.sequence_parallel)
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights of the whole model by their names in checkpoints, one tensor at a time.
-
-        All processes of a replica call it together. Tied weights occur once, as the embedding.
-        """
-        return whole_weights(self.pieces(), self.mesh.pp)
-
     def pieces(self, *, fused_experts: bool = False) -> Iterator[Piece]:
         """Yield this process's pieces of the model's weights.
 
@@ -117,7 +109,7 @@ class Stage:
         for layer in self.layers:
             assert isinstance(layer.inner, DecoderLayer)
             prefix = f"{self.architecture.layers_path}.{layer.index}"
-            yield from layer_pieces(layer.inner, prefix, tp, self.mesh.ep, fused_experts=fused_experts)
+            yield from layer_pieces(layer.inner, prefix, tp, fused_experts=fused_experts)
         if self.is_last:
             yield Piece("model.norm.weight", self.model.decoder.final_layernorm.weight_H)
         if self.head_weight_VH is not None and self.head_weight_VH is not self.embedding_weight_VH:
@@ -136,9 +128,8 @@ def build_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, d
 def read_weights(stage: Stage, local: hub.LocalModel) -> None:
     """Read this process's cut of the model's weights from its files; for a ``random://`` model, draw it."""
     if local.random_seed is None:
-        with CheckpointFiles(local.path) as files:
-            fused = any(name.endswith(".experts.gate_up_proj") for name in files.names())
-            load_pieces(stage.pieces(fused_experts=fused), files)
+        files = CheckpointFiles(local.path)
+        load_pieces(stage.pieces(fused_experts=files.fused_experts), files)
     else:
         drawn = draw_weights(stage.hf_config, local.random_seed, stage.dtype, stage.device)
         put_weights(stage.pieces(fused_experts=True), drawn)
@@ -167,6 +158,7 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
             pg_collection=mesh.process_groups(),
         )
     model.requires_grad_(False).eval()
+    _forget_groups(model)
     layers = tuple(TenantLayer(layer, index) for layer, index in zip(model.decoder.layers, own, strict=True))
     model.decoder.layers = nn.ModuleList(layers)
     if mesh.is_first and mesh.pp.size > 1:
@@ -190,6 +182,17 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
         _frequencies_F=frequencies_F.to(device),
         _rope_scaling=rope_scaling,
     )
+
+
+def _forget_groups(model: nn.Module) -> None:
+    """Drop the process groups that megatron-core's modules have stored. They are containers of weights here.
+
+    A group ends only when nothing refers to it (:func:`twinkle.model.parallel.in_step`).
+    """
+    for module in model.modules():
+        for name in ("pg_collection", "tp_group", "pp_group", "cp_group", "embd_group"):
+            if hasattr(module, name):
+                setattr(module, name, None)
 
 
 def _architecture(config: PreTrainedConfig, dtype: torch.dtype) -> Architecture:

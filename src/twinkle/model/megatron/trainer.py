@@ -37,7 +37,7 @@ from twinkle.model.trainer.probe import (
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.utils.progress import Progress
 
-__all__ = ["load_trainer", "make_cuts", "make_head", "make_trainer", "measure_cost", "parallelism"]
+__all__ = ["join", "load_trainer", "make_cuts", "make_head", "make_trainer", "measure_cost", "parallelism"]
 
 
 def load_trainer(
@@ -56,22 +56,32 @@ def load_trainer(
     The arguments are those of :meth:`Trainer.from_pretrained`. ``max_tokens_per_batch`` is that of one micro-batch.
     ``compiled``: only where layers do not communicate, without tensor and expert parallelism.
     """
-    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-    chosen = own_device(device, device_mesh)
     if compiled and device_mesh is not None:
         check_compilable(read_sizes(device_mesh))
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidInputError("device", str(chosen), "cpu or cuda")
-    stage = build_stage(hub.resolve(model_id), join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen)
+    place = join(device_mesh, device, dtype, max_tokens_per_batch)
     return make_trainer(
-        stage,
+        build_stage(hub.resolve(model_id), *place),
         model_id,
         base_name=base_name,
         memory_budget_bytes=memory_budget_bytes,
         max_tokens_per_batch=max_tokens_per_batch,
         compiled=compiled,
     )
+
+
+def join(
+    device_mesh: DeviceMesh | None,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    max_tokens_per_batch: int | None,
+) -> tuple[MegatronMesh, torch.dtype, torch.device]:
+    """Check the options of a trainer, and join the mesh. Return this process's place in it; all processes call this."""
+    if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+        raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+    chosen = own_device(device, device_mesh)
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidInputError("device", str(chosen), "cpu or cuda")
+    return join_mesh(device_mesh, chosen), read_dtype(dtype, chosen), chosen
 
 
 def make_trainer(

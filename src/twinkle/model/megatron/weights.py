@@ -1,26 +1,24 @@
-"""Which part of each tensor of a checkpoint a process holds; reading those parts, and putting them together again.
+"""Which part of each tensor of a checkpoint a process holds, and reading those parts.
 
 A process reads only its own part of a tensor, into memory that its model has already: it never holds more than its cut
-of the model and one tensor. Weights that leave the model (to files or to a sampler) come one whole tensor at a time.
+of the model and one tensor. :mod:`.gathering` puts the parts together again.
 """
 
 import json
 import math
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.model.megatron.experts import ExpertMlp
 from twinkle.model.megatron.layers import DecoderLayer
-from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.parallel import Ranks
 
 __all__ = [
     "CheckpointFiles",
@@ -30,19 +28,18 @@ __all__ = [
     "load_pieces",
     "put_weights",
     "vocabulary_piece",
-    "whole_weights",
 ]
 
-_MAPPED_BYTES = 8 << 20  # of files, that may stay mapped after they were read
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_METADATA = "__metadata__"  # an entry of a file's header that is no tensor
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of a checkpoint's tensor, and the parameter or view that holds it.
 
-    ``start``, ``stop``: along ``dim``, which has ``size`` entries in the whole tensor; ``dim`` None: the whole tensor.
-    The view may have more rows than the part (padding of the vocabulary); those are 0. ``divided``: the ranks that have
-    the other parts. Where ``dim`` is None, each of these has another whole tensor (an expert) at this place.
+    ``start``, ``stop``: along ``dim``; ``dim`` None: the whole tensor. The view may have more rows than the part
+    (padding of the vocabulary); those are 0.
     """
 
     name: str
@@ -50,12 +47,10 @@ class Piece:
     dim: int | None = None
     start: int = 0
     stop: int = 0
-    size: int = 0
-    divided: Ranks = ALONE
 
     def select(self, whole: Tensor) -> Tensor:
-        """Return the part of a whole tensor."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.stop - self.start)
+        """Return the part of a whole tensor, as a view. Of a tensor that is too short it is short, too."""
+        return whole if self.dim is None else whole[(*[slice(None)] * self.dim, slice(self.start, self.stop))]
 
     @torch.no_grad()
     def fill(self, part: Tensor) -> None:
@@ -69,26 +64,6 @@ class Piece:
         self.view[:rows].copy_(part)
         self.view[rows:].zero_()
 
-    def whole(self) -> list[tuple[str, Tensor]]:
-        """Return the whole tensor, or those of all ranks at this place, with their names.
-
-        All ranks of ``divided`` call it together.
-        """
-        if self.divided.size == 1:
-            return [(self.name, self.view.detach())]
-        if self.dim is None:
-            tensors = _gathered(self.view.detach()[None], self.divided)
-            return list(zip(self.divided.gather(self.name), tensors, strict=True))
-        parts = _gathered(self.view.detach().movedim(self.dim, 0), self.divided)
-        return [(self.name, parts[: self.size].movedim(0, self.dim).contiguous())]
-
-
-def _gathered(part: Tensor, ranks: Ranks) -> Tensor:
-    """Return the parts of all ranks, joined along the first dimension. All have the same shape."""
-    whole = part.new_empty(ranks.size * len(part), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=ranks.group)
-    return whole
-
 
 class WeightSource(Protocol):
     """Where weights come from, by their names in Hugging Face's checkpoints."""
@@ -99,58 +74,91 @@ class WeightSource(Protocol):
         """Return the piece's part of its tensor."""
         ...
 
+    def give_back(self, piece: Piece) -> None:
+        """Free the memory of a tensor that was read and is not needed any more."""
+        ...
+
 
 class CheckpointFiles:
-    """The safetensors files of a model folder.
+    """The safetensors files of a model folder, mapped into memory.
 
-    A file is mapped into memory while it is open, and the parts that were read count as memory of the process. So it is
-    closed before that becomes more than a few small tensors, or one large one, and opened again for the next.
+    A tensor is a view of its file, so reading copies nothing. But the pages of a file that were read count as memory of
+    the process; those of one tensor are given back before the next one is read.
     """
 
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        self._open: dict[Path, Any] = {}
-        self._read_bytes = 0  # of the open files
+        self._mapped: dict[Path, _MappedFile] = {}
         if index.is_file():
             files = json.loads(index.read_text())["weight_map"]
             self._files: dict[str, Path] = {name: folder / file for name, file in files.items()}
         elif single.is_file():
-            self._files = dict.fromkeys(self._file(single).keys(), single)
+            self._files = dict.fromkeys(self._file(single).names(), single)
         else:
             raise UnsupportedError(f"{folder}: no model.safetensors; the Megatron backend reads safetensors files only")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
+    @property
+    def fused_experts(self) -> bool:
+        """Return whether the experts of a layer are one tensor."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self._files)
+
     def read(self, piece: Piece) -> Tensor:
-        path = self._files[piece.name]
-        whole = self._file(path).get_slice(piece.name)
-        size = math.prod(whole.get_shape()) * piece.view.element_size()
-        if self._read_bytes and self._read_bytes + size > _MAPPED_BYTES:
-            self._close()
-            whole = self._file(path).get_slice(piece.name)
-        self._read_bytes += size
-        if piece.dim is None:
-            return whole[:]
-        return whole[(*[slice(None)] * piece.dim, slice(piece.start, piece.stop))]
+        return piece.select(self._file(self._files[piece.name]).tensor(piece.name))
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt").__enter__()
-        return self._open[path]
+    def give_back(self, piece: Piece) -> None:
+        self._file(self._files[piece.name]).give_back(piece.name)
 
-    def _close(self) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
-        self._open, self._read_bytes = {}, 0
+    def _file(self, path: Path) -> "_MappedFile":
+        if path not in self._mapped:
+            self._mapped[path] = _MappedFile(path)
+        return self._mapped[path]
+
+
+class _MappedFile:
+    """A safetensors file: 8 bytes with the length of a JSON header, the header, then the tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                # Torch warns of memory that it must not write; a private copy of a page is only made by writing.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._start = 8 + int.from_bytes(self._map[:8], "little")
+            self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
+            ends = [each["data_offsets"][1] for name, each in self._header.items() if name != _METADATA]
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
+        if self._start + max(ends, default=0) > len(self._map):
+            raise CheckpointError(f"{path}: the file ends before its last tensor; it was not copied as a whole")
+
+    def names(self) -> list[str]:
+        return [name for name in self._header if name != _METADATA]
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._header:
+            raise CheckpointError(f"{self._path}: the file has no tensor {name!r}, which the index places there")
+        kind, shape = self._header[name]["dtype"], self._header[name]["shape"]
+        if kind not in _DTYPES:
+            raise UnsupportedError(f"{self._path}: {name!r} is {kind}; the Megatron backend reads {', '.join(_DTYPES)}")
+        dtype, (start, _) = _DTYPES[kind], self._range(name)
+        count = math.prod(shape)
+        if start % dtype.itemsize:  # old files may not be aligned
+            copied = bytearray(self._map[start : start + count * dtype.itemsize])
+            return torch.frombuffer(copied, dtype=dtype).view(shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
+
+    def give_back(self, name: str) -> None:
+        """Let Linux drop the pages of a tensor. It reads them again if they are used again."""
+        start, stop = self._range(name)
+        first = start - start % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+    def _range(self, name: str) -> tuple[int, int]:
+        start, stop = self._header[name]["data_offsets"]
+        return self._start + start, self._start + stop
 
 
 def load_pieces(pieces: Iterable[Piece], source: WeightSource) -> None:
@@ -160,6 +168,7 @@ def load_pieces(pieces: Iterable[Piece], source: WeightSource) -> None:
         if piece.name not in known:
             raise UnsupportedError(f"the model's files have no weight {piece.name!r}; it is not a whole checkpoint")
         piece.fill(source.read(piece))
+        source.give_back(piece)
 
 
 def put_weights(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -174,42 +183,13 @@ def put_weights(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) 
         raise InvalidInputError("weights", "a model without " + ", ".join(sorted(by_name)), "all weights of the model")
 
 
-def whole_weights(pieces: Iterable[Piece], stages: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights of the model by their names in checkpoints, one whole tensor at a time.
-
-    ``pieces``: of this process. ``stages``: the pipeline. All processes of a replica call it together, and take the
-    same number of tensors; each gets all of them.
-    """
-    own, seen = list(pieces), set()
-    for owner, count in enumerate(stages.gather(len(own))):
-        for number in range(count):
-            found = own[number].whole() if owner == stages.number else []
-            for name, tensor in _shared(found, stages, owner):
-                if name not in seen:  # a tied head has the name of the embedding
-                    seen.add(name)
-                    yield name, tensor
-
-
-def _shared(found: list[tuple[str, Tensor]], stages: Ranks, owner: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield what one stage has found, on all stages."""
-    if stages.size == 1:
-        yield from found
-        return
-    facts = stages.gather([(name, tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in found])[owner]
-    for number, (name, shape, dtype, device) in enumerate(facts):
-        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        tensor = found[number][1].contiguous() if found else torch.empty(shape, dtype=dtype, device=place)
-        dist.broadcast(tensor, group=stages.group, group_src=owner)
-        yield name, tensor
-
-
 def vocabulary_piece(name: str, weight: Tensor, vocabulary: int, tp: Ranks) -> Piece:
     """Return the piece of the embedding or the head: this rank's rows. The last ranks may have padding."""
     start = tp.number * len(weight)
-    return Piece(name, weight, 0, min(start, vocabulary), min(start + len(weight), vocabulary), vocabulary, tp)
+    return Piece(name, weight, 0, min(start, vocabulary), min(start + len(weight), vocabulary))
 
 
-def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, ep: Ranks, *, fused_experts: bool) -> Iterator[Piece]:
+def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, *, fused_experts: bool) -> Iterator[Piece]:
     """Yield the pieces of a decoder layer. ``prefix``: of its names in the checkpoint.
 
     ``fused_experts``: the checkpoint has the experts of a layer as one tensor, not one by one.
@@ -222,7 +202,7 @@ def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, ep: Ranks, *, fuse
             yield Piece(f"{prefix}.self_attn.{name}.weight", norm.weight_H)
     columns, rows = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
     if isinstance(layer.mlp, ExpertMlp):
-        yield from _expert_pieces(layer.mlp, f"{prefix}.mlp", ep, fused=fused_experts)
+        yield from _expert_pieces(layer.mlp, f"{prefix}.mlp", fused=fused_experts)
     else:
         columns += [layer.mlp.gate_proj, layer.mlp.up_proj]
         rows += [layer.mlp.down_proj]
@@ -238,19 +218,18 @@ def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, ep: Ranks, *, fuse
 
 def _cut(name: str, weight: Tensor, dim: int, tp: Ranks) -> Piece:
     size = weight.shape[dim]
-    return Piece(name, weight, dim, tp.number * size, (tp.number + 1) * size, tp.size * size, tp)
+    return Piece(name, weight, dim, tp.number * size, (tp.number + 1) * size)
 
 
-def _expert_pieces(mlp: ExpertMlp, prefix: str, ep: Ranks, *, fused: bool) -> Iterator[Piece]:
+def _expert_pieces(mlp: ExpertMlp, prefix: str, *, fused: bool) -> Iterator[Piece]:
     yield Piece(f"{prefix}.gate.weight", mlp.router_EH)
     first, count, size = mlp.first, *mlp.gate_up_E2IH.shape[:2]
     if fused:
-        part = (0, first, first + count, ep.size * count, ep)
-        yield Piece(f"{prefix}.experts.gate_up_proj", mlp.gate_up_E2IH, *part)
-        yield Piece(f"{prefix}.experts.down_proj", mlp.down_EHI, *part)
+        yield Piece(f"{prefix}.experts.gate_up_proj", mlp.gate_up_E2IH, 0, first, first + count)
+        yield Piece(f"{prefix}.experts.down_proj", mlp.down_EHI, 0, first, first + count)
         return
     for place in range(count):
         name = f"{prefix}.experts.{first + place}"
-        yield Piece(f"{name}.gate_proj.weight", mlp.gate_up_E2IH[place, : size // 2], divided=ep)
-        yield Piece(f"{name}.up_proj.weight", mlp.gate_up_E2IH[place, size // 2 :], divided=ep)
-        yield Piece(f"{name}.down_proj.weight", mlp.down_EHI[place], divided=ep)
+        yield Piece(f"{name}.gate_proj.weight", mlp.gate_up_E2IH[place, : size // 2])
+        yield Piece(f"{name}.up_proj.weight", mlp.gate_up_E2IH[place, size // 2 :])
+        yield Piece(f"{name}.down_proj.weight", mlp.down_EHI[place])

@@ -19,7 +19,6 @@ from twinkle.model.multi_lora.library_objective import (
     cross_entropy_weights,
     outputs_of,
 )
-from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.types import Datum, FloatArray, OutputKind, TokenValues, TrainItem, TrainResult
 
 _NONE = np.zeros(0, np.float32)
@@ -44,11 +43,10 @@ class TrainRequest:
 class LoraRequests:
     """Makes requests of the Trainer from batches, and outputs of verbs from its results."""
 
-    def __init__(self, trainer: SizedTrainer, max_length: int, max_logits: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, trainer: SizedTrainer, max_length: int, max_logits: int) -> None:
         self._trainer = trainer
         self._max_length = max_length
         self._max_logits = max_logits
-        self._ranks = ranks
 
     def forward_item(
         self,
@@ -71,7 +69,6 @@ class LoraRequests:
             output=output,
             max_logits=self._max_logits,
             training=training and not without_adapter,
-            numbers=self._numbers(batch),
         )
 
     def train_request(
@@ -103,7 +100,6 @@ class LoraRequests:
             objective=objective if weights is None else None,
             temperature=temperature,
             statistics=statistics,
-            numbers=self._numbers(batch),
             output=output,
             max_logits=self._max_logits,
         )
@@ -132,11 +128,6 @@ class LoraRequests:
         values = result.values or [TokenValues(each, _NONE, _NO_IDS) for each in logprobs]
         entropy = group.loss_instance.require_entropy
         return {**outputs_of(batch, values, output, entropy=entropy, predictions=_has_accuracy(status))}
-
-    def _numbers(self, batch: SequenceBatch) -> range:
-        """Return numbers for the sequences of this rank that no sequence of another rank has."""
-        count, ranks = len(batch.lengths), self._ranks
-        return range(ranks.number, ranks.number + count * ranks.size, ranks.size)
 
     def _data(
         self, batch: SequenceBatch, weights: list[FloatArray] | None = None, teacher: TopkTeacher | None = None

@@ -10,7 +10,7 @@ them together in one call of the trainer.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from twinkle.model.multi_lora.optimizer import build_lora_optimizer, take_step
 from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, PutGradient, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
-from twinkle.model.parallel import ALONE, Ranks, first_does
+from twinkle.model.parallel import ALONE, Ranks, first_does, together
 from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
 from twinkle.utils.logger import note_once
 
@@ -113,7 +113,7 @@ class LoraVerbs(TwinkleModel):
     def _use(self, trainer: LoraTrainer, put_gradient: PutGradient | None = None) -> None:
         """Let the verbs run on this trainer from now on. ``put_gradient``: see :class:`LoraState`."""
         self._lora_trainer = trainer
-        self._requests = LoraRequests(trainer, self._max_length, self._max_logits, self._data_ranks)
+        self._requests = LoraRequests(trainer, self._max_length, self._max_logits)
         tokenizer = self.tokenizer_id if self._process_state else None
         self.state = LoraState(
             trainer,
@@ -218,13 +218,22 @@ class LoraVerbs(TwinkleModel):
 
         return PreparedPass(request.item, True, absorb)
 
-    def _compute(self, prepared: PreparedPass) -> dict[str, Any]:
+    def _compute(self, prepare: Callable[[], PreparedPass]) -> dict[str, Any]:
         """Compute one pass by itself, and absorb its result. If it fails, raise its error; its gradient is not kept."""
+        prepared = together(self._ranks, prepare)
         run = self._lora_trainer.forward_backward if prepared.train else self._lora_trainer.forward
-        outcome = run([prepared.item])[0]
+        outcome = run([self._numbered(prepared.item)])[0]
         if isinstance(outcome, TrainFailure):
             raise in_terms_of_rows(outcome.error)
         return prepared.absorb(outcome)
+
+    def _numbered(self, item: TrainItem) -> TrainItem:
+        """Number the sequences as one process would. Data ranks have consecutive parts of a batch, in their order."""
+        if self._data_ranks.size == 1:
+            return item
+        counts = self._data_ranks.gather(len(item.data))
+        first = sum(counts[: self._data_ranks.number])
+        return replace(item, numbers=range(first, first + len(item.data)))
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -238,16 +247,17 @@ class LoraVerbs(TwinkleModel):
         task: str = "causal_lm",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        prepared = self.prepare_forward(
-            inputs=inputs,
-            adapter_name=adapter_name,
-            temperature=temperature,
-            return_logits=return_logits,
-            task=task,
-            training=True,
-            **kwargs,
+        return self._compute(
+            lambda: self.prepare_forward(
+                inputs=inputs,
+                adapter_name=adapter_name,
+                temperature=temperature,
+                return_logits=return_logits,
+                task=task,
+                training=True,
+                **kwargs,
+            )
         )
-        return self._compute(prepared)
 
     def forward_only(
         self,
@@ -260,16 +270,17 @@ class LoraVerbs(TwinkleModel):
         disable_lora: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        prepared = self.prepare_forward(
-            inputs=inputs,
-            adapter_name=adapter_name,
-            temperature=temperature,
-            return_logits=return_logits,
-            task=task,
-            disable_lora=disable_lora,
-            **kwargs,
+        return self._compute(
+            lambda: self.prepare_forward(
+                inputs=inputs,
+                adapter_name=adapter_name,
+                temperature=temperature,
+                return_logits=return_logits,
+                task=task,
+                disable_lora=disable_lora,
+                **kwargs,
+            )
         )
-        return self._compute(prepared)
 
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
         group = self._group(adapter_name)
@@ -286,7 +297,9 @@ class LoraVerbs(TwinkleModel):
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
         self._compute(
-            self.prepare_backward(adapter_name=adapter_name, gradient_accumulation_steps=gradient_accumulation_steps)
+            lambda: self.prepare_backward(
+                adapter_name=adapter_name, gradient_accumulation_steps=gradient_accumulation_steps
+            )
         )
 
     def forward_backward(
@@ -300,16 +313,17 @@ class LoraVerbs(TwinkleModel):
         gradient_accumulation_steps: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        prepared = self.prepare_forward_backward(
-            inputs=inputs,
-            adapter_name=adapter_name,
-            temperature=temperature,
-            return_logits=return_logits,
-            task=task,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            **kwargs,
+        return self._compute(
+            lambda: self.prepare_forward_backward(
+                inputs=inputs,
+                adapter_name=adapter_name,
+                temperature=temperature,
+                return_logits=return_logits,
+                task=task,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                **kwargs,
+            )
         )
-        return self._compute(prepared)
 
     def clip_grad_norm(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinkle.errors import NonFiniteError, TwinkleError
+from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.decoder.transfer import to_device
 from twinkle.model.types import FloatArray, Objective, ObjectiveValue, TokenValues
 
@@ -29,9 +29,14 @@ _NO_IDS = np.zeros(0, np.int64)
 class Evaluation:
     """The objective of one request and, once it was called, its value or its error."""
 
-    def __init__(self, objective: Objective, sequences: int) -> None:
-        """``sequences``: the number of sequences of the request."""
+    def __init__(self, objective: Objective, sequences: int, *, shared: bool = False) -> None:
+        """``sequences``: the number of sequences of the request.
+
+        ``shared``: other processes compute the request too. Then an error of a script's loss, whatever it is, is only
+        noted: this process must finish the pass with the others.
+        """
         self._objective = objective
+        self._caught: type[Exception] = Exception if shared else TwinkleError
         self._sequences = sequences
         self._recorded: dict[int, TokenValues] = {}  # values collected so far, by number of the sequence
         self.value: ObjectiveValue | None = None
@@ -61,8 +66,8 @@ class Evaluation:
             return
         try:
             value = self._objective(values)
-        except TwinkleError as error:
-            self.error = error
+        except self._caught as error:
+            self.error = error if isinstance(error, TwinkleError) else _mistake(error)
             return
         if not math.isfinite(value.loss):
             self.error = NonFiniteError(f"the loss is {value.loss}: no gradient was kept")
@@ -86,6 +91,13 @@ class Evaluation:
                 slope_nE = np.concatenate([self.value.outputs[number] for number in numbers])
                 result[:, -slope_nE.shape[1] :] = slope_nE
         return torch.from_numpy(result)
+
+
+def _mistake(error: Exception) -> UserError:
+    """Return the error of a script's loss in a form that other processes can read."""
+    mistake = UserError(f"the loss failed: {type(error).__name__}: {error}")
+    mistake.__cause__ = error
+    return mistake
 
 
 class CustomPart:

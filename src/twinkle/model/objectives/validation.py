@@ -13,8 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
+from twinkle.images.decoding import EncodedImage
 from twinkle.model.csr import Csr, dense, listed
-from twinkle.model.types import Datum, FloatArray, IntArray, Objective, OutputKind, TrainItem
+from twinkle.model.types import (
+    Datum,
+    FloatArray,
+    Image,
+    IntArray,
+    Objective,
+    OutputKind,
+    TrainItem,
+    VisionSpec,
+)
 
 if TYPE_CHECKING:
     from twinkle.loss import TokenLoss
@@ -50,6 +60,7 @@ class CheckedDatum:
     targets: IntArray | Csr
     inputs: Mapping[str, FloatArray | Csr]
     target_shape: tuple[int, ...]
+    images: tuple[Image, ...] = ()
 
     @property
     def width(self) -> int:
@@ -80,9 +91,17 @@ class CheckedItem:
 
 
 def check_item(
-    item: TrainItem, *, vocab_size: int, max_length: int, columns: Mapping[OutputKind, int] = NO_COLUMNS
+    item: TrainItem,
+    *,
+    vocab_size: int,
+    max_length: int,
+    columns: Mapping[OutputKind, int] = NO_COLUMNS,
+    vision: VisionSpec | None = None,
 ) -> CheckedItem:
-    """Check a request. ``columns``: how many numbers the outputs of the model have, see :class:`CheckedItem`."""
+    """Check a request. ``columns``: how many numbers the outputs of the model have, see :class:`CheckedItem`.
+
+    ``vision``: what the model wants of images; None: it reads text only.
+    """
     from twinkle.loss import get_loss, resolve_config  # imports torch, which check_data does not need
 
     for field, expected in (("loss", str), ("loss_config", Mapping)):
@@ -90,7 +109,7 @@ def check_item(
             raise InvalidInputError(field, vars(item)[field], f"a {expected.__name__}")
     loss = get_loss(item.loss)
     config = resolve_config(loss, item.loss_config)
-    data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
+    data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length, vision=vision)
     _check_options(item, data)
     _check_output(item, data, columns)
     return CheckedItem(
@@ -107,13 +126,13 @@ def check_item(
 
 
 def check_data(
-    data: Sequence[Datum], loss: LossInputs, *, vocab_size: int, max_length: int
+    data: Sequence[Datum], loss: LossInputs, *, vocab_size: int, max_length: int, vision: VisionSpec | None = None
 ) -> tuple[CheckedDatum, ...]:
     """Check the data of a request for a loss. This does not import torch."""
     if not isinstance(data, Sequence) or len(data) == 0:
         raise InvalidInputError("data", data, "a sequence of at least one datum")
     return tuple(
-        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length) for index, datum in enumerate(data)
+        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length, vision) for index, datum in enumerate(data)
     )
 
 
@@ -140,7 +159,9 @@ def _check_output(item: TrainItem, data: Sequence[CheckedDatum], columns: Mappin
         raise InvalidInputError("logits", shown, f"at most {item.max_logits} (max_logits_per_request)")
 
 
-def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int) -> CheckedDatum:
+def _check_datum(
+    datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int, vision: VisionSpec | None
+) -> CheckedDatum:
     if not isinstance(datum, Datum):
         raise InvalidInputError(where, datum, "a Datum")
     if not isinstance(datum.extras, Mapping):
@@ -159,7 +180,63 @@ def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, ma
             f"{where}.targets", f"{targets.shape[1]} per token", f"at most {vocab_size}, the vocabulary size"
         )
     inputs = _loss_inputs(datum, where, loss, targets.shape)
-    return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape)
+    images = _check_images(datum.images, where, tokens, vision)
+    return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape, images)
+
+
+def _check_images(
+    images: Sequence[Image], where: str, tokens: IntArray, vision: VisionSpec | None
+) -> tuple[Image, ...]:
+    """Check the images of a sequence: the tokens of all images, and no others, are the model's image token."""
+    if not isinstance(images, Sequence) or not all(isinstance(image, Image) for image in images):
+        raise InvalidInputError(f"{where}.images", images, "a sequence of Images")
+    if vision is None:
+        if images:
+            raise InvalidInputError(f"{where}.images", f"{len(images)} images", "none: this model reads text only")
+        return ()
+    end = 0
+    for number, image in enumerate(images):
+        field = f"{where}.images[{number}]"
+        _check_image(image, field, vision)
+        if not end <= image.first <= len(tokens) - image.tokens:
+            allowed = f"an index from {end} on that leaves room for {image.tokens} tokens, of {len(tokens)}"
+            raise InvalidInputError(f"{field}.first", image.first, allowed)
+        _check_text(tokens[end : image.first], where, end, vision)
+        end = image.first + image.tokens
+        if (tokens[image.first : end] != vision.image_token).any():
+            raise InvalidInputError(
+                f"{field}.first", image.first, f"the first of {image.tokens} tokens {vision.image_token} in a row"
+            )
+    _check_text(tokens[end:], where, end, vision)
+    return tuple(images)
+
+
+def _check_image(image: Image, field: str, vision: VisionSpec) -> None:
+    for name in ("first", "rows", "columns"):
+        least, value = (0 if name == "first" else 1), getattr(image, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InvalidInputError(f"{field}.{name}", value, f"an integer ≥ {least}")
+    if not isinstance(image.digest, str) or not image.digest:
+        raise InvalidInputError(f"{field}.digest", image.digest, "a string that names the image")
+    if isinstance(image.pixels, EncodedImage):
+        return
+    patches = _array(image.pixels, f"{field}.pixels")
+    shape = image.tokens * vision.merge**2, vision.patch_width
+    if patches.dtype.kind != "f" or patches.shape != shape:
+        given = f"{patches.dtype} of shape {patches.shape}"
+        raise InvalidInputError(
+            f"{field}.pixels", given, f"floats of shape {shape}, the patches of {image.tokens} tokens"
+        )
+    if not np.isfinite(listed(patches)).all():
+        raise InvalidInputError(f"{field}.pixels", "NaN or infinity", "finite numbers")
+
+
+def _check_text(tokens: IntArray, where: str, first: int, vision: VisionSpec) -> None:
+    """Refuse image tokens outside images: the model would look for an image there."""
+    stray = np.flatnonzero(tokens == vision.image_token)
+    if len(stray):
+        place = first + int(stray[0])
+        raise InvalidInputError(f"{where}.tokens[{place}]", vision.image_token, "other tokens where there is no image")
 
 
 def _loss_inputs(datum: Datum, where: str, loss: LossInputs, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:

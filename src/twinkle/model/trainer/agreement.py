@@ -59,6 +59,7 @@ def contents_digest(item: CheckedItem, layout: str, dropout: DropoutDraw | None)
     options = item.loss.name, sorted(item.config.items()), item.temperature, item.statistics, item.output
     summed = hashlib.blake2b(repr((layout, draw, *options)).encode(), digest_size=16)
     for datum in item.data:
+        summed.update(repr([(image.first, image.rows, image.columns, image.digest) for image in datum.images]).encode())
         for name, array in (("", datum.tokens), ("", datum.targets), *sorted(datum.inputs.items())):
             parts = (array.crow, array.col, array.values) if isinstance(array, Csr) else (array,)
             for part in parts:

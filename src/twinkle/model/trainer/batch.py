@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twinkle.images import position_axes
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.csr import Csr
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.head import HeadQuery, clip_lora
+from twinkle.model.decoder.image_rows import ImageRows
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, bind_layers
 from twinkle.model.decoder.lora.dropout import DropoutDraw, RowDropout
 from twinkle.model.decoder.lora.grouped import Groups
@@ -29,6 +31,7 @@ from twinkle.model.objectives.custom_loss import CustomPart, Evaluation
 from twinkle.model.objectives.objective import LossPart
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.types import OutputKind
+from twinkle.model.vision.feature_store import FeatureStore
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class DeviceBatch:
     """The tensors of one micro-batch on the device: arguments of the decoder's forward, and input of the head."""
 
     input_ids: Tensor  # (1, T) packed or (N, L) padded
-    position_ids: Tensor
+    position_ids: Tensor  # like input_ids; with images (4, …): index in the sequence, then time, row and column
     attention_mask: Tensor | None
     layer_batch: LayerBatch
     real_rows_T: Tensor | None  # padded batches: the indices of the rows that hold tokens
@@ -147,8 +150,9 @@ def build_batch(
     train: bool,
     recompute: bool,
     give_way: GiveWay | None = None,
+    features: FeatureStore | None = None,
 ) -> DeviceBatch:
-    """Build one micro-batch.
+    """Build one micro-batch. ``features``: those of images; sequences with images need it.
 
     With ``give_way`` the batch copies the adapters' compute copies, because other calls may page the adapters out while
     this pass is interrupted.
@@ -170,11 +174,15 @@ def build_batch(
     tokens = [datum.tokens for datum in data]
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.from_lengths(lengths, device)
+    images = None
+    if features is not None and any(datum.images for datum in data):
+        images = _image_rows(data, rows_per_sequence, features)
+        positions = _axes(data, positions, rows_per_sequence)
     return DeviceBatch(
         to_device(ids, device),
         to_device(positions, device),
         None if mask is None else to_device(mask, device),
-        LayerBatch(packing, bind_layers(adapters, architecture), recompute, give_way),
+        LayerBatch(packing, bind_layers(adapters, architecture), recompute, give_way, images=images),
         None if real_rows is None else to_device(real_rows, device),
         sum(lengths),
         tuple(_blocks(parts, head_lora, _query(parts, device), device)),
@@ -335,3 +343,30 @@ def _padded(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, Tenso
         mask[index, : len(row)] = 1
     positions = torch.arange(longest).expand(len(tokens), longest)
     return torch.from_numpy(ids), positions, torch.from_numpy(mask), torch.from_numpy(mask.reshape(-1).nonzero()[0])
+
+
+def _image_rows(data: Sequence[CheckedDatum], rows_per_sequence: int | None, features: FeatureStore) -> ImageRows:
+    """Return the features of all images, and their rows. ``rows_per_sequence``: of a padded batch; else None."""
+    images, places, start = [], [], 0
+    for datum in data:
+        for image in datum.images:
+            images.append(image)
+            places.append(np.arange(start + image.first, start + image.first + image.tokens))
+        start += len(datum.tokens) if rows_per_sequence is None else rows_per_sequence
+    found = features.get(images)
+    embeddings_nH = torch.cat([each.embeddings_nH for each in found])
+    layers = zip(*(each.added for each in found), strict=True)
+    rows_n = to_device(torch.from_numpy(np.concatenate(places)), embeddings_nH.device)
+    return ImageRows(rows_n, embeddings_nH, tuple(torch.cat(layer) for layer in layers))
+
+
+def _axes(data: Sequence[CheckedDatum], positions: Tensor, rows_per_sequence: int | None) -> Tensor:
+    """Return positions on four axes: the index in the sequence, as ``positions`` has it, then time, row and column."""
+    axes = []
+    for datum in data:
+        images = [(image.first, image.rows, image.columns) for image in datum.images]
+        own = position_axes(len(datum.tokens), images)
+        rows = own.shape[1] if rows_per_sequence is None else rows_per_sequence
+        axes.append(np.pad(own, ((0, 0), (0, rows - own.shape[1]))))
+    joined = torch.from_numpy(np.concatenate(axes, 1)).view(3, *positions.shape)
+    return torch.cat([positions[None], joined])

@@ -35,6 +35,7 @@ from twinkle.model.trainer.engine import Computed
 from twinkle.model.trainer.packing import Budget, MicroBatch, cut, halves, plan, schedules
 from twinkle.model.trainer.request import Request, describe, ordered_sequences
 from twinkle.model.types import FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
+from twinkle.model.vision.feature_store import FeatureStore
 
 StepLimit = Callable[[], int | None]  # returns the most tokens of the next micro-batch; None: as many as fit
 
@@ -89,10 +90,13 @@ class TrainerCall:
         give_way: GiveWay | None = None,
         leaves_half: bool = True,
         trains_base: bool = False,
+        features: FeatureStore | None = None,
     ) -> None:
         """``trains_base``: requests train the weights of the model itself, and all of them are for the base model.
 
         Their gradients are not seen here: the caller adds those of requests that succeeded.
+
+        ``features``: those of images; None: images are refused.
 
         ``pipeline``: computes the micro-batches instead of ``engine``, several at once.
 
@@ -110,6 +114,7 @@ class TrainerCall:
         self._train = train
         self._parallel = parallel
         self._pipeline = pipeline
+        self._features = features
         self._requests: dict[int, Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
         self._begun: Counter[str] = Counter()  # requests of each adapter that passed their checks
@@ -206,16 +211,43 @@ class TrainerCall:
                 "logits": architecture.head.out_features,
                 "embeddings": architecture.head.in_features,
             }
-            checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest, columns=columns)
+            checked = check_item(
+                item,
+                vocab_size=architecture.vocab_size,
+                max_length=longest,
+                columns=columns,
+                vision=None if self._features is None else architecture.vision,
+            )
+            checked = self._with_patches(checked)
             self._check_logits(checked)
             dropout = None if adapter is None else self._draw(item, adapter)
             self._begun[item.adapter_id] += 1
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
-            evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
+            evaluation = None
+            if checked.objective is not None:
+                shared = self._parallel.ranks.size > 1
+                evaluation = Evaluation(checked.objective, len(checked.data), shared=shared)
             keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
             self._requests[index] = Request(checked, adapter, evaluation, keeps_values, dropout)
+
+    def _with_patches(self, item: CheckedItem) -> CheckedItem:
+        """Return a request with the patches of its images. An image that cannot be decoded fails its request here."""
+        features = self._features
+        if features is None or not any(datum.images for datum in item.data):
+            return item
+        data = [
+            dataclasses.replace(
+                datum,
+                images=tuple(
+                    features.decoded(image, f"data[{index}].images[{number}]")
+                    for number, image in enumerate(datum.images)
+                ),
+            )
+            for index, datum in enumerate(item.data)
+        ]
+        return dataclasses.replace(item, data=tuple(data))
 
     def _draw(self, item: TrainItem, adapter: Adapter) -> DropoutDraw | None:
         """Return what decides the dropout of a request; None if the request has none.

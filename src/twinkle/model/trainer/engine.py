@@ -31,6 +31,7 @@ from twinkle.model.trainer.batch import (
     harvest,
 )
 from twinkle.model.types import FloatArray
+from twinkle.model.vision.feature_store import FeatureStore
 
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ class Engine:
         self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
         self.model = model
         self.graphs: CapturedPasses | None = None  # captured passes, for batches of few rows
-        self._decoder = model.base_model
+        self.features: FeatureStore | None = None  # of images, in a model that sees
+        self._decoder = model.get_decoder() if hasattr(model.base_model, "language_model") else model.base_model
         self._stance = "default"
         self.token_rows = self.padding_rows = 0  # counted over all passes so far
 
@@ -117,11 +119,11 @@ class Engine:
 
     def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
         """Compute the head's values, no gradients. ``give_way`` is called between layers, and may run other passes."""
-        captured = None if self.graphs is None or give_way is not None else self.graphs.find(parts)
+        captured = None if give_way is not None else self._captured(parts)
         if captured is not None:
             return self._replay(parts, captured, train=False)
         with torch.no_grad():
-            batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
+            batch = self._batch(parts, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
             values = self._all_values(batch.blocks, hidden_TH, give_way)
         return Computed.from_values(batch.blocks, values)
@@ -132,10 +134,10 @@ class Engine:
         ``give_way`` is as for :meth:`forward`.
         """
         alone = not recompute and give_way is None
-        captured = self.graphs.find(parts) if self.graphs is not None and alone else None
+        captured = self._captured(parts) if alone else None
         if captured is not None:
             return self._replay(parts, captured, train=True)
-        batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute, give_way=give_way)
+        batch = self._batch(parts, train=True, recompute=recompute, give_way=give_way)
         with torch.compiler.set_stance(self._stance):  # includes the backward pass, which may recompute layers
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
@@ -147,6 +149,23 @@ class Engine:
         with torch.no_grad():
             gradients = harvest(batch.gradients, parts)
         return replace(computed, _gradients=gradients)
+
+    def _captured(self, parts: Sequence[Part]) -> CapturedPass | None:
+        """Return the captured pass for these parts; None if there is none, or there are images."""
+        if self.graphs is None or any(datum.images for part in parts for datum in part.data):
+            return None
+        return self.graphs.find(parts)
+
+    def _batch(self, parts: Sequence[Part], *, train: bool, recompute: bool, give_way: GiveWay | None) -> DeviceBatch:
+        return build_batch(
+            parts,
+            self.architecture,
+            self.device,
+            train=train,
+            recompute=recompute,
+            give_way=give_way,
+            features=self.features,
+        )
 
     @torch.no_grad()
     def _replay(self, parts: Sequence[Part], captured: CapturedPass, *, train: bool) -> Computed:
@@ -169,8 +188,12 @@ class Engine:
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
     ) -> Tensor:
         """Return the decoder's output for all rows, including rows of padding."""
+        given: dict[str, Tensor] = {"input_ids": input_ids}
+        if layer_batch.images is not None:
+            with torch.no_grad():
+                given = {"inputs_embeds": layer_batch.images.put(self._decoder.get_input_embeddings()(input_ids))}
         output = self._decoder(
-            input_ids=input_ids,
+            **given,
             position_ids=position_ids,
             attention_mask=attention_mask,
             use_cache=False,

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.images import ImageProcessing
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, WholeAdapters
 from twinkle.model.decoder.architecture import Architecture, read_architecture
@@ -21,10 +22,14 @@ from twinkle.model.trainer.pass_graphs import capture_passes
 from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
+from twinkle.model.vision.feature_store import FeatureStore
+from twinkle.model.vision.tower import Tower
 from twinkle.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_FEATURE_PART = 16  # at most 1 / 16 of the free memory is for the features of images
+_MOST_FEATURE_BYTES = 4 * 2**30
 _CAPTURED_SHARE = 1 / 8  # of the free memory: for the activations of captured passes, at most
 
 
@@ -56,6 +61,7 @@ class PreparedModel:
     has_budget: bool  # whether adapters must stay within the memory plan; else the host's memory limits them
     engine: Engine | None = None  # None: no sampler can run on this model
     pipeline: Pipeline | None = None  # what runs several micro-batches at once, instead of ``passes``
+    features: FeatureStore | None = None  # of images; None: the model reads text only
 
 
 def prepare_model(
@@ -68,8 +74,12 @@ def prepare_model(
     device_mesh: DeviceMesh | None,
     reshard_after_forward: bool,
     progress: Progress,
+    processing: ImageProcessing | None = None,
 ) -> PreparedModel:
-    """Prepare a model of Transformers. ``name``: that of the model, for the log. The rest is as for a Trainer."""
+    """Prepare a model of Transformers. ``name``: that of the model, for the log. The rest is as for a Trainer.
+
+    A sharded model reads text only: its embeddings are gathered for a pass alone.
+    """
     device: torch.device = model.device
     if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # the model is in host memory
         device = own_device(device_mesh.device_type, device_mesh)
@@ -92,6 +102,15 @@ def prepare_model(
         free_bytes = available_bytes(device, parallel.ranks.size) - gathered
     if memory_budget_bytes is not None:
         free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+    if architecture.vision is not None and not parallel.sharded:
+        feature_bytes = min(free_bytes // _FEATURE_PART, _MOST_FEATURE_BYTES)
+        free_bytes -= feature_bytes
+        engine.features = FeatureStore(
+            Tower(model, architecture.vision),
+            processing,
+            device_bytes=feature_bytes,
+            host_bytes=feature_bytes if device.type == "cpu" else _MOST_FEATURE_BYTES,
+        )
     progress.doing("the same pass with our layers")
     check_engine(engine, reference)
     if compiled:
@@ -121,6 +140,7 @@ def prepare_model(
         memory=memory,
         has_budget=memory_budget_bytes is not None or device.type != "cpu",
         engine=engine,
+        features=engine.features,
     )
 
 

@@ -22,6 +22,7 @@ from twinkle.loss import get_loss
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import TESTED_FAMILIES, Architecture
 from twinkle.model.decoder.attention import PACKED
+from twinkle.model.decoder.loading import set_attention
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
 from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
@@ -142,11 +143,11 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     if model.config.get_text_config()._attn_implementation != PACKED:
         yield
         return
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(PACKED)
+        set_attention(model, PACKED)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from twinkle.errors import (
 )
 from twinkle.hub.model_id import id_text
 from twinkle.hub.resolution import loadable_name
+from twinkle.images import ImageProcessing
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
@@ -82,6 +83,7 @@ class Trainer:
         compiled: bool = False,
         device_mesh: DeviceMesh | None = None,
         reshard_after_forward: bool = True,
+        processing: ImageProcessing | None = None,
     ) -> None:
         """Take over a loaded model: it is frozen and its linear layers are replaced.
 
@@ -95,6 +97,7 @@ class Trainer:
         mesh's dimension fsdp the base model is cut into shards.
         reshard_after_forward: free the gathered layers of a sharded base after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
+        processing: makes patches of image files, for a model that sees.
         """
         with Progress(f"preparing {model_id}") as progress:
             prepared = prepare_model(
@@ -106,6 +109,7 @@ class Trainer:
                 device_mesh=device_mesh,
                 reshard_after_forward=reshard_after_forward,
                 progress=progress,
+                processing=processing,
             )
         self._take_over(prepared, id_text(model_id), base_name)
 
@@ -131,6 +135,7 @@ class Trainer:
         self.memory: MemoryPlan = prepared.memory
         self._passes = prepared.passes
         self._pipeline = prepared.pipeline
+        self._features = prepared.features
         self._engine = prepared.engine
         self._parallel = prepared.parallel
         self._cuts = prepared.cuts
@@ -167,7 +172,8 @@ class Trainer:
             raise InvalidInputError("device", str(chosen), "cpu or cuda")
         sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
         place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
-        model = load_model(hub.resolve(model_id), read_dtype(dtype, chosen), place)
+        local = hub.resolve(model_id)
+        model = load_model(local, read_dtype(dtype, chosen), place)
         if place.type == "cuda":
             join_weights(model)  # before any pass is captured: it moves weights
         return cls(
@@ -179,6 +185,7 @@ class Trainer:
             compiled=compiled,
             device_mesh=device_mesh,
             reshard_after_forward=reshard_after_forward,
+            processing=ImageProcessing.from_folder(local.path),
         )
 
     @property
@@ -242,7 +249,8 @@ class Trainer:
     def numbers(self) -> TrainerNumbers:
         resident = len(self._pool.resident_ids())
         rows = self._passes.token_rows, self._passes.padding_rows
-        return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
+        images = (0, 0) if self._features is None else (self._features.computed, self._features.reused)
+        return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device), *images)
 
     def vocabulary_size(self) -> int:
         """Return how many token ids the model has."""
@@ -309,6 +317,7 @@ class Trainer:
             parallel=self._parallel,
             give_way=let_others_compute if interrupted else None,
             leaves_half=limit is not None,
+            features=self._features,
         )
         results = call.run(items) if limit is None else (yield from call.steps(items, limit))
         # Both may have been lowered: by this call, and by calls that ran in between.
@@ -558,6 +567,7 @@ class Trainer:
             train=train,
             parallel=self._parallel,
             pipeline=self._pipeline,
+            features=self._features,
         )
         results = call.run(items)
         self._budget = call.budget

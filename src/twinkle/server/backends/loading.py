@@ -79,7 +79,8 @@ class TrainerFacts:
     tokens: int
     memory: str
     device: str
-    shares: int = 1  # into how many parts the rows of a batch are divided: the number of data ranks
+    shares: int  # into how many parts the rows of a batch are divided: the number of data ranks
+    device_bytes: int  # memory for adapters on the device; 0 if that is host memory
 
     @classmethod
     def from_trainer(cls, trainer: "Trainer | FullTrainer") -> "TrainerFacts":
@@ -91,6 +92,7 @@ class TrainerFacts:
             str(memory),
             trainer.device.type,
             trainer.data_ranks.size,
+            0 if trainer.device.type == "cpu" else memory.adapters,
         )
 
 

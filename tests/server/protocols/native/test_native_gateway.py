@@ -151,7 +151,7 @@ def test_health_does_not_wait_for_training(own_server: Callable[..., Server]) ->
     waiting = threading.Thread(target=lambda: (tenant.result(future), done.set()))
     waiting.start()
     time.sleep(0.3)
-    assert httpx.get(f"{server.url}/api/v1/twinkle/healthz/deep", trust_env=False, timeout=2).status_code == 200
+    assert httpx.get(f"{server.url}/api/v1/twinkle/healthz/deep", trust_env=False, timeout=30).status_code == 200
     assert not done.is_set()
     waiting.join()
 

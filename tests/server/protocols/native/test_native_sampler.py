@@ -423,7 +423,7 @@ def waiting(server: Server) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -495,7 +495,7 @@ def numbers(server: Server) -> tuple[int, int]:
     return status["waiting_samples"], status["sampled_tokens"]
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

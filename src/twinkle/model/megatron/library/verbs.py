@@ -296,10 +296,8 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
 
     def _weights_of_files(self) -> dict[str, CutWeight]:
         """Return the weights of the model without adapters, by the names that the model's files have."""
-        local, fused = hub.resolve(self.model_id), False
-        if local.random_seed is None:
-            with CheckpointFiles(local.path) as files:
-                fused = any(name.endswith(".experts.gate_up_proj") for name in files.names())
+        local = hub.resolve(self.model_id)
+        fused = local.random_seed is None and CheckpointFiles(local.path).fused_experts
         return cut_weights(self._own_stage().pieces(fused_experts=fused), self._ranks)
 
     def _own_stage(self) -> Stage:

@@ -51,7 +51,7 @@ def load_group(served: ServedModelConfig, processes: Sequence[RankProcess]) -> S
             ray.kill(rank)
         raise
     watch = GroupWatch(mesh, StepClock(args.group_timeout_factor, args.group_timeout_seconds))
-    return served_model(served, TrainerGroup(ranks, watch), facts)
+    return served_model(served, TrainerGroup(ranks, watch, facts.device_bytes), facts)
 
 
 class GroupLaunch:

@@ -8,12 +8,14 @@ call: then this process ends too, Serve replaces it, and journal and snapshots b
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from twinkle.model.types import (
     EMPTY,
     AdapterSnapshot,
+    LoraSpec,
     TrainerNumbers,
     TrainFailure,
     TrainingSpec,
@@ -33,6 +35,14 @@ _COMPARED = frozenset({"create_adapter", "optim_step", "optimizer_step", "gradie
 _STEPS = frozenset({"optim_step", "optimizer_step"})
 
 
+_MOST_PRICES = 4096  # adapters of different shapes whose price is known at a time
+
+
+def _shape(spec: TrainingSpec) -> str:
+    """Return a spec as text, without its seed, which does not change how large an adapter is."""
+    return repr(replace(spec, seed=None) if isinstance(spec, LoraSpec) else spec)
+
+
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
     """Return a method of the group that calls the trainer's method of the same name on all ranks."""
 
@@ -49,20 +59,24 @@ class TrainerGroup(TrainingBackend):
     Ranks with the same data rank hold the cuts of one copy of the model, and get the same rows.
     """
 
-    def __init__(self, ranks: Sequence[Any], watch: GroupWatch) -> None:
+    def __init__(self, ranks: Sequence[Any], watch: GroupWatch, device_bytes: int = 0) -> None:
+        """``device_bytes``: the memory of each rank's device for adapters; 0 if that is host memory."""
         self._ranks = tuple(ranks)
         self._watch = watch
+        self._device_bytes = device_bytes
         self._rows = 0
-        self._adapters: dict[str, None] = {}  # kept here, because any thread may ask while the ranks are busy
+        # Both are kept here, because any thread may ask while the ranks are busy.
+        self._adapters: dict[str, int] = {}  # the most bytes of host memory that each takes in one rank
+        self._prices: dict[str, int] = {}  # the same by spec
 
     def check_adapter(self, spec: TrainingSpec) -> None:
         """Check a spec on the first rank only. This changes nothing, so the other ranks may be in a call meanwhile."""
-        call = self._ranks[0].call.remote("check_adapter", (spec,), {}, sends=True, compares=False)
-        self._watch.result_of_first(Work("check_adapter"), call)
+        self._ask_first("check_adapter", spec)
+        self._price(spec)
 
     def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> TrainingSpec:
         made: TrainingSpec = self._all("create_adapter", adapter_id, spec)
-        self._adapters[adapter_id] = None
+        self._adapters[adapter_id] = self._price(made)
         return made
 
     def remove_adapter(self, adapter_id: str) -> None:
@@ -73,11 +87,16 @@ class TrainerGroup(TrainingBackend):
         return list(self._adapters)
 
     def host_bytes(self) -> int:
-        """Return 0: no adapter is in this process."""
-        return 0
+        """Return the bytes of host memory that adapters take in all ranks: what does not fit onto their devices."""
+        in_one = sum(self._adapters.copy().values())
+        return max(0, in_one - self._device_bytes) * len(self._ranks)
 
     def host_bytes_of(self, spec: TrainingSpec) -> int:
-        return 0
+        """Return the most bytes that an adapter takes in all ranks, each of which has its cut of it.
+
+        0 for a spec that was never checked: the ranks know the price, and may be busy.
+        """
+        return self._prices.get(_shape(spec), 0) * len(self._ranks)
 
     def numbers(self) -> TrainerNumbers:
         """Return the numbers that this process knows without asking the ranks; the others are 0."""
@@ -103,7 +122,7 @@ class TrainerGroup(TrainingBackend):
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         self._all("restore", adapter_id, snapshot)
-        self._adapters[adapter_id] = None
+        self._adapters[adapter_id] = self._price(snapshot.spec)
 
     def prepare_save(
         self,
@@ -115,6 +134,22 @@ class TrainerGroup(TrainingBackend):
         """Copy the adapter's state to this process, and return a function that writes it from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
         return functools.partial(write, companions=companions)
+
+    def _price(self, spec: TrainingSpec) -> int:
+        """Return the bytes of host memory that an adapter of this shape takes in a rank. The first rank is asked once.
+
+        All ranks have the same price: that of the largest cut.
+        """
+        shape = _shape(spec)
+        if shape not in self._prices:
+            if len(self._prices) >= _MOST_PRICES:
+                self._prices.clear()
+            self._prices[shape] = self._ask_first("host_bytes_of", spec)
+        return self._prices[shape]
+
+    def _ask_first(self, method: str, spec: TrainingSpec) -> Any:
+        call = self._ranks[0].call.remote(method, (spec,), {}, sends=True, compares=False)
+        return self._watch.result_of_first(Work(method), call)
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
         """Call a method on all ranks, and return the result of the first, which is the only one that is sent."""

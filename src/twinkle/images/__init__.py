@@ -1,0 +1,7 @@
+"""Images in requests: reading them safely, preparing them for a model, and the positions of their tokens."""
+
+from twinkle.images.decoding import EncodedImage, ImageLimits, read_image
+from twinkle.images.positions import position_axes
+from twinkle.images.processing import ImageProcessing, ImageSize
+
+__all__ = ["EncodedImage", "ImageLimits", "ImageProcessing", "ImageSize", "position_axes", "read_image"]

@@ -1,0 +1,95 @@
+"""Reads PNG and JPEG images of strangers.
+
+The header says how large an image is. It is checked before a pixel is decoded, so that a small file cannot fill the
+memory. Only the decoder of the named format runs, and nothing here opens a path or a URL.
+"""
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twinkle.errors import InvalidInputError
+from twinkle.extras import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
+_FORMATS = {"png": "PNG", "jpeg": "JPEG"}
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """The bytes of an image file, and its format: png or jpeg."""
+
+    data: bytes
+    format: str
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """The largest image that is decoded: the bytes of its file, and the pixels that it has when it is decoded."""
+
+    file_bytes: int = 20 * 2**20
+    pixels: int = 32 * 2**20
+
+
+_LIMITS = ImageLimits()
+
+
+def read_size(encoded: EncodedImage, field: str = "image", limits: ImageLimits = _LIMITS) -> tuple[int, int]:
+    """Return (height, width) of an image without decoding its pixels. Raises as :func:`read_image` does."""
+    with _opened(encoded, field, limits) as image:
+        return image.height, image.width
+
+
+def read_image(encoded: EncodedImage, field: str = "image", limits: ImageLimits = _LIMITS) -> "PillowImage":
+    """Return the image in RGB. Transparency is ignored, and of an animation the first picture counts.
+
+    The EXIF tag that asks to turn the image is not heeded: clients count tokens on the stored pixels. Raises
+    InvalidInputError, with ``field`` as the name, for what is no image of its format, or is too large.
+    """
+    with _opened(encoded, field, limits) as image:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of odd metadata, which does not matter here
+                image.load()
+                return _as_rgb(image)
+        except (OSError, SyntaxError, ValueError, EOFError, MemoryError, OverflowError) as error:
+            raise _damaged(field, encoded, error) from error
+
+
+def _opened(encoded: EncodedImage, field: str, limits: ImageLimits) -> "PillowImage":
+    require("PIL", "an image")
+    from PIL import Image
+
+    if not isinstance(encoded.data, bytes) or not encoded.data:
+        raise InvalidInputError(f"{field}.data", encoded.data, "the bytes of an image file")
+    if encoded.format not in _FORMATS:
+        raise InvalidInputError(f"{field}.format", encoded.format, " or ".join(_FORMATS))
+    if len(encoded.data) > limits.file_bytes:
+        raise InvalidInputError(f"{field}.data", f"{len(encoded.data)} bytes", f"at most {limits.file_bytes} bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own limit warns; ours refuses
+            image = Image.open(io.BytesIO(encoded.data), formats=[_FORMATS[encoded.format]])
+    except Image.DecompressionBombError as error:
+        raise InvalidInputError(f"{field}.data", str(error)[:100], f"at most {limits.pixels} pixels") from error
+    except (OSError, SyntaxError, ValueError, EOFError, OverflowError) as error:
+        raise _damaged(field, encoded, error) from error
+    if image.width * image.height > limits.pixels:
+        size = f"{image.width} × {image.height} pixels"
+        raise InvalidInputError(f"{field}.data", size, f"at most {limits.pixels} pixels")
+    return image
+
+
+def _as_rgb(image: "PillowImage") -> "PillowImage":
+    if image.mode.startswith("I"):  # 16 bits of grey: Pillow's own conversion would cut off bright values
+        image = image.convert("I").point(lambda value: value / 257).convert("L")
+    return image.convert("RGB")
+
+
+def _damaged(field: str, encoded: EncodedImage, error: Exception) -> InvalidInputError:
+    begins = encoded.data[:8].hex(" ")
+    given = f"{len(encoded.data)} bytes that begin with {begins} ({type(error).__name__})"
+    return InvalidInputError(f"{field}.data", given, f"a whole {encoded.format} file")

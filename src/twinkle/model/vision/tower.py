@@ -1,0 +1,50 @@
+"""Runs the vision tower of a model, which no adapter changes: the features of an image are constants."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twinkle.model.types import FloatArray, VisionSpec
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """What the decoder gets for an image of n tokens: (n, H) instead of embeddings, and what DeepStack adds later."""
+
+    embeddings_nH: Tensor
+    added: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.embeddings_nH, *self.added))
+
+    def to(self, device: torch.device) -> "ImageFeatures":
+        return ImageFeatures(self.embeddings_nH.to(device), tuple(each.to(device) for each in self.added))
+
+
+class Tower:
+    """The vision tower of a model."""
+
+    def __init__(self, model: PreTrainedModel, spec: VisionSpec) -> None:
+        self._model: Any = model.base_model
+        self._merge = spec.merge
+        self.device: torch.device = self._model.visual.device
+
+    @torch.no_grad()
+    def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
+        """Compute the features of images together. Each is its patches, and its (rows, columns) in tokens."""
+        patches = torch.from_numpy(np.concatenate([patches for patches, _ in images])).to(self.device)
+        grids = [(1, rows * self._merge, columns * self._merge) for _, (rows, columns) in images]
+        seen = self._model.get_image_features(patches, torch.tensor(grids, device=self.device), return_dict=True)
+        layers = getattr(seen, "deepstack_features", None) or ()
+        added = zip(*layers, strict=True) if layers else (() for _ in images)
+        # Copies: views of one image would keep the memory of all images that were computed with it.
+        return [
+            ImageFeatures(each.clone(), tuple(layer.clone() for layer in more))
+            for each, more in zip(seen.pooler_output, added, strict=True)
+        ]
