@@ -23,7 +23,8 @@ pytestmark = pytest.mark.ray
 
 POISON = 13_131
 RANK_POISON = 199  # a token that the small model has, and no other row
-SECONDS = 240.0  # Serve needs a while to replace a replica
+SECONDS = 600.0  # Serve needs a while to replace a replica, and a group to load
+START_SECONDS = 900.0
 
 
 @pytest.fixture
@@ -49,7 +50,11 @@ def group(tmp_path: Path) -> Iterator[Server]:
         {"name": "server", "import_path": "server", "deployments": light},
         {"name": "model", "import_path": "model", "args": args, "deployments": light},
     ]
-    running = Server(tmp_path, {"runtime": "ray", "applications": applications}, rank_poison=RANK_POISON).start()
+    running = Server(tmp_path, {"runtime": "ray", "applications": applications}, rank_poison=RANK_POISON).spawn()
+    deadline = time.monotonic() + START_SECONDS
+    while not running.is_healthy():
+        assert time.monotonic() < deadline, running.log()
+        time.sleep(0.5)
     yield running
     running.close()
 
