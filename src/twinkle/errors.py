@@ -165,7 +165,7 @@ class RankFailedError(TwinkleError, RuntimeError):
 
     def __init__(self, failure: str) -> None:
         """``failure``: the number of the process that failed first, and its error."""
-        super().__init__(f"{failure}\n(all processes of the group stop; start them again)")
+        super().__init__(f"{failure}\n(no process of the group can continue)")
 
 
 class WorkerDiedError(TwinkleError, RuntimeError):

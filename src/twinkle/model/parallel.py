@@ -151,6 +151,7 @@ class ProcessRanks:
 # Whatever refers to process groups: a connection is closed when nothing refers to its group any more.
 _in_use: WeakSet[ProcessRanks] = WeakSet()
 _forget_groups: list[Callable[[], None]] = []
+_failures_with_nccl: list[str] = []  # after one, this process does not leave its groups: that would wait for others
 
 
 def when_groups_end(forget: Callable[[], None]) -> None:
@@ -190,7 +191,9 @@ def _end_groups(error: Exception) -> str:
         pass  # the process that holds the store has ended
     for ranks in list(_in_use):
         ranks.leave(failure)
-    if "nccl" not in str(dist.get_backend_config()):  # which would wait for operations that the others do not finish
+    if "nccl" in str(dist.get_backend_config()):
+        _failures_with_nccl.append(failure)
+    else:
         for forget in _forget_groups:
             forget()
         traceback.clear_frames(error.__traceback__)  # variables of functions that have ended refer to groups, too
@@ -352,5 +355,5 @@ def join_processes(device: torch.device, size: int) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
+    if dist.is_initialized() and not _failures_with_nccl:
         dist.destroy_process_group()

@@ -119,7 +119,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """What a model that sees wants of images.
+    """What a vision model wants of images.
 
     ``image_token``: the token that stands for a part of an image. ``patch_width``: how many numbers a patch has.
     ``merge``: a token stands for merge × merge patches.

@@ -223,6 +223,7 @@ def test_a_folder_loads_with_its_image_processor(family: str, tmp_path) -> None:
 def test_a_vision_model_whose_images_we_do_not_place_loads_for_text(tmp_path) -> None:
     model = seeing_model("qwen2_vl")
     model.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")  # of a processor that we do not know, and do not need
     trainer = Trainer.from_pretrained(tmp_path, device="cpu", dtype="fp32")
     trainer.create_adapter("a", LoraSpec(4, seed=1))
     datum = random_datum(model.get_decoder(), "cross_entropy", 19, seed=0)

@@ -56,5 +56,5 @@ def test_a_group_of_four_processes_survives_chaos(tmp_path: Path) -> None:
     print(f"\n{KILLS} kills of a group of {args['backend']}, seed {SEED}")
     init_tinker_client()
     log = run_chaos(Group(args), tmp_path, KILLS, SEED)
-    assert "s: a rank hangs" in log
+    assert "s, so a rank hangs: " in log
     assert "differently from rank" in log

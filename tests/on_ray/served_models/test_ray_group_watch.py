@@ -159,7 +159,7 @@ def test_a_rank_that_died_is_named_and_not_those_that_lost_it(asked):
 
 
 def test_a_rank_that_hangs_is_found_by_the_times_of_earlier_calls(asked, scripted, caplog):
-    hung = r"^no answer to step from rank 3 \(dp 1, tp 1\) for {} s: a rank hangs$"
+    hung = r"^no answer to step from rank 3 \(dp 1, tp 1\) for {} s, so a rank hangs: "
     with pytest.raises(Ended, match=hung.format(601)):
         asked("a", "a", "a", ("a", inf))  # a first call
     for _ in range(3):

@@ -506,3 +506,30 @@ def test_nobody_waits_for_a_step_that_a_failed_pass_does_not_have(monkeypatch: p
 
     asyncio.run(main())
     assert not waited
+
+
+def test_no_work_is_accepted_after_the_end() -> None:
+    async def main() -> None:
+        compute = Compute()
+        compute.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await compute.run(lambda: None)
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_the_thread_itself_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> int:
+        compute = Compute()
+        monkeypatch.setattr(compute, "_end", lambda *_arguments, **_options: 1 // 0)
+        lost = asyncio.create_task(compute.run(lambda: 1))
+        await asyncio.sleep(0)
+        while compute._lanes[Lane.TRAINING]:
+            await asyncio.sleep(0.001)
+        monkeypatch.undo()
+        result = await compute.run(lambda: 2)
+        lost.cancel()
+        compute.close()
+        return result
+
+    assert asyncio.run(main()) == 2

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.model.types import Datum, LoraSpec, TokenValues, TrainFailure, TrainItem, TrainResult
 from twinkle.server.runtime.ray.actors.answers import fingerprint
 from twinkle.server.runtime.ray.actors.step_clock import StepClock, Work
@@ -56,12 +56,13 @@ def result(*logprobs: float, loss: float = 1.0) -> TrainResult:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ([result(-1.0, -2.0)], [result(-1.0, np.nextafter(np.float32(-2.0), np.float32(0.0)))]),
+        ([result(-1.0, -2.0)], [result(-1.0, -2.00001)]),
+        ([result(-1.0, -2.0)], [result(-2.0, -1.0)]),
+        ([result(-1.0)], [result(math.nan)]),
         ([result(-1.0)], [result(-1.0, -1.0)]),
-        ([result(0.0)], [result(-0.0)]),
         ([result(-1.0)], [result(-1.0, loss=1.0001)]),
         ([result(-1.0)], [TrainFailure(InvalidInputError("a", 1, "2"))]),
-        ([TrainFailure(InvalidInputError("a", 1, "2"))], [TrainFailure(InvalidInputError("a", 1, "3"))]),
+        ([TrainFailure(InvalidInputError("a", 1, "2"))], [TrainFailure(CapacityError("a"))]),
         ({"grad_norm:last": 1.0}, {"grad_norm:last": math.nan}),
         ({"grad_norm:last": 1.0}, {"no_gradient:max": 1.0}),
         (LoraSpec(8, seed=1), LoraSpec(8, seed=2)),
@@ -77,6 +78,13 @@ def test_different_results_have_different_fingerprints(one, other):
 def test_the_order_of_metrics_and_the_last_bits_of_floats_do_not_count():
     one = {"grad_norm:last": 1.0, "lr:last": math.nan}
     other = {"lr:last": math.nan, "grad_norm:last": 1.0 + 1e-9}
+    assert fingerprint(one).equals(fingerprint(other))
+    almost = np.nextafter(np.float32(-2.0), np.float32(0.0))
+    assert fingerprint([result(-1.0, -2.0)]).equals(fingerprint([result(-1.0, almost)]))
+
+
+def test_texts_of_errors_do_not_count():
+    one, other = (TrainFailure(InvalidInputError("a", value, "2")) for value in (1, 3))
     assert fingerprint(one).equals(fingerprint(other))
 
 

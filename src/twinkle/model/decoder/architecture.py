@@ -25,7 +25,7 @@ TESTED_FAMILIES = frozenset(
 )
 
 # Families whose images we place. Others with a vision tower are trained and sampled on text alone.
-SEEING_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5"})
+VISION_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5"})
 
 # Module names of attention (or other token mixing) and of feed-forward blocks. Of linear layers outside both, only
 # the head may get LoRA.
@@ -94,14 +94,14 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
         vocab_size=min(head.out_features, model.get_input_embeddings().weight.shape[0]),
         max_length=_max_length(config),
         length_class=_length_class(config),
-        vision=_vision(model),
+        vision=read_vision(model),
     )
 
 
-def _vision(model: PreTrainedModel) -> VisionSpec | None:
+def read_vision(model: PreTrainedModel) -> VisionSpec | None:
     """Return what a model wants of images; None if it reads text only, or its images cannot be placed."""
     config = model.config
-    if config.model_type not in SEEING_FAMILIES or getattr(model.base_model, "visual", None) is None:
+    if config.model_type not in VISION_FAMILIES or getattr(model.base_model, "visual", None) is None:
         return None
     seen = config.vision_config
     channels = getattr(seen, "in_channels", None) or seen.in_chans  # the name depends on the family

@@ -129,7 +129,7 @@ class _MappedFile:
             self._start = 8 + int.from_bytes(self._map[:8], "little")
             self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
             ends = [each["data_offsets"][1] for name, each in self._header.items() if name != _METADATA]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
         if self._start + max(ends, default=0) > len(self._map):
             raise CheckpointError(f"{path}: the file ends before its last tensor; it was not copied as a whole")

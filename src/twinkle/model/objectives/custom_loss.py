@@ -66,6 +66,8 @@ class Evaluation:
             return
         try:
             value = self._objective(values)
+        except torch.OutOfMemoryError:
+            raise  # nobody's mistake: the batch may be tried again in smaller pieces
         except self._caught as error:
             self.error = error if isinstance(error, TwinkleError) else _mistake(error)
             return

@@ -108,7 +108,7 @@ class Engine:
         self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
         self.model = model
         self.graphs: CapturedPasses | None = None  # captured passes, for batches of few rows
-        self.features: FeatureStore | None = None  # of images, in a model that sees
+        self.features: FeatureStore | None = None  # of images, in a vision model
         self._decoder = model.get_decoder() if hasattr(model.base_model, "language_model") else model.base_model
         self._stance = "default"
         self.token_rows = self.padding_rows = 0  # counted over all passes so far

@@ -41,6 +41,7 @@ from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.adapters.optimizer import OPTIMIZERS, adam_step, cut_norm, optimizer_step
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.adapters.residency import AdapterPool
+from twinkle.model.decoder.architecture import read_vision
 from twinkle.model.decoder.joined import join_weights
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
@@ -97,7 +98,7 @@ class Trainer:
         mesh's dimension fsdp the base model is cut into shards.
         reshard_after_forward: free the gathered layers of a sharded base after the forward pass, and gather them again
         for the backward pass, instead of holding them in between.
-        processing: makes patches of image files, for a model that sees.
+        processing: makes patches of image files, for a vision model.
         """
         with Progress(f"preparing {model_id}") as progress:
             prepared = prepare_model(
@@ -185,7 +186,7 @@ class Trainer:
             compiled=compiled,
             device_mesh=device_mesh,
             reshard_after_forward=reshard_after_forward,
-            processing=ImageProcessing.from_folder(local.path),
+            processing=ImageProcessing.from_folder(local.path) if read_vision(model) is not None else None,
         )
 
     @property

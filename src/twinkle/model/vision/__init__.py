@@ -1,1 +1,1 @@
-"""Models that see: the vision tower, which is frozen, and the features that it makes of images."""
+"""Vision models: the vision tower, which is frozen, and the features that it makes of images."""

@@ -6,6 +6,7 @@ fails an assertion; otherwise the marks have no effect.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from twinkle.server.config.applications import DEFAULT_SAMPLING_SHARE
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+logger = logging.getLogger(__name__)
 
 _SOON = 0.02  # seconds to wait for announced work: the event loop needs less to send it
 _SHORTEST_TURN = 0.001  # seconds; turns of a sampler that makes no progress count, too, or training would never run
@@ -133,6 +136,8 @@ class Compute:
         thread then waits a moment for that work, and runs it in the same turn. ``repeats`` is called with the result,
         too: while it returns True, the work runs again, as a further turn; the last result is returned.
         """
+        if self._closing:
+            raise RuntimeError("the compute thread is closed")
         done: Future[T] = Future()
         self._lanes[lane].append(_Piece(work, done, shares, follows, repeats, self._clock()))
         self._work_came.set()
@@ -236,7 +241,10 @@ class Compute:
                 continue
             self._stepped_last = lane is Lane.STEPS
             self._counted_until = self._clock()
-            self._run_next(lane)
+            try:
+                self._run_next(lane)
+            except Exception:  # an edge: pieces report their own errors, so this is a fault in counting their time
+                logger.exception("the compute thread failed beside a piece of work, and continues")
 
     def _next_lane(self) -> Lane | None:
         """Return the lane whose turn it is; None if there is no work."""

@@ -108,8 +108,8 @@ class ModelArgs(Section):
     """Layout of the devices; the embedded runtime has one device. Transformers has `dp_size` and `fsdp_size`, Megatron
     `dp_size`, `tp_size`, `pp_size`, `ep_size` and `sequence_parallel`."""
     group_timeout_seconds: float = Field(default=60.0, gt=0)
-    """For a model of several processes: seconds that these have for a step at least. If one of them does not answer in
-    time, it counts as hung, and the whole group is started again. The first three steps of a kind have ten times as
+    """For a model of several processes: the shortest time limit of a step, in seconds. If one of them does not answer
+    in time, it counts as hung, and the whole group is started again. The first three steps of a kind have ten times as
     long. No effect with one process."""
     group_timeout_factor: float = Field(default=10.0, ge=2)
     """For a model of several processes: a step may take this many times as long as the median of earlier steps of its

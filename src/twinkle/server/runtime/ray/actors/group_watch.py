@@ -1,4 +1,4 @@
-"""What the answers of a group's ranks mean: a group is one thing, and ends as one.
+"""What the answers of a group's ranks mean. A group fails and restarts as a whole.
 
 If a rank dies, hangs, fails alone, or answers something else than the others, the ranks are no longer in the same
 state, and nothing that they answer can be trusted. Then the replica's process ends. Ray kills the actors of a process
@@ -23,7 +23,7 @@ from twinkle.server.runtime.ray.replica import Failure, end_process
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 10.0  # after a failure of one rank, for the others to fail in the same way
+_GRACE_SECONDS = 60.0  # after a failure of one rank, for the others to fail in the same way
 _BROKEN_SECONDS = 5.0  # after a rank lost the others, to learn which of them has died
 _SLICE_SECONDS = 1.0  # how often a wait looks at the clock
 
@@ -90,14 +90,18 @@ class GroupWatch:
             if waiting and waited > allowed / 2 and not warned and not failures:
                 warned = True
                 logger.warning(
-                    "%s: no answer from %s for %.0f s; after %.0f s the group ends and comes back",
+                    "%s: no answer from %s for %.0f s; after %.0f s the group ends and is started again "
+                    "(group_timeout_seconds and group_timeout_factor decide)",
                     *(work.kind, self._names(waiting.values()), waited, allowed),
                 )
         if not failures and not waiting:
             return answers
         if not failures:
             silent = self._names(waiting.values())
-            end_process(f"no answer to {work.kind} from {silent} for {waited:.0f} s: a rank hangs")
+            end_process(
+                f"no answer to {work.kind} from {silent} for {waited:.0f} s, so a rank hangs: {allowed:.0f} s are "
+                "allowed (group_timeout_seconds and group_timeout_factor decide)"
+            )
         # The first that failed; one that lost the others is not the cause.
         rank, failure = min(failures.items(), key=lambda one: isinstance(one[1], BrokenGroup))
         if len(failures) < len(calls) and not isinstance(failure, BrokenGroup):
