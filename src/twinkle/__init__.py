@@ -151,6 +151,7 @@ _MODULES = (
     "dataset",
     "framework_util",
     "hub",
+    "images",
     "infra",
     "kernel",
     "loss",

@@ -316,8 +316,9 @@ _NAMES: Table = {
     **_absent(
         "twinkle_client",
         "AdapterExistsError AdapterNotFoundError CapacityError CheckpointError DataError DownloadError "
-        "InvalidInputError MissingDependencyError NoOptimizerStateError NonFiniteError ResourcesError StreamError "
-        "TwinkleError UnknownNameError UnsupportedError UploadError UserError WorkerDiedError WorkerTimeoutError",
+        "InvalidInputError MissingDependencyError NoOptimizerStateError NonFiniteError RankFailedError "
+        "ResourcesError StreamError TwinkleError UnknownNameError UnsupportedError UploadError UserError "
+        "WorkerDiedError WorkerTimeoutError",
         _ERRORS,
     ),
     **_absent(

@@ -145,7 +145,7 @@ def test_an_error_of_some_ranks_ends_the_group_and_others_do_not_wait_for_their_
     before = scripted.now
     with pytest.raises(Ended, match=r"^rank 0 .* failed in step, and rank 1 .*, rank 3 .* did not: no$"):
         asked(FAILED, ("a", inf), FAILED, "a")
-    assert scripted.now - before < 15
+    assert scripted.now - before < 70
 
 
 def test_a_rank_that_died_is_named_and_not_those_that_lost_it(asked):

@@ -37,8 +37,9 @@ def gateway(tmp_path: Path, active: Callable[[], Awaitable[int]]) -> SimpleNames
     """Return a gateway without models."""
     sessions = SimpleNamespace(active=active)
     store = SimpleNamespace(sessions=sessions, sampling_sessions=sessions)
+    config = SimpleNamespace(served_models=())
     return SimpleNamespace(
-        started_at=0.0, services={}, store=store, files=DataDir(tmp_path), budgets=[], tenants=Tenants()
+        started_at=0.0, services={}, config=config, store=store, files=DataDir(tmp_path), budgets=[], tenants=Tenants()
     )
 
 
