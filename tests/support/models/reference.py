@@ -145,7 +145,7 @@ def target_logprobs(model: torch.nn.Module, datum: Datum) -> Tensor:
 
 
 def _seen(datum: Datum) -> dict[str, Tensor]:
-    """Return the further arguments of a model that sees, whose tokens of images have 2 × 2 patches."""
+    """Return the further arguments of a vision model, whose tokens of images have 2 × 2 patches."""
     if not datum.images:
         return {}
     types = np.zeros(len(datum.tokens), np.int64)

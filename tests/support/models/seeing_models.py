@@ -1,4 +1,4 @@
-"""Tiny random models that see, one for each family, and pictures for them."""
+"""Tiny random vision models, one for each family, and pictures for them."""
 
 import hashlib
 import io

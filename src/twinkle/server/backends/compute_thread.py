@@ -6,7 +6,6 @@ fails an assertion; otherwise the marks have no effect.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -23,8 +22,6 @@ from twinkle.server.config.applications import DEFAULT_SAMPLING_SHARE
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-logger = logging.getLogger(__name__)
 
 _SOON = 0.02  # seconds to wait for announced work: the event loop needs less to send it
 _SHORTEST_TURN = 0.001  # seconds; turns of a sampler that makes no progress count, too, or training would never run
@@ -241,10 +238,7 @@ class Compute:
                 continue
             self._stepped_last = lane is Lane.STEPS
             self._counted_until = self._clock()
-            try:
-                self._run_next(lane)
-            except Exception:  # an edge: pieces report their own errors, so this is a fault in counting their time
-                logger.exception("the compute thread failed beside a piece of work, and continues")
+            self._run_next(lane)
 
     def _next_lane(self) -> Lane | None:
         """Return the lane whose turn it is; None if there is no work."""
@@ -264,14 +258,15 @@ class Compute:
         self._sampling = lane is Lane.SAMPLING
         self._turn_began = started if self._sampling and not within else None
         try:
-            result = piece.work()
-            repeats = piece.repeats(result) and not self._closing
-            following = None if repeats else piece.follows(result)
+            try:
+                result = piece.work()
+                repeats = piece.repeats(result) and not self._closing
+                following = None if repeats else piece.follows(result)
+            finally:
+                self._end(lane, started, within=within)
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
-            self._end(lane, started, within=within)
             piece.done.set_exception(error)
             return piece.shares
-        self._end(lane, started, within=within)
         if repeats:
             piece.submitted_at = self._clock()
             self._lanes[lane].append(piece)
