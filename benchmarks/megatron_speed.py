@@ -1,9 +1,9 @@
 """Training many tenants in one process with the Megatron backend, compared with our Transformers backend.
 
-Both trainers are in one process and take turns, step by step, with the same tenants and the same sequences. A step is
-one fused forward and backward pass of all tenants, and an AdamW step of each. Each pair is measured with eager layers,
-then with compiled ones. Before the timing, the losses and gradients of the two are compared. Times are medians after a
-warm-up.
+Both trainers run in one process, one after the other, with the same tenants and the same sequences. Each has the whole
+device, so that neither has to divide its batch. A step is one fused forward and backward pass of all tenants, and an
+AdamW step of each. Each pair is measured with eager layers, then with compiled ones. The losses and gradients of their
+first passes are compared. Times are medians after a warm-up.
 
     python benchmarks/megatron_speed.py --json build/bench/megatron_speed.json
     python benchmarks/megatron_speed.py --model random://llama-tiny --tenants 2 --len 16 --repeats 2 --no-compiled
@@ -12,19 +12,21 @@ warm-up.
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from one_gpu import machine
 
 from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.model.megatron.trainer import load_trainer
+from twinkle.model.types import FloatArray
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 # The largest ‖difference‖ / ‖gradient‖ of a tenant, and the largest relative difference of a loss. In bf16 both round
@@ -32,6 +34,7 @@ ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 GRADIENT_BOUND = {"fp32": 1e-4, "bf16": 0.1}
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 5e-3}
 GIB = 2**30
+WARM_UPS = 2  # steps
 
 
 def main() -> None:
@@ -46,7 +49,7 @@ def main() -> None:
         release_memory()
     report = {
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "machine": machine(args),
+        "machine": machine(args.device) | {"megatron-core": version("megatron-core")},
         "tokens": tokens,
         "rows": rows,
         "megatron_over_transformers": {
@@ -82,49 +85,49 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_pair(args: argparse.Namespace, tokens: int, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Return the rows of both trainers, which take turns."""
+    """Return the rows of both trainers. Each has the whole device: one is freed before the other is loaded."""
     kind = "compiled" if compiled else "eager"
-    options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "compiled": compiled}
-    if is_cuda(args):  # each gets the same share of the GPU
-        options["memory_budget_bytes"] = int(0.45 * torch.cuda.mem_get_info()[0])
-    trainers: dict[str, Trainer] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    results: list[Results] = []
     for name, load in (("transformers", Trainer.from_pretrained), ("megatron", load_trainer)):
         started = time.perf_counter()
-        trainers[f"{name} {kind}"] = load(args.model, **options)
-        print(f"{name} {kind}: start-up {time.perf_counter() - started:.1f} s", flush=True)
-    items = make_items(args, next(iter(trainers.values())))
-    for trainer in trainers.values():
+        trainer = load(args.model, device=args.device, dtype=args.dtype, compiled=compiled)
+        print(f"{name} {kind}: start-up {time.perf_counter() - started:.1f} s; {trainer.memory}", flush=True)
+        items = make_items(args, trainer)
         for number in range(args.tenants):  # with B = 0 the gradients of A would be 0
             trainer.create_adapter(f"t{number}", LoraSpec(args.rank, seed=number, init_weights=False))
-    compare(args, trainers, items)
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    passes: dict[str, list[float]] = {name: [] for name in trainers}
-    peaks = dict.fromkeys(trainers, 0)
-    for number in range(args.repeats + 2):
-        for name, trainer in trainers.items():
-            synchronize(args)
-            if is_cuda(args):
-                torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
-            run(trainer, items)
-            synchronize(args)
-            passed = time.perf_counter()
-            for tenant in range(args.tenants):
-                trainer.optim_step(f"t{tenant}", ADAM)
-            synchronize(args)
-            if number >= 2:  # after a warm-up
-                seconds[name].append(time.perf_counter() - started)
-                passes[name].append(passed - started)
-                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() if is_cuda(args) else 0)
+        results.append(results_of(trainer, items))
+        rows[f"{name} {kind}"] = measure(args, trainer, items, tokens)
+        del trainer
+        release_memory()
+    compare(args, *results)
+    return rows
+
+
+def measure(args: argparse.Namespace, trainer: Trainer, items: list[TrainItem], tokens: int) -> dict[str, Any]:
+    seconds: list[float] = []
+    passes: list[float] = []
+    for number in range(args.repeats + WARM_UPS):
+        if is_cuda(args) and number == WARM_UPS:
+            torch.cuda.reset_peak_memory_stats()
+        synchronize(args)
+        started = time.perf_counter()
+        run(trainer, items)
+        synchronize(args)
+        passed = time.perf_counter()
+        for tenant in range(args.tenants):
+            trainer.optim_step(f"t{tenant}", ADAM)
+        synchronize(args)
+        if number >= WARM_UPS:
+            seconds.append(time.perf_counter() - started)
+            passes.append(passed - started)
     return {
-        name: {
-            "step_s": statistics.median(taken),
-            "forward_backward_s": statistics.median(passes[name]),
-            "tokens_per_s": tokens / statistics.median(taken),
-            "steps_s": taken,
-            "peak_gib_of_both": peaks[name] / GIB if is_cuda(args) else None,
-        }
-        for name, taken in seconds.items()
+        "step_s": statistics.median(seconds),
+        "forward_backward_s": statistics.median(passes),
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "steps_s": seconds,
+        "memory": str(trainer.memory),
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if is_cuda(args) else None,
     }
 
 
@@ -143,18 +146,27 @@ def run(trainer: Trainer, items: list[TrainItem]) -> list[float]:
     return losses
 
 
-def compare(args: argparse.Namespace, trainers: Mapping[str, Trainer], items: list[TrainItem]) -> None:
+@dataclass(frozen=True)
+class Results:
+    """What a trainer computed in its first pass: the loss and the gradient of each tenant."""
+
+    losses: FloatArray
+    gradients: list[FloatArray]
+
+
+def results_of(trainer: Trainer, items: list[TrainItem]) -> Results:
+    losses = np.array(run(trainer, items))
+    found = [trainer.gradients(item.adapter_id) for item in items]
+    for item in items:
+        trainer.zero_grad(item.adapter_id)
+    return Results(losses, [np.concatenate([each[name].ravel() for name in sorted(each)]) for each in found])
+
+
+def compare(args: argparse.Namespace, theirs: Results, ours: Results) -> None:
     """Exit if the two trainers do not compute the same, because then the times would mean nothing."""
-    losses, gradients = [], []
-    for trainer in trainers.values():
-        losses.append(np.array(run(trainer, items)))
-        found = [trainer.gradients(item.adapter_id) for item in items]
-        gradients.append([np.concatenate([each[name].ravel() for name in sorted(each)]) for each in found])
-        for item in items:
-            trainer.zero_grad(item.adapter_id)
-    off = float(np.max(np.abs(losses[1] - losses[0]) / np.abs(losses[0])))
-    pairs = zip(*gradients, strict=True)
-    away = max(float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)) for theirs, ours in pairs)
+    off = float(np.max(np.abs(ours.losses - theirs.losses) / np.abs(theirs.losses)))
+    pairs = zip(theirs.gradients, ours.gradients, strict=True)
+    away = max(float(np.linalg.norm(mine - other) / np.linalg.norm(other)) for other, mine in pairs)
     print(f"the trainers differ by {away:.1e} in a gradient and by {off:.1e} in a loss, at most", flush=True)
     if not (away <= GRADIENT_BOUND[args.dtype] and off <= LOSS_BOUND[args.dtype]):
         raise SystemExit(f"allowed are {GRADIENT_BOUND[args.dtype]:.0e} and {LOSS_BOUND[args.dtype]:.0e}")
@@ -173,17 +185,6 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def machine(args: argparse.Namespace) -> dict[str, str | None]:
-    return {
-        "device": torch.cuda.get_device_name() if is_cuda(args) else f"{torch.get_num_threads()} CPU threads",
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "megatron-core": version("megatron-core"),
-    }
 
 
 def print_table(report: Mapping[str, Any]) -> None:

@@ -117,10 +117,11 @@ class SimulatedTrainer(MockTrainer):
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         device = self._device
         with device.taking("copy", 1, device.times.copy):
-            write = super().prepare_save(adapter_id, optimizer, state, companions)
+            write = super().prepare_save(adapter_id, optimizer, state, companions, synced)
 
         def write_files(directory: Path) -> None:
             with device.taking("files", 1, device.times.files):

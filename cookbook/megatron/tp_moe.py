@@ -1,8 +1,9 @@
 """Supervised fine-tuning of an adapter on a mixture of experts, with Megatron: each process has some of the experts.
 
 Tensor and pipeline parallelism are those of tp.py. Expert parallelism divides the experts of a layer among the
-processes that have the same layers: it adds no processes. Experts and routers are frozen, and the adapter trains the
-attention layers. At the end the script writes the whole model, with the adapter merged into its weights.
+processes that have the same layers: it adds no processes. The adapter trains the attention layers; with --experts also
+the experts, each process those that it has. Routers are frozen. At the end the script writes the whole model, with the
+adapter merged into its weights.
 
     torchrun --nproc-per-node 8 cookbook/megatron/tp_moe.py   # eight GPUs: dp 2, tp 2, pp 2, ep 2
     torchrun --nproc-per-node 4 cookbook/megatron/tp_moe.py   # four processes, also on a CPU: tp 2, pp 2, ep 2
@@ -30,6 +31,7 @@ parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "hf://Qwe
 parser.add_argument("--tp-size", type=int, default=2, help="processes that share each layer")
 parser.add_argument("--pp-size", type=int, default=2, help="pipeline stages, each with a part of the layers")
 parser.add_argument("--ep-size", type=int, default=2, help="processes among which the experts of a layer are divided")
+parser.add_argument("--experts", action="store_true", help="train the experts, too")
 parser.add_argument("--epochs", type=int, default=6, help="passes over 40 conversations; 8 others are held out")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -86,10 +88,11 @@ steps = args.epochs * len(dataloader)
 
 # --- model, adapter, optimizer ----------------------------------------------------------------------------------------
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ATTENTION, EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["w1", "w2", "w3"]
 # Each process reads only its own cut of the weights.
 model = MegatronModel(model_id=args.model, mixed_precision=args.precision, remote_group="model")
-model.add_adapter_to_model("identity", peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules=ATTENTION))
+targets = ATTENTION + EXPERTS if args.experts else ATTENTION
+model.add_adapter_to_model("identity", peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules=targets))
 model.set_optimizer("default", lr=args.learning_rate, weight_decay=0.0)  # Megatron's Adam
 model.set_lr_scheduler("default", lr_warmup_steps=steps // 10, lr_decay_steps=steps)
 configs = model.get_train_configs()

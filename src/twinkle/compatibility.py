@@ -19,7 +19,10 @@ _STATE = "the server's state is a database; twinkle_client.TwinkleClient lists r
 _SERVER = "how the server queues, journals and keeps its work is internal; see docs/architecture.md"
 _ENGINE = "engines have one interface, Sampler; vLLM's is twinkle.sampler.vllm.VllmSampler"
 _LAZY = "packages import their names on first use, by the __getattr__ of Python modules"
-_EXPERTS = "there is no expert parallelism yet"
+_EXPERTS = (
+    "TransformersModel(fsdp_config={'expert_parallel': {…}}) takes the settings as a dict, and divides experts over "
+    "processes as it does all weights; a module of transformers alone is not changed"
+)
 _NPU = "there is no backend for NPUs"
 _NO_MIXIN = (
     "models have offer_weights and send_weights themselves, and samplers prepare_weights, receive_bucket and "
@@ -29,7 +32,6 @@ _NO_PATCH = "vLLM runs unpatched; adapters reach it as files in memory"
 _FAILURES = "set TWINKLE_FAIL_FAST=0 for TransformersModel; a multi-LoRA pass that fails is refused on all ranks"
 _CLIPPING = "a model's clip_grad_norm normalises and clips its gradients"
 _CONTEXT = "context parallelism needs Transformer Engine, which is not used here"
-_IMAGES = "images, video and audio are not supported yet"
 _ZEROMQ = "nothing here uses ZeroMQ; weights travel over NCCL or through Ray's object store"
 _DOCUMENT = "no release of the existing library has it either"
 
@@ -57,20 +59,22 @@ PATHS: Table = {
     "twinkle.loss_scale": Absent(f"{_DOCUMENT}; labels of -100 leave tokens out of a loss"),
     "twinkle.model.multi_lora:LoraTenant": Absent("the Trainer keeps adapters in its own store, not in PEFT slots"),
     "twinkle.model.multi_lora:MultiLora": Absent("the Trainer keeps adapters in its own store, not in PEFT slots"),
-    "twinkle.model.multi_lora_target_parameters": Absent("fused experts are not trained yet"),
+    "twinkle.model.multi_lora_target_parameters": Absent(
+        "adapters may differ in `target_parameters` of their `LoraConfig`, so no manager is needed"
+    ),
     "twinkle.model.multi_lora_transformers": Moved("twinkle.model"),
     "twinkle.model.transformers.moe": NotYet(_EXPERTS, "ExpertParallelConfig ExpertShardingSpec apply_expert_parallel"),
     "twinkle.model.transformers.moe.expert_parallel": Moved("twinkle.model.transformers.moe"),
-    "twinkle.model.transformers.moe.router_replay": NotYet(
-        "the routes of tokens to experts cannot be recorded yet", "RouterReplayAction"
-    ),
+    "twinkle.model.transformers.moe.router_replay": Moved("twinkle.model.library.router_replay"),
     "twinkle.model.transformers.multi_lora_transformers": Moved("twinkle.model"),
     "twinkle.model.transformers.strategy": Absent(
         "the device mesh of a model decides: fsdp_size shards, dp_size replicates, ulysses_size divides sequences"
     ),
     "twinkle.model:MultiAdapter": Absent("the Trainer keeps adapters in its own store, beside the base model"),
     "twinkle.notifier.base": Moved("twinkle.notifier"),
-    "twinkle.patch.gdn_padding_free": Absent("models with linear attention, such as Qwen3.5, train on padded rows"),
+    "twinkle.patch.gdn_padding_free": Absent(
+        "the Trainer packs Qwen3.5 without a patch; in TransformersModel it trains on padded rows"
+    ),
     "twinkle.patch.megatron_emb": Absent("task='embedding' of a model's forward returns embeddings, without a patch"),
     "twinkle.patch.megatron_peft": Absent("adapters of a MegatronModel are not modules of PEFT; it saves PEFT's files"),
     "twinkle.patch.no_split_modules": Moved("twinkle.patch"),
@@ -121,8 +125,6 @@ PATHS: Table = {
     "twinkle.utils:get_modules_to_not_convert": Absent("weights are not quantised for training"),
     "twinkle.utils:get_runtime_meta": Absent("notify_exception adds the host, Python's version and the rank itself"),
     "twinkle.utils:get_timeout_s_from_env": Absent(_ZEROMQ),
-    "twinkle.utils:load_image": Absent(_IMAGES),
-    "twinkle.utils:load_mm_file": Absent(_IMAGES),
     "twinkle.utils:nccl_safe_megatron": Absent(_FAILURES),
     "twinkle.utils:normalize_and_clip_grad_norm": Absent(_CLIPPING),
     "twinkle.utils:release_lock": Absent("PosixFileLock and processing_lock lock files"),

@@ -19,6 +19,7 @@ _PACKAGES = {
     "datajuicer": {"aiohttp": "aiohttp", "data_juicer": "py-data-juicer", "ftfy": "ftfy"},
     "demo": {"tinker": "tinker"},
     "e2b": {"e2b": "e2b"},
+    "fla": {"fla": "fla-core"},
     "liger": {"liger_kernel": "liger-kernel"},
     "math": {"math_verify": "math-verify"},
     "megatron": {"megatron": "megatron-core"},

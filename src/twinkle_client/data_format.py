@@ -50,7 +50,10 @@ class Tool(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    """One message. ``content`` is text, or a list of blocks ``{"type": "text", "text": …}``."""
+    """One message. ``content`` is text, or a list of blocks: ``{"type": "text", "text": …}``, and for models that read
+    images ``{"type": "image", "image": …}``. An image is a path, a URL, a data URI, base64, bytes, a Pillow image, or a
+    dict with ``bytes`` or ``path``; ``images`` take the places of ``<image>`` in the text.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     type: str
@@ -114,7 +117,7 @@ class InputFeature(TypedDict, total=False):
     labels: Sequence[int]
     completion_mask: Sequence[int]
     length: int
-    routed_experts: Sequence[Sequence[Sequence[int]]]
+    routed_experts: Any  # (T, layers, K): numbers, or an answer's packed form
 
 
 class ModelOutput(TypedDict, total=False):
@@ -145,7 +148,7 @@ class SamplingParams:
     greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=1``: the log-probability of each
     sampled token; ``logprobs=k``: those of the k likeliest tokens. ``prompt_logprobs=k``: those of the prompt's tokens
     and of the k likeliest at each place. ``min_p``, the penalties and ``ignore_eos`` have vLLM's meaning; reported
-    log-probabilities are those before penalties.
+    log-probabilities are those before penalties. ``routed_experts``: return the experts of each token.
     """
 
     max_tokens: int | None = None
@@ -162,6 +165,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
+    routed_experts: bool = False
 
 
 # What a sampler returns; the protocol's types have the fields of the library's.

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+from twinkle_client.client.images import rows_with_images
 from twinkle_client.client.session import TwinkleClient
 from twinkle_client.compatibility import PATHS, missing
 from twinkle_client.hub import load_tokenizer
 from twinkle_client.remote import RemoteObject, id_text, is_folder, model_name
 
-__all__ = ["DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template"]
+__all__ = ["DeepseekV4Template", "Qwen2_5VLTemplate", "Qwen3Template", "Qwen3_5Template", "Template"]
 
 Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ class Template(RemoteObject):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Row:
         how = _how(add_generation_prompt, tokenize, chat_template_kwargs)
-        row: Row = self.call("encode", trajectory=trajectory, **how)
+        row: Row = self.call("encode", trajectory=rows_with_images(trajectory), **how)
         return row
 
     def batch_encode(
@@ -63,7 +64,7 @@ class Template(RemoteObject):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Row]:
         how = _how(add_generation_prompt, tokenize, chat_template_kwargs)
-        rows: list[Row] = self.call("batch_encode", trajectories=trajectories, **how)
+        rows: list[Row] = self.call("batch_encode", trajectories=rows_with_images(trajectories), **how)
         return rows
 
     def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
@@ -73,11 +74,11 @@ class Template(RemoteObject):
 
     def check(self, trajectory: Mapping[str, Any]) -> Row | None:
         """Return the trajectory if it can be encoded to at least one token, else None."""
-        checked: Row | None = self.call("check", trajectory=trajectory)
+        checked: Row | None = self.call("check", trajectory=rows_with_images(trajectory))
         return checked
 
     def batch_check(self, trajectories: Rows) -> list[Row | None]:
-        checked: list[Row | None] = self.call("batch_check", trajectories=trajectories)
+        checked: list[Row | None] = self.call("batch_check", trajectories=rows_with_images(trajectories))
         return checked
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -97,6 +98,10 @@ class Template(RemoteObject):
 
 
 class DeepseekV4Template(Template):
+    pass
+
+
+class Qwen2_5VLTemplate(Template):  # noqa: N801  # the library's name
     pass
 
 

@@ -1,4 +1,4 @@
-"""Every script of the cookbook explains itself, and those for a server use the model that a server serves by default.
+"""Every script of the cookbook explains itself, and those for a server name the model that it serves.
 
 All scripts run in one separate process: they import torch, and those for ModelScope modify the tinker SDK.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cookbook.client.client_cookbook import SEEING_MODEL
 from tests.support.paths import ROOT
 from tests.support.servers.forked_servers import run_forked
 from tests.support.servers.running import environment
@@ -75,15 +76,17 @@ def model_of(script: Path) -> str | None:
 def test_scripts_for_a_server_use_its_default_model() -> None:
     models = {script: model_of(COOKBOOK / script) for script in SELF_HOST}
     named = {script: model for script, model in models.items() if model is not None}
-    assert len(named) == 10
-    assert {*named.values()} == {DEFAULT_MODEL}
+    assert len(named) == 12
+    for script, model in named.items():
+        assert model == (SEEING_MODEL if script.endswith("/multi_modal.py") else DEFAULT_MODEL)
     for script in models.keys() - named.keys():
         assert "This is its name in older documents." in (COOKBOOK / script).read_text()
 
 
 def test_scripts_say_how_to_start_their_server() -> None:
-    """Without a model, because they need none."""
+    """Without a model, because they need none; those with pictures name the model that they use."""
     for script in SELF_HOST:
         lines = (COOKBOOK / script).read_text().splitlines()
         launches = [line.split("#")[0].split() for line in lines if line.startswith("    twinkle-server ")]
-        assert all(launch == ["twinkle-server", "launch"] for launch in launches), script
+        model = ["--model", SEEING_MODEL] if script.endswith("/multi_modal.py") else []
+        assert all(launch == ["twinkle-server", "launch", *model] for launch in launches), script

@@ -82,9 +82,9 @@ def test_no_name_is_undefined(page: Path) -> None:
 
 
 def test_most_code_runs() -> None:
-    """Fragments are exceptions: code for several processes or a cluster, and edits of our own source."""
+    """Fragments are exceptions: code for several processes, a cluster or another model, and edits of our own source."""
     everything = [block for block in blocks("python", fragments=True) if block.page in RUN]
     fragments = [block for block in everything if block.reason is not None]
     print(*(f"{block.name}: {block.reason}" for block in fragments), sep="\n")
     assert len(everything) - len(fragments) >= 14
-    assert len([block for block in fragments if not is_edit(block)]) <= 4
+    assert len([block for block in fragments if not is_edit(block)]) <= 5

@@ -2,14 +2,14 @@
 
 Documents: A and B, overview and server configuration of the older layout; C and D, the same of the newer layout; E,
 developer notes. Each row has one test, ``test_row_NN_…``, in this folder; ``test_walk.py`` checks that none is missing.
-Rows of images have no test yet. A row with a reason does not work word for word; its reason is in
+A row with a reason does not work word for word; its reason is in
 docs/compatibility.md, and its test shows what a user meets instead.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["works", "reason", "images"]
+Outcome = Literal["works", "reason"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class Row:
     outcome: Outcome = "works"
 
 
-_IMAGES: Outcome = "images"
 _REASON: Outcome = "reason"
 
 _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
@@ -48,11 +47,11 @@ _STATEMENTS: tuple[tuple[str, str] | tuple[str, str, Outcome], ...] = (
     ("C", "`megatron/run.sh`"),
     ("C", "`cookbook/client/server/megatron/server_config.yaml`", _REASON),
     ("C", "`cookbook/client/server/megatron/server_config_4b.yaml`", _REASON),
-    ("C", "`twinkle/self_host/multi_modal.py`", _IMAGES),
+    ("C", "`twinkle/self_host/multi_modal.py`"),
     ("C", "`twinkle/self_host/self_congnition.py`"),
-    ("C", "`twinkle/modelscope/multi_modal.py`", _IMAGES),
+    ("C", "`twinkle/modelscope/multi_modal.py`"),
     ("C", "`twinkle/modelscope/self_congnition.py`"),
-    ("C", "`tinker/self_host/multi_modal.py`", _IMAGES),
+    ("C", "`tinker/self_host/multi_modal.py`"),
     ("C", "a tree that shows `cookbook/twinkle` and `cookbook/tinker`", _REASON),
     ("B", "`python -m twinkle.server --config server_config.yaml`"),
     ("B", "`python -m twinkle.server --config … --server-type tinker`"),

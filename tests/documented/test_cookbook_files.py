@@ -120,12 +120,26 @@ def test_row_21_end_to_end_configuration() -> None:
     assert_valid(CLIENT / "server/transformer/server_config_e2e.yaml")
 
 
+def test_row_25_twinkle_pictures() -> None:
+    """tests/cookbook/client/test_multi_modal.py runs it, on a server and in its own process."""
+    assert_runs("twinkle/multi_modal.py", "twinkle/self_host/multi_modal.py")
+
+
 def test_row_26_twinkle_self_host() -> None:
     assert_runs("twinkle/self_host/self_congnition.py", "twinkle/self_host/self_cognition.py")
 
 
+def test_row_27_twinkle_pictures_on_modelscope() -> None:
+    assert_runs("twinkle/modelscope/multi_modal.py", "twinkle/self_host/multi_modal.py")
+
+
 def test_row_28_twinkle_modelscope() -> None:
     assert_runs("twinkle/modelscope/self_congnition.py", "twinkle/self_host/self_cognition.py")
+
+
+def test_row_29_tinker_pictures() -> None:
+    """tests/cookbook/client/test_multi_modal.py runs it."""
+    assert_runs("tinker/multi_modal.py", "tinker/self_host/multi_modal.py")
 
 
 @pytest.mark.parametrize("folder", ["twinkle", "tinker"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
+from tests.dropin.support.hub_folder import EXPERTS
 from tests.dropin.support.local_runs import RATE, LocalRun, run_local
 from tests.dropin.support.plain_models import ADAPTER, PlainAdapter, cross_entropy
 from tests.dropin.support.plain_rows import Rows, batches, encoded
@@ -75,3 +76,29 @@ def test_sp_fsdp_dense(self_cognition: Rows, model_folder: Path, tmp_path_factor
     assert run.losses == pytest.approx(losses, abs=1.5e-4)
     assert losses[-1] < losses[0]
     plain.assert_saved(run.folder / "output/last-checkpoint" / ADAPTER)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("name", ["ep_fsdp2_lora_qwen3_5_moe", "ep_fsdp2_lora_deepseek_v4"])
+def test_adapters_on_experts(name: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Adapters on attention and, by ``target_parameters``, on experts; each process holds half of all weights."""
+    run = _run(name, model_folder, tmp_path_factory)
+    folder = model_folder.parents[1] / EXPERTS
+    rows = encoded(folder, "swift/self-cognition", SelfCognitionProcessor("twinkle model", "ModelScope team"))
+    plain = PlainAdapter(folder, run.folder / "initial")
+    assert any("experts" in name for name in plain.trained)
+    optimizer = torch.optim.AdamW(plain.parameters, lr=RATE)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 0, 3)
+    losses = []
+    for batch in batches(rows, 24, 8):
+        loss = cross_entropy(plain.row_logps(batch))
+        losses.append(loss.item())
+        loss.backward()
+        plain.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert run.losses == pytest.approx(losses, abs=1.5e-4)
+    assert losses[-1] < losses[0]
+    (saved,) = run.folder.glob("**/last-checkpoint")
+    plain.assert_saved(saved / ADAPTER)

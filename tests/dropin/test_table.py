@@ -3,7 +3,15 @@
 import re
 
 from tests.dropin.support.client_checks import CHECKS
-from tests.dropin.support.existing_scripts import CLIENT, EXPERT_ADAPTERS, EXPERTS, IMAGES, LOCAL, Existing
+from tests.dropin.support.existing_scripts import (
+    CLIENT,
+    EXPERT_ADAPTERS,
+    EXPERTS,
+    IMAGES,
+    LOCAL,
+    TARGET_PARAMETERS,
+    Existing,
+)
 from tests.dropin.support.local_runs import ARGUMENTS, MEGATRON_ARGUMENTS
 from tests.dropin.support.megatron_checks import MEGATRON_CHECKS
 from tests.dropin.support.ray_checks import CHECKS as RAY_CHECKS
@@ -22,7 +30,7 @@ def test_every_existing_script_is_listed() -> None:
     assert len({script.path for script in CLIENT}) == 15
     for script in (*LOCAL, *CLIENT):
         assert (script.ours is None) != (script.waits_for is None), script.path
-        assert script.waits_for in (None, EXPERT_ADAPTERS, EXPERTS, IMAGES)
+        assert script.waits_for in (None, EXPERT_ADAPTERS, EXPERTS, IMAGES, TARGET_PARAMETERS)
 
 
 def test_the_page_has_the_same_table() -> None:

@@ -44,6 +44,7 @@ EXAMPLES = {
     "twinkle.kernel.core": "kernelize",
     "twinkle.model.multi_lora_transformers": "MultiLoraTransformersModel",
     "twinkle.model.transformers.moe.expert_parallel": "ExpertParallelConfig",
+    "twinkle.model.transformers.moe.router_replay": "RouterReplayAction",
     "twinkle.model.transformers.multi_lora_transformers": "MultiLoraTransformersModel",
     "twinkle.notifier.base": "notify_exception",
     "twinkle.patch.no_split_modules": "NoSplitModulesPatch",

@@ -260,11 +260,6 @@ ABSENT = [
         "part of calling a processor, not a separate step",
     ),
     (
-        "twinkle.template:Template",
-        "preprocess_image preprocess_video preprocess_audio",
-        "templates refuse images, video and audio",
-    ),
-    (
         "twinkle.sampler:vLLMSampler",
         "sample_stream apply_patch add_adapter_to_sampler encode_trajectory decode_response "
         "load_full_weights_from_path",

@@ -135,7 +135,7 @@ def test_requests_that_are_cancelled_or_refused_in_the_middle_change_nothing() -
     assert_nothing_left(sampler)
 
 
-@pytest.mark.parametrize(("name", "interrupted"), [("llama", True), ("qwen3_5", False)])
+@pytest.mark.parametrize(("name", "interrupted"), [("llama", True), ("qwen3_5", True), ("lfm2", False)])
 def test_activations_are_not_recomputed_for_the_sake_of_a_sampler(name: str, interrupted: bool) -> None:
     """The pass takes most of the memory. A sampler with a cache needs little; one without computes whole sequences."""
     trainer, _ = new(name)

@@ -159,7 +159,7 @@ def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.Monke
 
 
 def test_without_a_cache_everyone_gets_a_turn() -> None:
-    trainer = toy_trainer({}, tiny_model("qwen3_5"))
+    trainer = toy_trainer({}, tiny_model("lfm2"))
     sampler = toy_sampler(trainer)
     sampler._schedule._chunk_tokens = 40  # only a few sequences per pass
     sampler.submit(request("large", None, prompt(20), 12, max_tokens=20, seed=0))

@@ -39,10 +39,10 @@ LENGTH = 70  # longer than a chunk
 VERSIONS = (None, "a", "b")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "lfm2"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """A model with a cache, and one without."""
-    return toy_llama() if request.param == "llama" else tiny_model("qwen3_5")
+    """A model with a cache, one with a cache and states, and one without."""
+    return toy_llama() if request.param == "llama" else tiny_model(request.param)
 
 
 Exact = Callable[[SampleRequest], ExactLogprobs]  # of a request's prompt, for the request's version
@@ -56,7 +56,7 @@ def world(model: PreTrainedModel) -> World:
     for name in ("a", "b"):
         add_trained_adapter(trainer, name, SPECS[name], model)
     sampler = toy_sampler(trainer)
-    assert (sampler._cache is None) == (type(model).__name__ != "LlamaForCausalLM")
+    assert (sampler._cache is None) == (type(model).__name__ == "Lfm2ForCausalLM")
 
     @cache
     def exact(version: str | None, length: int) -> ExactLogprobs:

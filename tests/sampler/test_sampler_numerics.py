@@ -19,7 +19,7 @@ from tests.support.models.sampling import (
     toy_tokenizer,
     toy_trainer,
 )
-from tests.support.models.tiny_models import FAMILIES, add_trained_adapter, tiny_model, tiny_trainer
+from tests.support.models.tiny_models import EXPERT_FAMILIES, FAMILIES, add_trained_adapter, tiny_model, tiny_trainer
 from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
 
@@ -50,7 +50,7 @@ def test_greedy_is_what_transformers_generates(family: str) -> None:
     """All lengths, the base model and two versions in one batch, including end tokens."""
     model = tiny_model(family)
     trainer = tiny_trainer(model)
-    specs = {"a": LoraSpec(rank=4, seed=1, train_mlp=family != "qwen3_moe"), "b": SPECS["b"]}
+    specs = {"a": LoraSpec(rank=4, seed=1, train_mlp=family not in EXPERT_FAMILIES), "b": SPECS["b"]}
     for adapter_id, spec in specs.items():
         add_trained_adapter(trainer, adapter_id, spec, model)
     sampler = toy_sampler(trainer)
@@ -201,7 +201,7 @@ def test_a_cache_of_a_few_blocks_gives_the_same() -> None:
             assert_numbers_close(left.logprobs, right.logprobs)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "phi3-longrope", "qwen2-sliding"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "phi3-longrope", "qwen2-sliding"])
 def test_samples_of_one_prompt_while_others_come_and_go(family: str) -> None:
     """Without a cache, across the switch of longrope, and beyond a window; with room for two samples, then for one."""
     model = tiny_model(family)

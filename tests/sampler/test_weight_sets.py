@@ -105,7 +105,7 @@ def resident(sampler: TorchSampler) -> set[str]:
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2", "qwen3_5"])
 def test_log_probabilities_after_each_step(family: str) -> None:
-    """qwen3_5 has no cache of keys and values; llama-tied has one weight for the embedding and the head."""
+    """qwen3_5 has states beside its cache; llama-tied has one weight for the embedding and the head."""
     model, training, sampler = trained(family=family)
     tokens = prompt(20)
     base = plain_scores(model, tokens)

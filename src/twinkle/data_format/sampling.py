@@ -32,7 +32,7 @@ class SamplingParams:
     ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty`` and ``ignore_eos`` are vLLM's, with
     its formulas: tokens below ``min_p`` times the highest probability are not drawn; penalties lower the logits of
     tokens that occurred; with ``ignore_eos`` the model's end token does not end a sample. Reported log-probabilities
-    are those of the model at the temperature, before penalties.
+    are those of the model at the temperature, before penalties. ``routed_experts``: return the experts of each token.
     """
 
     max_tokens: int | None = None
@@ -49,6 +49,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
@@ -63,8 +64,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:
                 raise InvalidInputError(name, value, "a number in [−2, 2]")
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidInputError("ignore_eos", self.ignore_eos, "True or False")
+        for name in ("ignore_eos", "routed_experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(name, getattr(self, name), "True or False")
         if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 1):
             raise InvalidInputError("top_k", self.top_k, "−1 (off) or an integer ≥ 1")
         _require_int("num_samples", self.num_samples, 1)
@@ -104,6 +106,10 @@ class SamplingParams:
 
     def to_vllm(self, **overrides: Any) -> "VllmSamplingParams":
         """Return these parameters as vLLM's class. ``overrides``: fields of that class, which take precedence."""
+        if self.routed_experts:
+            raise UnsupportedError(
+                "routed_experts: vLLM has no such parameter; its engine has enable_return_routed_experts"
+            )
         try:
             from vllm import SamplingParams as VllmSamplingParams
             from vllm.sampling_params import RequestOutputKind
@@ -137,7 +143,7 @@ class SamplingParams:
             raise UnsupportedError("seed: model.generate takes none; call transformers.set_seed before it")
         if self.prompt_logprobs is not None:
             raise UnsupportedError("prompt_logprobs: model.generate does not score the prompt")
-        for name in ("presence_penalty", "frequency_penalty", "ignore_eos"):
+        for name in ("presence_penalty", "frequency_penalty", "ignore_eos", "routed_experts"):
             if getattr(self, name):
                 raise UnsupportedError(f"{name}: model.generate has no such option")
         sampled = self.temperature > 0
@@ -176,6 +182,7 @@ class SampledSequence:
 
     ``logprobs[i]`` are (token id, log-probability) pairs of position i: only the sampled token, or the likeliest
     tokens, likeliest first. ``new_input_feature`` is the prompt's feature with this continuation appended and labelled.
+    ``routed_experts``, if asked for, (T, layers, K): the experts of all tokens but the last. The feature has them, too.
     """
 
     stop_reason: StopReason

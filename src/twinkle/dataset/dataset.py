@@ -17,7 +17,7 @@ from twinkle.dataset.options import (
 )
 from twinkle.dataset.saving import RowFile, file_format, write_rows
 from twinkle.dataset.sources import Sources
-from twinkle.errors import InvalidInputError, StreamError
+from twinkle.errors import InvalidInputError, StreamError, UnsupportedError
 from twinkle.hub.construction import construct, construct_instance
 from twinkle.infra import process_lock, remote_class, remote_function
 from twinkle.utils.logger import note_once
@@ -109,9 +109,9 @@ class Dataset:
 
         Columns that it does not return stay, unless they are in ``remove_columns``.
         """
-        function = self._preprocessor(preprocess_func, init_args)
+        function, table = self._preprocessor(preprocess_func, init_args), not self.streaming
         options = {**self._progress("Map"), **check_map_options(map_options, streaming=self.streaming)}
-        self._sources.change(dataset_meta, lambda rows: rows.map(_PlainColumns(function), **options))
+        self._sources.change(dataset_meta, lambda rows: rows.map(_PlainColumns(function, table=table), **options))
 
     @on_worker
     def filter(
@@ -139,7 +139,8 @@ class Dataset:
         if "fn_kwargs" in map_options:
             raise InvalidInputError("fn_kwargs", map_options["fn_kwargs"], "none: the template is the function")
         options = {**self._progress("Encode"), **check_map_options(map_options, streaming=self.streaming)}
-        function = EncodeColumns(template, add_generation_prompt, options.get("remove_columns", []))
+        removed = options.get("remove_columns", [])
+        function = EncodeColumns(template, add_generation_prompt, removed, table=not self.streaming)
         with process_lock("dataset") if options.get("load_from_cache_file") else nullcontext():
             self._sources.change(None, lambda rows: rows.map(function, **options))
 
@@ -252,16 +253,31 @@ def _used_init_args(what: object, init_args: Mapping[str, Any] | None) -> Mappin
 
 
 class _PlainColumns:
-    """Wraps a function so that it gets a plain dict instead of the lazy batch of the ``datasets`` library."""
+    """Wraps a function so that it gets a plain dict instead of the lazy batch of the ``datasets`` library.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    ``table``: the result is stored, so its messages must not have images.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, table: bool) -> None:
         self._function = function
+        self._table = table
 
     def __call__(self, batch: Mapping[str, list[Any]], **fn_kwargs: Any) -> Mapping[str, Any]:
         made = self._function({name: batch[name] for name in batch}, **fn_kwargs)
         if not isinstance(made, Mapping):  # the library would take None for "no change"
             raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from it", "a dict of columns")
+        for messages in made.get("messages", []) if self._table else []:
+            if any(block.get("type") == "image" for message in messages or [] for block in _blocks(message)):
+                raise UnsupportedError(
+                    "messages: blocks with images cannot be stored in a table; use a LazyDataset, or put images into "
+                    "the column 'images', and <image> into the texts"
+                )
         return made
+
+
+def _blocks(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return list(content) if isinstance(content, list) else []
 
 
 class _Checked:
@@ -281,10 +297,16 @@ ROW_NUMBER = "_row_number"
 
 
 class EncodeColumns:
-    """Encodes the rows of a batch and drops rows without tokens. Columns that the template does not return are kept."""
+    """Encodes the rows of a batch and drops rows without tokens. Columns that the template does not return are kept.
 
-    def __init__(self, template: "Template", add_generation_prompt: bool, removed: list[str]) -> None:
+    ``table``: the result is stored. Its messages are texts then, which have the template's placeholder for an image.
+    """
+
+    def __init__(
+        self, template: "Template", add_generation_prompt: bool, removed: list[str], *, table: bool = False
+    ) -> None:
         self._template = template
+        self._table = table
         self._add_generation_prompt = add_generation_prompt
         self._removed = frozenset(removed)
 
@@ -297,9 +319,18 @@ class EncodeColumns:
         kept = [place for place, _ in enumerate(numbers) if _has_tokens(encoded, place)]
         if len(kept) != len(numbers):
             encoded = {name: [values[place] for place in kept] for name, values in encoded.items()}
+        if self._table and "messages" in encoded:
+            encoded["messages"] = [list(map(self._text_message, messages)) for messages in encoded["messages"]]
         for name in columns.keys() - encoded.keys():
             encoded[name] = [columns[name][numbers[place]] for place in kept]
         return {name: values for name, values in encoded.items() if name not in self._removed}
+
+    def _text_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        blocks = _blocks(message)
+        if not blocks:
+            return message
+        image = self._template.image_placeholder
+        return {**message, "content": "".join(image if each["type"] == "image" else each["text"] for each in blocks)}
 
 
 def column_length(columns: Mapping[str, list[Any]]) -> int:

@@ -12,6 +12,8 @@ DEFAULT_CAPACITY = 2048
 
 # Fields whose last axis is the sequence; other fields of numbers have it first.
 _SEQUENCE_LAST = frozenset({"mm_token_type_ids", "position_ids"})
+_TYPES = "mm_token_type_ids"
+_OF_IMAGES = frozenset({"pixel_values", "image_grid_thw", _TYPES})
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -37,13 +39,24 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def join_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join encoded rows into one. Sequences are concatenated, lengths are summed, other fields become lists.
 
-    Positions are concatenated unchanged, so they start again with each row.
+    Positions are concatenated unchanged, so they start again with each row. Rows without images may lack the fields of
+    images.
     """
-    names = rows[0].keys()
+    rows = _like_rows_with_images(rows)
+    names = rows[0].keys() - _OF_IMAGES
     for row in rows:
-        if row.keys() != names:
-            raise DataError(f"rows of one pack have different fields: {sorted(row.keys() ^ names)}")
-    return {name: _join(name, [row[name] for row in rows]) for name in names}
+        if row.keys() - _OF_IMAGES != names:
+            raise DataError(f"rows of one pack have different fields: {sorted(row.keys() - _OF_IMAGES ^ names)}")
+    kept = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: _join(name, [row[name] for row in rows if name in row]) for name in kept}
+
+
+def _like_rows_with_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return rows without the fields of images that are None; if one has images, all say which tokens are theirs."""
+    rows = [{name: row[name] for name in row if name not in _OF_IMAGES or row[name] is not None} for row in rows]
+    if not any(_TYPES in row for row in rows):
+        return rows
+    return [row if _TYPES in row else {**row, _TYPES: [0] * len(row["input_ids"])} for row in rows]
 
 
 def _join(name: str, values: list[Any]) -> Any:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnknownNameError
-from twinkle.hub.random_model import RANDOM_MODELS
+from twinkle.hub.random_shapes import RANDOM_MODELS
 
 __all__ = [
     "MODEL_ID_ALIASES_ENV",

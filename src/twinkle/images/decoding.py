@@ -1,7 +1,7 @@
 """Reads PNG and JPEG images that nobody has checked.
 
 The header says how large an image is. It is checked before a pixel is decoded, so that a small file cannot fill the
-memory. Only the decoder of the named format runs, and nothing here opens a path or a URL.
+memory. Only the decoder of the named format runs, on a bare file, and nothing here opens a path or a URL.
 """
 
 import io
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.errors import InvalidInputError
 from twinkle.extras import require
+from twinkle.images.bare_files import bare_jpeg, bare_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -46,12 +47,13 @@ def read_image(encoded: EncodedImage, field: str = "image", limits: ImageLimits 
     """Return the image in RGB. Transparency is ignored, and of an animation the first picture counts.
 
     The EXIF tag that asks to turn the image is not heeded: clients count tokens on the stored pixels. Raises
-    InvalidInputError, with ``field`` as the name, for what is no image of its format, or is too large.
+    InvalidInputError, with ``field`` as the name, for what is no image of its format, is too large, or has too many
+    parts.
     """
     with _opened(encoded, field, limits) as image:
         try:
             image.load()
-            return _as_rgb(image)
+            return as_rgb(image)
         except Exception as error:  # an edge: Pillow raises errors of many types for files that are damaged
             raise _damaged(field, encoded, error) from error
 
@@ -66,8 +68,9 @@ def _opened(encoded: EncodedImage, field: str, limits: ImageLimits) -> "PillowIm
         raise InvalidInputError(f"{field}.format", encoded.format, " or ".join(_FORMATS))
     if len(encoded.data) > limits.file_bytes:
         raise InvalidInputError(f"{field}.data", f"{len(encoded.data)} bytes", f"at most {limits.file_bytes} bytes")
+    bare = bare_png(encoded.data, field) if encoded.format == "png" else bare_jpeg(encoded.data, field)
     try:
-        image = Image.open(io.BytesIO(encoded.data), formats=[_FORMATS[encoded.format]])
+        image = Image.open(io.BytesIO(bare), formats=[_FORMATS[encoded.format]])
     except Image.DecompressionBombError as error:
         raise InvalidInputError(f"{field}.data", str(error)[:100], f"at most {limits.pixels} pixels") from error
     except Exception as error:  # an edge, as in read_image
@@ -78,10 +81,11 @@ def _opened(encoded: EncodedImage, field: str, limits: ImageLimits) -> "PillowIm
     return image
 
 
-def _as_rgb(image: "PillowImage") -> "PillowImage":
+def as_rgb(image: "PillowImage") -> "PillowImage":
+    """Return an image in RGB. Raises OSError for a file that Pillow cannot read to its end."""
     if image.mode.startswith("I"):  # 16 bits of grey: Pillow's own conversion would cut off bright values
         image = image.convert("I").point(lambda value: value / 257).convert("L")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy it, 4 bytes a pixel
 
 
 def _damaged(field: str, encoded: EncodedImage, error: Exception) -> InvalidInputError:

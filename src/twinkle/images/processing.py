@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,28 @@ from numpy.typing import NDArray
 from twinkle.errors import InvalidInputError
 from twinkle.extras import require
 from twinkle.images.decoding import EncodedImage, ImageLimits, read_image, read_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
+# Families whose images we place. Others with a vision tower are trained and sampled on text alone.
+VISION_FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+
+PROCESSOR = "preprocessor_config.json"  # of a model's folder: the settings of its image processor
+
+
+@dataclass(frozen=True)
+class ResizedImage:
+    """An image at the size at which a model sees it: RGB, (height, width, 3) of bytes.
+
+    It takes an eighth of the memory of the patches that are made of it.
+    """
+
+    rgb_HW3: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rgb_HW3.nbytes
 
 
 @dataclass(frozen=True)
@@ -34,12 +56,13 @@ class ImageProcessing:
     def __init__(self, processor: Any, limits: ImageLimits | None = None) -> None:
         self._processor = processor
         self.merge: int = processor.merge_size  # patches on a side of a token's square
+        self._side: int = processor.patch_size * self.merge  # pixels on a side of it
         self.limits = limits or ImageLimits()
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ImageProcessing | None":
         """Load the image processor of a model; None if the model's folder has none."""
-        if not (folder / "preprocessor_config.json").is_file():
+        if not (folder / PROCESSOR).is_file():
             return None
         require("PIL", "images")
         from transformers import AutoImageProcessor
@@ -55,7 +78,7 @@ class ImageProcessing:
         """Return how many tokens an image of this height and width, in pixels, becomes."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        side, size = self._processor.patch_size * self.merge, self._processor.size
+        side, size = self._side, self._processor.size
         try:
             resized = smart_resize(
                 height, width, factor=side, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
@@ -64,9 +87,52 @@ class ImageProcessing:
             raise InvalidInputError(field, f"{width} × {height} pixels", str(error)) from error
         return ImageSize(resized[0] // side, resized[1] // side)
 
+    def pixels_of(self, size: ImageSize) -> tuple[int, int]:
+        """Return height and width, in pixels, of an image of this size as the model sees it."""
+        return size.rows * self._side, size.columns * self._side
+
+    def resized(self, encoded: EncodedImage, field: str = "image", limits: ImageLimits | None = None) -> ResizedImage:
+        """Decode an image and resize it to what the model sees. ``limits``: instead of those of this object."""
+        return self.resized_image(read_image(encoded, field, limits or self.limits), field)
+
+    def resized_image(self, image: "PillowImage", field: str = "image") -> ResizedImage:
+        """Resize an image in RGB to what the model sees."""
+        size = self.size_of(image.height, image.width, field)
+        # Pillow's resize is what the processor calls, too; tests compare the patches with the processor's own.
+        seen = image.resize((size.columns * self._side, size.rows * self._side), self._processor.resample)
+        return ResizedImage(np.asarray(seen))
+
+    def size_seen(self, resized: ResizedImage) -> ImageSize:
+        """Return how many tokens a resized image has."""
+        height, width, _ = resized.rgb_HW3.shape
+        return ImageSize(height // self._side, width // self._side)
+
+    def patches_of(self, resized: ResizedImage) -> NDArray[np.float32]:
+        """Return the patches of a resized image, one row each, in the order that the model's vision tower reads."""
+        made = self._processor(
+            images=[resized.rgb_HW3], do_resize=False, input_data_format="channels_last", return_tensors="np"
+        )
+        patches: NDArray[np.float32] = made["pixel_values"]
+        return patches
+
+    def picture(self, patches: NDArray[np.float32], size: ImageSize) -> ResizedImage:
+        """Return the image that patches were made of: the inverse of :meth:`patches_of`.
+
+        Engines that prepare images themselves, such as vLLM, take pictures, and clients may send patches alone.
+        """
+        merge, patch = self.merge, self._processor.patch_size
+        # (rows, columns, merge, merge) squares of patches; a patch is (3, time, patch, patch), and its times are equal
+        grid = patches.reshape(size.rows, size.columns, merge, merge, 3, -1, patch, patch)[..., 0, :, :]
+        planes = grid.transpose(0, 2, 5, 1, 3, 6, 4).reshape(size.rows * self._side, size.columns * self._side, 3)
+        values = planes * np.asarray(self._processor.image_std) + np.asarray(self._processor.image_mean)
+        return ResizedImage((values / self._processor.rescale_factor).round().clip(0, 255).astype(np.uint8))
+
+    @property
+    def processor(self) -> Any:
+        """Return Transformers' image processor."""
+        return self._processor
+
     def patches(self, encoded: EncodedImage, field: str = "image") -> tuple[NDArray[np.float32], ImageSize]:
         """Decode an image. Return its patches, one row each, in the order that the model's vision tower reads."""
-        image = read_image(encoded, field, self.limits)
-        size = self.size_of(image.height, image.width, field)
-        made = self._processor(images=[image], return_tensors="np")
-        return made["pixel_values"], size
+        resized = self.resized(encoded, field)
+        return self.patches_of(resized), self.size_seen(resized)

@@ -316,13 +316,15 @@ def add_up_all(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
     """Raise for mesh dimensions that models of Transformers do not support; they support dp and fsdp.
 
+    ``ep_size`` adds no processes. With fsdp, each process holds a part of all experts anyway.
+
     ``cuts_sequences``: allow a ``ulysses_size`` above 1, too.
     """
     sizes = {
         "tp_size": mesh.tp_world_size,
         "pp_size": mesh.pp_world_size,
         "cp_size": mesh.cp_world_size,
-        "ep_size": max(mesh.ep_world_size, mesh.ep_size or 1),
+        "ep_size": max(mesh.ep_world_size, 1 if mesh.fsdp_world_size > 1 else mesh.ep_size or 1),
         "ulysses_size": 1 if cuts_sequences else mesh.ulysses_size or 1,
     }
     asked = {name: size for name, size in sizes.items() if size > 1}
@@ -330,7 +332,8 @@ def check_mesh(mesh: DeviceMesh, *, cuts_sequences: bool = False) -> None:
         text = ", ".join(f"{name}={size}" for name, size in asked.items())
         raise UnsupportedError(
             f"device_mesh: {text}: models of Transformers are spread by dp_size and fsdp_size, and TransformersModel "
-            "also by ulysses_size; MegatronModel and MultiLoraMegatronModel have tp_size, pp_size and ep_size"
+            "also by ulysses_size; ep_size needs fsdp_size above 1, which divides experts, too; MegatronModel "
+            "and MultiLoraMegatronModel have tp_size, pp_size and ep_size"
         )
     if max(1, mesh.dp_world_size) * max(1, mesh.fsdp_world_size) != mesh.world_size:
         raise InvalidInputError("device_mesh.mesh_dim_names", mesh.mesh_dim_names, "dp and fsdp, over all processes")

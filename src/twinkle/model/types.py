@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, TwinkleError
 from twinkle.images.decoding import EncodedImage
+from twinkle.images.processing import ResizedImage
 from twinkle.model.csr import Csr
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+RouteArray = NDArray[np.int16]  # experts of tokens, (T, layers, K)
+LARGE_ROUTE = 64 * 8  # experts of one token in all layers; that many have the largest models
 
 OutputKind = Literal["logps", "logits", "embeddings"]
 MAX_LOGITS = 2**26  # numbers of a request's logits: 256 MiB
@@ -41,6 +44,10 @@ class LoraSpec:
     name, of which the first that matches counts. ``exclude_modules`` (names or a regular expression, like
     ``target_modules``) and ``layers_to_transform`` (numbers of layers; ``layers_pattern`` names the list of layers)
     choose fewer modules. ``init_weights``: one of ``INIT_WEIGHTS``.
+
+    ``experts``: how ``train_mlp`` trains the experts of a layer, one of ``EXPERT_FORMS``. ``target_parameters`` names
+    parameters as PEFT's field does: all experts' ``mlp.experts.gate_up_proj`` or ``mlp.experts.down_proj``, or the
+    weight of a linear layer. Like ``target_modules``, beside which it may stand, it overrides the switches.
     """
 
     rank: int
@@ -58,6 +65,8 @@ class LoraSpec:
     layers_to_transform: Sequence[int] | int | None = None
     layers_pattern: Sequence[str] | str | None = None
     init_weights: bool | str = True
+    experts: str = "shared_outer"
+    target_parameters: Sequence[str] | None = None
 
     @property
     def scaling(self) -> float:
@@ -95,14 +104,45 @@ TrainingSpec = LoraSpec | FullSpec
 # A and B random with B A = 0, for even ranks.
 INIT_WEIGHTS: tuple[bool | str, ...] = (True, False, "gaussian", "orthogonal")
 
+# How the experts of a layer are trained. "shared_outer", as Tinker does it: all experts share the factor that has the
+# hidden size. "independent", as PEFT does it: each expert has both factors, and gate and up have one A together.
+EXPERT_FORMS: tuple[str, ...] = ("shared_outer", "independent")
+# The forms in which adapters leave for other programs (see adapters/expert_exports.py).
+ADAPTER_FORMATS = ("tinker", "peft", "vllm", "vllm-3d")
+EXPERT_PARAMETERS = (".experts.gate_up_proj", ".experts.down_proj")  # the ends of the names of all experts' weights
+
 
 N = TypeVar("N", int, float)
 
 
+def text_name(module: str) -> str:
+    """Return a module's name without the part that names the decoder of a vision model.
+
+    ``model.language_model.layers.0.…`` is ``model.layers.0.…`` in the text model of the same family, and in Tinker's
+    files. Rows, snapshots and files that were made with either name fit together.
+    """
+    return module.replace("language_model.", "", 1)
+
+
+def tinker_name(module: str, family: str) -> str:
+    """Return a module's name in Tinker's files: that of the text model. gpt-oss's attention is ``attn`` there."""
+    name = text_name(module)
+    return name.replace(".self_attn.", ".attn.", 1) if family == "gpt_oss" else name
+
+
+def name_in_decoder(module: str) -> str:
+    """Return the end of a vision model's module name that is the same in the text model; other names are unchanged."""
+    return module.rpartition("language_model.")[2]
+
+
 def first_matches(patterns: Mapping[str, N], names: Sequence[str], default: N) -> list[N]:
-    """Return the value of the first pattern that matches the end of each name, as PEFT's ``get_pattern_key`` does."""
+    """Return the value of the first pattern that matches the end of each name, as PEFT's ``get_pattern_key`` does.
+
+    A pattern may have either name of a vision model's module (see :func:`text_name`).
+    """
     compiled = [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in patterns.items()]
-    return [next((value for pattern, value in compiled if pattern.match(name)), default) for name in names]
+    both = [(name, text_name(name)) for name in names]
+    return [next((value for pattern, value in compiled if any(map(pattern.match, each))), default) for each in both]
 
 
 @dataclass(frozen=True)
@@ -131,10 +171,23 @@ class VisionSpec:
 
 
 @dataclass(frozen=True)
+class RoutingSpec:
+    """What routes of tokens to experts look like for a model: (T, ``layers``, ``chosen``), numbers below ``experts``.
+
+    ``layers`` counts all decoder layers; the numbers of a layer without experts are 0, and are not read.
+    """
+
+    layers: int
+    chosen: int
+    experts: int
+
+
+@dataclass(frozen=True)
 class Image:
     """An image in a sequence, of ``rows`` × ``columns`` tokens, which begin at index ``first``.
 
-    ``pixels``: the image file, or the patches that the model's image processor makes of it, (patches, patch width).
+    ``pixels``: the image file, the image resized as the model's image processor does it, or the patches that the
+    processor makes of it, (patches, patch width).
     ``digest`` names the image. A trainer computes the features of a digest once and keeps them for a while, so the
     digests of different tenants must differ even if their images do not.
     """
@@ -143,7 +196,7 @@ class Image:
     rows: int
     columns: int
     digest: str
-    pixels: EncodedImage | FloatArray
+    pixels: EncodedImage | ResizedImage | FloatArray
 
     @property
     def tokens(self) -> int:
@@ -160,7 +213,9 @@ class Datum:
 
     tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like
     targets. Any (T, K) array may be sparse (:class:`~twinkle.model.csr.Csr`): the cells that it does not list are 0.
-    ``images``: in their order; at their places ``tokens`` has the model's image token.
+    ``images``: in their order; at their places ``tokens`` has the model's image token. ``routes``: the experts to use
+    for the first tokens, see :class:`RoutingSpec`; None: the model's routers choose for all. They choose for tokens
+    that the array lacks at its end, too.
     """
 
     tokens: IntArray
@@ -168,6 +223,7 @@ class Datum:
     weights: FloatArray | Csr | None = None
     extras: Mapping[str, FloatArray | Csr] = field(default_factory=dict)
     images: Sequence[Image] = ()
+    routes: RouteArray | None = None
 
     @property
     def width(self) -> int:
@@ -181,9 +237,9 @@ class Datum:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of the arrays, in bytes."""
-        arrays = (self.tokens, self.targets, self.weights, *self.extras.values())
-        return sum(array.nbytes for array in (*arrays, *self.images) if array is not None)
+        """Return the memory of the arrays without images, in bytes."""
+        arrays = (self.tokens, self.targets, self.weights, self.routes, *self.extras.values())
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True)
@@ -248,6 +304,7 @@ class TrainItem:
     ``training``: let ``forward`` drop the same elements of the adapter's inputs as the adapter's next
     ``forward_backward``; without it, ``forward`` uses no dropout. ``numbers``: if the data are only some of a request's
     sequences, the number of each within the request; the elements that are dropped depend on it. Empty: 0, 1, 2 …
+    ``records_routes``: return the experts that were used.
     """
 
     adapter_id: str
@@ -262,6 +319,7 @@ class TrainItem:
     max_logits: int = MAX_LOGITS
     training: bool = False
     numbers: Sequence[int] = ()
+    records_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,12 +327,14 @@ class TrainResult:
     """The result of one item: log-probabilities of the targets and metrics, which are named ``name:reduction``.
 
     ``logprobs`` has one array per datum, shaped like its targets; for embeddings they are empty. ``values`` has one
-    entry per datum if the item asked for statistics, logits or embeddings, and is empty otherwise.
+    entry per datum if the item asked for statistics, logits or embeddings, and is empty otherwise; ``routes`` has one,
+    (T, layers, K), if it asked for routes.
     """
 
     logprobs: list[FloatArray]
     metrics: dict[str, float]
     values: tuple[TokenValues, ...] = ()
+    routes: tuple[RouteArray, ...] = ()
 
 
 @dataclass(frozen=True)

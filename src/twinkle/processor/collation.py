@@ -13,7 +13,15 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError
 from twinkle.processor.fields import MULTIMODAL_FIELDS, PADDING
 
-__all__ = ["Batch", "concatenated", "is_packed", "padded", "sequence_starts", "text_positions"]
+__all__ = [
+    "Batch",
+    "concatenated",
+    "is_packed",
+    "like_rows_with_images",
+    "padded",
+    "sequence_starts",
+    "text_positions",
+]
 
 Batch = dict[str, Any]
 
@@ -42,6 +50,24 @@ def sequence_starts(positions_1T: Tensor) -> Tensor:
     starts = (positions_1T[0] == 0).nonzero().flatten()
     end = torch.tensor([positions_1T.shape[-1]], device=positions_1T.device)
     return torch.cat([starts, end]).to(torch.int32)
+
+
+def like_rows_with_images(rows: Sequence[Batch]) -> list[Batch]:
+    """Return rows [1, T] where those of text have the fields that rows with images have beside them.
+
+    These are ``mm_token_type_ids``, which are 0 for text, and positions with four axes, which are equal for text.
+    """
+    types = any("mm_token_type_ids" in row for row in rows)
+    axes = any("position_ids" in row and row["position_ids"].ndim == 3 for row in rows)
+    filled = []
+    for row in rows:
+        added: Batch = {}
+        if types and "mm_token_type_ids" not in row and "input_ids" in row:
+            added["mm_token_type_ids"] = torch.zeros_like(row["input_ids"])
+        if axes and "position_ids" in row and row["position_ids"].ndim == 2:
+            added["position_ids"] = row["position_ids"].expand(4, -1, -1)
+        filled.append({**row, **added})
+    return filled
 
 
 def padded(rows: Sequence[Batch], side: str) -> Batch:

@@ -27,7 +27,8 @@ MULTIMODAL_FIELDS = (
     "grid_thws",
 )
 
-# Fields that the input processor keeps in a batch. It drops all others (messages, user_data, length …).
+# Fields that the input processor keeps in a batch. It drops all others (messages, user_data, length …); of a batch with
+# images it also keeps mm_token_type_ids, which says where they are.
 MODEL_FIELDS = frozenset(
     {
         "input_ids",

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
-from twinkle.processor.collation import Batch, concatenated, is_packed, padded, sequence_starts, text_positions
+from twinkle.processor.collation import (
+    Batch,
+    concatenated,
+    is_packed,
+    like_rows_with_images,
+    padded,
+    sequence_starts,
+    text_positions,
+)
 from twinkle.processor.fields import MODEL_FIELDS, MULTIMODAL_FIELDS, SEQUENCE_FIELDS
 from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, unpack_packed_sequences
 from twinkle.utils.logger import note_once
@@ -52,10 +60,11 @@ class InputProcessor:
         self.padding_side = padding_side
 
     def __call__(self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Batch:
-        """Return the batch of one or several rows, without the fields that are not in MODEL_FIELDS."""
+        """Return the batch of one or several rows, without the fields that models do not read."""
         rows = [inputs] if isinstance(inputs, Mapping) else inputs
         (batch,) = self.collate_fn([self.align_routed_experts(row) for row in self.prepare_inputs(rows)])
-        batch = {name: value for name, value in batch.items() if name in MODEL_FIELDS}
+        kept = MODEL_FIELDS | {"mm_token_type_ids"} if "pixel_values" in batch else MODEL_FIELDS
+        batch = {name: value for name, value in batch.items() if name in kept}
         return self._add_sequence_bounds(batch)
 
     def prepare_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Batch]:
@@ -83,7 +92,7 @@ class InputProcessor:
         Fields with one entry for each token may be [1, T], as :meth:`prepare_inputs` returns them, or [T]. All
         micro-batches have the same length, unless ``variable_seq_lengths`` is set or rows are packed.
         """
-        inputs = [{name: _tokens(name, value) for name, value in row.items()} for row in inputs]
+        inputs = like_rows_with_images([{name: _tokens(name, value) for name, value in row.items()} for row in inputs])
         packed = self.padding_free or any(map(is_packed, inputs))
         if micro_batch_size is None:
             return [self._join(inputs, packed)]

@@ -1,11 +1,11 @@
 """The types of sampling: a sampler's requests and results, as plain dataclasses over numpy, without torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from twinkle.errors import TwinkleError
-from twinkle.model.types import FloatArray, IntArray
+from twinkle.model.types import FloatArray, Image, IntArray, RouteArray
 
 StopReason = Literal["stop", "length"]
 
@@ -55,7 +55,9 @@ class SampleRequest:
     the request's temperature (``prompt_alt_tokens``). These log-probabilities are raw, that is, at temperature 1.
     ``prompt_logprobs_last_n`` limits the first two to the last n tokens. ``topk_sample_logprobs``: how many of the
     likeliest tokens are reported for each generated token. ``stream``: tokens are also reported as they are drawn, see
-    :class:`Progress`. Requests with different ``scope`` never share cached prompts.
+    :class:`Progress`. Requests with different ``scope`` never share cached prompts. ``images``: those of the prompt, in
+    their order; at their places ``prompt`` has the model's image token, as :class:`~twinkle.model.types.Datum` has.
+    ``routed_experts``: return the experts of each token, which costs the prompt's part of the cache.
     """
 
     request_id: str
@@ -71,6 +73,8 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     stream: bool = False
     scope: str = ""
+    images: Sequence[Image] = ()
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,15 @@ class SampledSequence:
 
     ``logprobs`` (N,) are those of the tempered distribution over the whole vocabulary, without penalties; at
     temperature 0, of the untempered one. ``topk_logprobs``, if asked for, holds the likeliest tokens of that
-    distribution at each of the N positions.
+    distribution at each of the N positions. ``routed_experts``, if asked for, are (T, layers, K) for prompt and sample
+    together; T is one less than their tokens, because the last one never went through the model.
     """
 
     tokens: IntArray
     logprobs: FloatArray
     stop_reason: StopReason
     topk_logprobs: TopLogprobs | None = None
+    routed_experts: RouteArray | None = None
 
 
 @dataclass(frozen=True)

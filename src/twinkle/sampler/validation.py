@@ -7,8 +7,9 @@ from typing import TypeGuard
 
 import numpy as np
 
-from twinkle.errors import InvalidInputError
-from twinkle.model.types import IntArray
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.types import Image, IntArray, RoutingSpec, VisionSpec
+from twinkle.model.vision.checks import check_images
 from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import SampleRequest, SamplingParams
 
@@ -26,6 +27,8 @@ class Limits:
     context: int  # tokens of prompt and completion together
     cache_tokens: int
     stop_strings: bool  # whether there is a tokenizer to read them with
+    vision: VisionSpec | None = None  # what the model wants of images; None: images are refused
+    routing: RoutingSpec | None = None  # what routes to experts look like; None: they are refused
 
     @property
     def tokens(self) -> int:
@@ -50,6 +53,8 @@ class CheckedRequest:
     topk_sample_logprobs: int
     stream: bool
     scope: str
+    images: tuple[Image, ...]
+    routed_experts: bool
 
 
 def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
@@ -58,6 +63,7 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
     if not _is_text(request.scope):
         raise InvalidInputError("scope", request.scope, "a string without unpaired surrogates")
     prompt = _prompt(request.prompt, limits)
+    images = check_images(request.images, prompt, limits.vision, field="images", reader="sampler")
     params = request.params
     _check_params(params, limits)
     _require_int("num_samples", request.num_samples, 1, MAX_SAMPLES)
@@ -66,6 +72,15 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
     _check_width("topk_prompt_logprobs", request.topk_prompt_logprobs, len(prompt), widest)
     _check_width("prompt_alt_tokens", request.prompt_alt_tokens, len(prompt), MAX_WIDTH)
     _check_width("topk_sample_logprobs", request.topk_sample_logprobs, request.num_samples * max_tokens, widest)
+    routed_experts = _flag("routed_experts", request.routed_experts)
+    if routed_experts and limits.routing is None:
+        raise UnsupportedError(
+            "routed_experts: this sampler returns no routes to experts; the torch sampler does, for models with "
+            "routers whose choice it can record"
+        )
+    if routed_experts and limits.routing is not None:
+        cells = limits.routing.layers * limits.routing.chosen
+        _check_width("routed_experts", cells, request.num_samples * (len(prompt) + max_tokens), MAX_CELLS)
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and (not _is_int(last_n) or last_n < 0):
         raise InvalidInputError("prompt_logprobs_last_n", last_n, "an integer ≥ 0, or None for the whole prompt")
@@ -84,6 +99,8 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
         topk_sample_logprobs=request.topk_sample_logprobs,
         stream=_flag("stream", request.stream),
         scope=request.scope,
+        images=images,
+        routed_experts=routed_experts,
     )
 
 

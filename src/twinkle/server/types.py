@@ -5,19 +5,31 @@ torch.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from twinkle.errors import LimitExceededError, UserError
+from twinkle.errors import InvalidInputError, LimitExceededError, UserError
+from twinkle.images import EncodedImage, SentImages
+from twinkle.images.sent import NO_IMAGES
 from twinkle.loss.graph.nodes import LossGraph
 from twinkle.model.csr import Csr
-from twinkle.model.types import AdamParams, Datum, FullSpec, IntArray, LoraSpec, Preference, TrainingSpec
+from twinkle.model.types import (
+    LARGE_ROUTE,
+    AdamParams,
+    Datum,
+    FullSpec,
+    Image,
+    IntArray,
+    LoraSpec,
+    Preference,
+    TrainingSpec,
+)
 
 Metadata = Mapping[str, str]
 
@@ -26,6 +38,11 @@ Metadata = Mapping[str, str]
 TARGETS_A_TOKEN = 128  # targets beyond one per token: gathering them, their gradient and their part of the result
 NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each counted as one addition
 JSON_NUMBER_BYTES = 24  # one number in a JSON result
+# Pixels that are decoded and seen by the vision tower. An image token stands for about 1000 pixels, so an image costs a
+# quarter more than its tokens; one that is shrunk costs what decoding it does.
+PIXELS_A_TOKEN = 4096
+_PIXEL_BYTES = 3 * 32**2  # memory of a decoded image, a token: at most 32 × 32 pixels
+ROUTE_BYTES = 3 * LARGE_ROUTE  # of a token's routes in a result, packed: two bytes a number as base64
 _LARGE_VOCABULARY = 2**18
 _PRICED_LOGITS = 2**20  # as limits.max_logits_per_request by default
 OBJECT_BYTES = 1024  # memory of an op or a datum in addition to its arrays
@@ -89,6 +106,16 @@ class OpKind(StrEnum):
         return self in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD, OpKind.EXPORT, OpKind.CREATE_FROM)
 
 
+def image_bytes(images: Sequence[Image]) -> int:
+    """Return the memory of a request's images: as they are, and as they will be when files among them are decoded.
+
+    An image that several sequences share counts once, because it is decoded once.
+    """
+    present = {id(image.pixels): image.nbytes for image in images}
+    decoded = {image.digest: _PIXEL_BYTES * image.tokens for image in images if isinstance(image.pixels, EncodedImage)}
+    return sum(present.values()) + sum(decoded.values())
+
+
 # --- what an op carries -----------------------------------------------------------------------------------------------
 
 
@@ -132,10 +159,28 @@ class CustomLossUse:
 
 
 @dataclass(frozen=True)
+class SentSequence:
+    """One sequence of a pass: ``sent`` are its images as they were sent, ``images`` those placed among its tokens."""
+
+    tokens: IntArray
+    sent: SentImages
+    images: tuple[Image, ...]
+
+
+def _still_sent(sequences: Sequence[SentSequence]) -> tuple[SentImages, ...]:
+    """Return the images of sequences as they were sent; none if all are decoded."""
+    sent = tuple(each.sent for each in sequences)
+    return sent if any(sent) else ()
+
+
+@dataclass(frozen=True)
 class TrainPass:
     """One forward or forward_backward request. ``custom`` or ``preference``, if set, replaces the named loss.
 
     ``without_adapter``: run the base model without the adapter. Only a forward request may set it.
+
+    ``images``: those of each datum as they were sent, until they are placed among its tokens and decoded; then, and
+    without images, it is empty. ``pixels``: how many the files of all placed images have, before they are resized.
     """
 
     data: tuple[Datum, ...]
@@ -144,10 +189,26 @@ class TrainPass:
     custom: CustomLossUse | None = None
     preference: Preference | None = None
     without_adapter: bool = False
+    images: tuple[SentImages, ...] = ()
+    pixels: int = 0
 
     @property
     def tokens(self) -> int:
         return sum(len(datum.tokens) for datum in self.data)
+
+    @property
+    def sequences(self) -> "list[SentSequence]":
+        """Return the sequences with their images, as far as these are placed."""
+        pairs = zip(self.data, self.images or [NO_IMAGES] * len(self.data), strict=True)
+        return [SentSequence(datum.tokens, sent, tuple(datum.images)) for datum, sent in pairs]
+
+    def placed(self, sequences: "Sequence[SentSequence]", pixels: int) -> "TrainPass":
+        """Return the pass with images placed among its tokens, or decoded: then they are not among ``images``."""
+        data = [
+            replace(datum, tokens=each.tokens, images=each.images)
+            for datum, each in zip(self.data, sequences, strict=True)
+        ]
+        return replace(self, data=tuple(data), images=_still_sent(sequences), pixels=pixels)
 
     @property
     def price(self) -> Price:
@@ -157,8 +218,9 @@ class TrainPass:
         and the numbers that a custom loss computes.
         """
         tokens, targets = self.tokens, sum(datum.cells for datum in self.data)
-        work = tokens + max(0, targets - tokens) // TARGETS_A_TOKEN
+        work = tokens + max(0, targets - tokens) // TARGETS_A_TOKEN + self.pixels // PIXELS_A_TOKEN
         arrays = sum(datum.nbytes + OBJECT_BYTES for datum in self.data)
+        arrays += image_bytes([image for datum in self.data for image in datum.images])
         if self.custom is not None or self.preference is not None:
             work += tokens // 3
         if self.custom is not None:  # the inputs include the targets
@@ -226,16 +288,43 @@ class NativePass:
     """A pass of the native protocol: the verb forward, forward_only, forward_backward, or backward.
 
     backward has no rows: it belongs to the forward before it.
+
+    ``images``: those of each row, placed among its tokens; empty if no row has some. ``sent``: as they were sent, until
+    they are placed and decoded. ``pixels``: how many their files have, before they are resized.
     """
 
     verb: str
     rows: tuple[Mapping[str, IntArray], ...]  # (T,) each
     options: Mapping[str, object]  # the verb's other arguments
     loss_arguments: Mapping[str, object]
+    sent: tuple[SentImages, ...] = ()
+    images: tuple[tuple[Image, ...], ...] = ()
+    pixels: int = 0
 
     @property
     def tokens(self) -> int:
         return sum(len(row["input_ids"]) for row in self.rows)
+
+    @property
+    def sequences(self) -> "list[SentSequence]":
+        """Return the rows with their images, as far as these are placed."""
+        count = len(self.rows)
+        every = zip(self.rows, self.sent or [NO_IMAGES] * count, self.images or [()] * count, strict=True)
+        return [SentSequence(row["input_ids"], sent, images) for row, sent, images in every]
+
+    def placed(self, sequences: "Sequence[SentSequence]", pixels: int) -> "NativePass":
+        """Return the pass with its images placed, or decoded: then they are not among ``sent``.
+
+        InvalidInputError: a row has one token for each image. Its labels have one number for each token already, so
+        the tokens of its images must all be there.
+        """
+        for row, each in zip(self.rows, sequences, strict=True):
+            if len(each.tokens) != len(row["input_ids"]):
+                given = f"{len(row['input_ids'])} tokens"
+                allowed = f"{len(each.tokens)} tokens: as many image tokens as the images become"
+                raise InvalidInputError(each.sent.field, given, allowed)
+        images = tuple(each.images for each in sequences)
+        return replace(self, images=images, sent=_still_sent(sequences), pixels=pixels)
 
     @property
     def price(self) -> Price:
@@ -244,10 +333,15 @@ class NativePass:
         Logits are priced for a large vocabulary, since the payload does not know the model's.
         """
         tokens, arrays = self.tokens, sum(values.nbytes for row in self.rows for values in row.values())
+        arrays += image_bytes([image for images in self.images for image in images])
         numbers = 2 * tokens
         if self.options.get("return_logits") is True:
             numbers += min(tokens * _LARGE_VOCABULARY, _PRICED_LOGITS)
-        return Price(tokens, tokens, arrays + OBJECT_BYTES * len(self.rows), JSON_NUMBER_BYTES * numbers)
+        result_bytes = JSON_NUMBER_BYTES * numbers
+        if self.options.get("router_replay_action") is not None:  # recorded, and if replayed, they are in ``arrays``
+            result_bytes += tokens * ROUTE_BYTES
+        work = tokens + self.pixels // PIXELS_A_TOKEN
+        return Price(tokens, work, arrays + OBJECT_BYTES * len(self.rows), result_bytes)
 
 
 @dataclass(frozen=True)
@@ -345,6 +439,13 @@ class Op:
         """
         body = b"publish" if isinstance(self.payload, PublishSampler) else self.body
         return self.sent_digest or digest(body)
+
+    @property
+    def waits_for_images(self) -> bool:
+        """Return whether it has images that are not placed among its tokens, or not decoded."""
+        if isinstance(self.payload, NativePass):
+            return bool(self.payload.sent)
+        return isinstance(self.payload, TrainPass) and bool(self.payload.images)
 
     @property
     def custom_loss(self) -> CustomLossUse | None:

@@ -10,7 +10,7 @@ from twinkle.extras import load
 
 if TYPE_CHECKING:
     from twinkle.template.deepseek_v4 import DeepseekV4Template
-    from twinkle.template.qwen import Qwen3_5Template, Qwen3Template
+    from twinkle.template.qwen import Qwen2_5VLTemplate, Qwen3_5Template, Qwen3Template
     from twinkle.template.template import Template
     from twinkle.template.tools import (
         ClineParser,
@@ -25,6 +25,7 @@ __all__ = [
     "ClineParser",
     "DeepseekV4Template",
     "HermesQwenParser",
+    "Qwen2_5VLTemplate",
     "Qwen3Template",
     "Qwen3_5Template",
     "ReActParser",
@@ -38,6 +39,7 @@ _HOME = {
     "ClineParser": "twinkle.template.tools",
     "DeepseekV4Template": "twinkle.template.deepseek_v4",
     "HermesQwenParser": "twinkle.template.tools",
+    "Qwen2_5VLTemplate": "twinkle.template.qwen",
     "Qwen3Template": "twinkle.template.qwen",
     "Qwen3_5Template": "twinkle.template.qwen",
     "ReActParser": "twinkle.template.tools",

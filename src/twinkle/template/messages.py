@@ -10,7 +10,17 @@ from typing import Any
 from twinkle.data_format import pack_value, user_data_get
 from twinkle.errors import InvalidInputError, UnsupportedError
 
-__all__ = ["key_rounds", "plain_text", "renderable", "split_reasoning", "tools_of", "with_system"]
+__all__ = [
+    "key_rounds",
+    "nested_names",
+    "only_text",
+    "plain_text",
+    "refuse_beside_tokens",
+    "renderable",
+    "split_reasoning",
+    "tools_of",
+    "with_system",
+]
 
 Dict = dict[str, Any]
 
@@ -78,6 +88,15 @@ def refuse_media(trajectory: Mapping[str, Any]) -> None:
     for key in _MEDIA:
         if trajectory.get(key):
             raise _no_media(key)
+    refuse_beside_tokens(trajectory)
+
+
+def refuse_beside_tokens(trajectory: Mapping[str, Any]) -> None:
+    """Raise for ``multi_modal_data``, which rows of tokens have. A table may have filled it with None."""
+    beside = trajectory.get("multi_modal_data")
+    if any(value is not None for value in beside.values()) if isinstance(beside, Mapping) else beside:
+        given = sorted(map(str, beside)) if isinstance(beside, Mapping) else beside
+        raise InvalidInputError("multi_modal_data", given, "none in a conversation; its images are in 'images'")
 
 
 def renderable(message: Dict, reasoning_fields: Collection[str]) -> Dict:
@@ -112,6 +131,22 @@ def key_rounds(trajectory: Mapping[str, Any]) -> frozenset[int] | None:
     if not isinstance(rounds, list) or not set(rounds) <= set(assistants):
         raise InvalidInputError("key_rounds", rounds, f"a list of numbers of assistant messages, of {assistants}")
     return frozenset(rounds)
+
+
+def nested_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that hold trajectories, if the rows are not trajectories themselves."""
+    if not rows or rows[0].get("messages") is not None:
+        return []
+    return [name for name, value in rows[0].items() if isinstance(value, Mapping) and value.get("messages")]
+
+
+def only_text(trajectory: Mapping[str, Any]) -> str:
+    """Return the text of a trajectory that is one user message."""
+    messages = trajectory["messages"]
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        roles = [message["role"] for message in messages]
+        raise InvalidInputError("messages", roles, "exactly one user message, with use_chat_template=False")
+    return str(messages[0]["content"])
 
 
 def _tool_call(call: object) -> Dict:
@@ -151,4 +186,4 @@ def _block_text(block: object) -> str:
 
 
 def _no_media(kind: str) -> UnsupportedError:
-    return UnsupportedError(f"messages: {kind} cannot be encoded yet; allowed: text")
+    return UnsupportedError(f"messages: {kind} cannot be encoded; allowed: text, which is all that this model reads")

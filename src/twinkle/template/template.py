@@ -25,11 +25,15 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.extras import require
 from twinkle.hub import HubOperation
 from twinkle.hub.model_id import id_text
+from twinkle.images import ImageProcessing, ImageSource
 from twinkle.template.chat_template import ChatRenderer, ChatTemplate, Rendered
 from twinkle.template.labels import IGNORE, IntArray, encode_texts, label_spans, shift_labels, unshift_labels
+from twinkle.template.media import ImageEncoder, VisionProcessor, images_of, refuse_unread, with_image_blocks
 from twinkle.template.messages import (
     conversation,
     key_rounds,
+    nested_names,
+    only_text,
     plain_text,
     refuse_media,
     renderable,
@@ -41,7 +45,8 @@ from twinkle.template.tools import ToolCallRegistry
 from twinkle.template.truncation import TRUNCATION_STRATEGIES, truncate
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from PIL.Image import Image as PillowImage
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 __all__ = ["Template"]
 
@@ -60,11 +65,19 @@ class Template:
     the last tokens ("left") or the first ("right"), "split" or "delete". ``default_system`` is put before conversations
     that start with the user. ``enable_thinking`` is passed to the chat template. With ``use_chat_template=False``, a
     trajectory is one user message, whose whole text is learnt.
+
+    The template of a vision model reads images as well (:mod:`twinkle.template.media`). Its rows have ``pixel_values``,
+    ``image_grid_thw`` and ``mm_token_type_ids`` for them.
     """
 
     image_placeholder = "<image>"
     video_placeholder = "<video>"
     audio_placeholder = "<audio>"
+
+    is_mm = False  # whether the model's folder has an image processor
+    image_source = ImageSource()  # where images may come from; a server's has no paths and URLs
+    # False: only the headers of image files are read. Rows have no pixel_values, and their messages have the files.
+    decodes_images = True
 
     # Names of methods, in order; a subclass may replace steps or add its own.
     pre_pipeline_names: Sequence[str] = ("_add_default_system", "_extract_reasoning", "_build_standard_messages")
@@ -128,13 +141,20 @@ class Template:
         return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
 
     @cached_property
-    def processor(self) -> "ProcessorMixin | PreTrainedTokenizerBase":
-        """Return the processor, which also reads images and other media; for text models, the tokenizer."""
+    def processor(self) -> "VisionProcessor | PreTrainedTokenizerBase":
+        """Return the processor, which also reads images; for text models, the tokenizer."""
         if not self.is_mm:
             return self.tokenizer
-        from transformers import AutoProcessor
+        return VisionProcessor(self.tokenizer, self._images.processing, self._images.token)
 
-        return AutoProcessor.from_pretrained(self._folder, local_files_only=True)
+    @property
+    def image_processing(self) -> ImageProcessing | None:
+        """Return what prepares images for the model; None if it reads text only."""
+        return self._images.processing if self.is_mm else None
+
+    @cached_property
+    def _images(self) -> ImageEncoder:
+        return ImageEncoder(self._folder, self.config, self.model_id)
 
     @cached_property
     def config(self) -> "PretrainedConfig":
@@ -199,7 +219,7 @@ class Template:
         trajectories under other keys (``positive``, ``negative``), each of them is encoded in place.
         """
         rows: list[Row] = columns_to_rows(trajectories)  # type: ignore[arg-type]  # a Mapping row is read only
-        nested = _nested_names(rows)
+        nested = nested_names(rows)
         variables = chat_template_kwargs or {}
         if nested:
             encoded = self._encode_nested(rows, nested, add_generation_prompt, tokenize, variables)
@@ -246,7 +266,7 @@ class Template:
         if self.use_chat_template:
             rendered = self._render(flat, add_generation_prompt, variables)
         else:
-            rendered = [Rendered(_only_text(trajectory), []) for trajectory in flat]
+            rendered = [Rendered(only_text(trajectory), []) for trajectory in flat]
         if tokenize:
             encoded = iter(self._tokenize(flat, rendered, add_generation_prompt))
             return [self._invoke_post_pipeline([next(encoded) for _ in group]) for group in prepared]
@@ -309,7 +329,11 @@ class Template:
                 labels = np.full(len(ids), IGNORE, dtype=np.int64)
             else:
                 labels = label_spans(encoding, ids, turns) if self.use_chat_template else ids.copy()
-            features.append({**trajectory, "input_ids": ids, "labels": labels})
+            feature = {**trajectory, "input_ids": ids, "labels": labels}
+            images = images_of(trajectory) if self.is_mm else []
+            if images:
+                feature = self._images.add_images(feature, images, self.image_source, decode=self.decodes_images)
+            features.append(feature)
         return features
 
     # --- the pipelines ----------------------------------------------------------------------------------------------
@@ -338,13 +362,20 @@ class Template:
         return [{**trajectory, "messages": [split_reasoning(message, split) for message in trajectory["messages"]]}]
 
     def _build_standard_messages(self, trajectory: Row) -> list[Row]:
+        if self.is_mm:
+            refuse_unread(trajectory)
+            return [with_image_blocks(trajectory, self.image_placeholder, self._open_image)]
         refuse_media(trajectory)
         return [{**trajectory, "messages": [plain_text(message) for message in trajectory["messages"]]}]
 
+    def _open_image(self, image: object, field: str) -> object:
+        return (self.image_source.read if self.decodes_images else self.image_source.open)(image, field)
+
     def _check_max_length(self, feature: Row) -> list[Row]:
-        if not self.max_length:
+        if not self.max_length or len(feature["input_ids"]) <= self.max_length:
             return [feature]
-        return truncate(feature, self.max_length, self.truncation_strategy)
+        places = self._images.places(feature) if self.is_mm and _has_images(feature) else []
+        return truncate(feature, self.max_length, self.truncation_strategy, places)
 
     def _add_attention_fields(self, feature: Row) -> list[Row]:
         length = len(feature["input_ids"])
@@ -355,7 +386,9 @@ class Template:
         return [{**feature, "labels": shift_labels(feature["labels"])}]
 
     def set_mm_position_ids(self, feature: Row) -> Row:
-        """Add ``position_ids``. Templates of models with two-dimensional image positions override this method."""
+        """Add ``position_ids``: (T,), or for a row with images (4, 1, T): in the text, then time, row and column."""
+        if self.is_mm and _has_images(feature):
+            return {**feature, "position_ids": self._images.positions(feature)}
         return {**feature, "position_ids": np.arange(len(feature["input_ids"]), dtype=np.int64)}
 
     def _require_one_for_one(self, what: str) -> None:
@@ -383,6 +416,8 @@ class Template:
         new: IntArray = np.asarray(new_tokens, dtype=np.int64)
         labels = np.asarray(feature.get("labels", np.full(len(ids), IGNORE)), dtype=np.int64)
         grown = dict(feature)
+        if self.is_mm and _has_images(feature):  # an image token that the model has drawn is text
+            feature = {**feature, "mm_token_type_ids": self._images.types(feature)}
         grown["input_ids"] = np.concatenate([ids, new])
         grown["labels"] = np.concatenate([unshift_labels(labels), new])
         for key, value in (("mm_token_type_ids", 0), ("completion_mask", 1)):
@@ -439,6 +474,37 @@ class Template:
         parser = ToolCallRegistry.detect_first(text)
         return parser.clean(text) if parser else text.rstrip()
 
+    def add_images(self, feature: Mapping[str, Any]) -> Row:
+        """Return an encoded row with what its images, given beside its tokens, become (:func:`images_of`).
+
+        Its tokens have one image token for each image, or all of them. A row that has pixels already is unchanged.
+        """
+        images = images_of(feature)
+        if not images or feature.get("pixel_values") is not None:
+            return dict(feature)
+        if not self.is_mm:
+            raise UnsupportedError(f"images: {self.model_id} reads text only")
+        opened = [self._open_image(image, f"images[{number}]") for number, image in enumerate(images)]
+        grown = self._images.add_images(dict(feature), opened, self.image_source, decode=self.decodes_images)
+        (row,) = self._add_attention_fields(grown)
+        return row
+
+    def preprocess_image(self, image: object) -> "PillowImage":
+        """Return an image, given in any form (:class:`twinkle.images.ImageSource`), in RGB."""
+        return self.image_source.read(image)
+
+    def preprocess_images(self, images: Sequence[object]) -> "list[PillowImage]":
+        return [self.image_source.read(image, f"images[{number}]") for number, image in enumerate(images)]
+
+    def preprocess_video(self, video: object) -> None:
+        raise UnsupportedError("videos: cannot be encoded; allowed: text and images")
+
+    def preprocess_audio(self, audio: object) -> None:
+        raise UnsupportedError("audios: cannot be encoded; allowed: text and images")
+
+    preprocess_videos = preprocess_video
+    preprocess_audios = preprocess_audio
+
     def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
         """Return the prompt for vLLM, which expands image placeholders itself. Text is unchanged."""
         return input_ids
@@ -454,16 +520,5 @@ class Template:
 _FEATURE_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "length")
 
 
-def _nested_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that hold trajectories, if the rows are not trajectories themselves."""
-    if not rows or rows[0].get("messages") is not None:
-        return []
-    return [name for name, value in rows[0].items() if isinstance(value, Mapping) and value.get("messages")]
-
-
-def _only_text(trajectory: Mapping[str, Any]) -> str:
-    messages = trajectory["messages"]
-    if len(messages) != 1 or messages[0]["role"] != "user":
-        roles = [message["role"] for message in messages]
-        raise InvalidInputError("messages", roles, "exactly one user message, with use_chat_template=False")
-    return str(messages[0]["content"])
+def _has_images(row: Mapping[str, Any]) -> bool:
+    return row.get("image_grid_thw") is not None

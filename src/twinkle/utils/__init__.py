@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from twinkle import framework_util, torch_util
     from twinkle.hub.construction import construct_class
     from twinkle.hub.plugin import Plugin
+    from twinkle.images.sources import load_image, load_mm_file
     from twinkle.infra import GPU, MPS, NPU, DeviceGroup, DeviceMesh, Platform, is_master
     from twinkle.infra.platform import ensure_hccl_socket_env, is_last_rank
     from twinkle.loss import align_logps_to_mask
@@ -72,6 +73,8 @@ __all__ = [
     "is_last_rank",
     "is_master",
     "is_valid_ipv6_address",
+    "load_image",
+    "load_mm_file",
     "pad_and_stack_tensors",
     "pad_sequence_to_length",
     "processing_lock",
@@ -114,6 +117,8 @@ _HOME = {
     "is_last_rank": "twinkle.infra.platform",
     "is_master": "twinkle.infra",
     "is_valid_ipv6_address": "twinkle.utils.network",
+    "load_image": "twinkle.images.sources",
+    "load_mm_file": "twinkle.images.sources",
     "pad_and_stack_tensors": "twinkle.utils.torch_utils",
     "pad_sequence_to_length": "twinkle.utils.torch_utils",
     "processing_lock": "twinkle.utils.parallel",

@@ -54,8 +54,12 @@ def _is_checkpoint(folder: Path) -> bool:
     return isinstance(state, dict) and state.get("train_mode") == "full"
 
 
-def download_checkpoint(client: TwinkleClient, address: str, folder: Path, field: str = "output_dir") -> Path:
+def download_checkpoint(
+    client: TwinkleClient, address: str, folder: Path, field: str = "output_dir", form: str | None = None
+) -> Path:
     """Write the files of the checkpoint at ``address`` to ``folder``, and return its absolute path.
+
+    ``form``: the form that an adapter on experts gets: "tinker", "peft", "vllm" or "vllm-3d"; None: as it was saved.
 
     An earlier checkpoint there is replaced, anything else is refused: see :func:`check_target`. If ``folder`` is a
     link, it stays and the folder it points to is replaced. After a failure what was there is unchanged.
@@ -65,6 +69,7 @@ def download_checkpoint(client: TwinkleClient, address: str, folder: Path, field
     if not address.startswith(_SCHEMES) or not name:
         raise invalid("checkpoint", address, "twinkle://<run>/<kind>/<name>")
     path = f"{client.route_prefix}/checkpoints/{quote(run, safe='')}/{quote(kind)}/{quote(name, safe='')}/archive"
+    path += "" if form is None else f"?format={quote(form, safe='')}"
     try:
         target = check_target(folder, field)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ class LoraConfig:
     layers_to_transform: int | Iterable[int] | None = None
     layers_pattern: str | Iterable[str] | None = None
     init_lora_weights: bool | str = True
+    target_parameters: Iterable[str] | None = None
 
 
 @runtime_checkable
@@ -41,9 +42,12 @@ def is_lora_config(value: object) -> bool:
 
 
 def config_text(config: object, target_modules: str | Iterable[str]) -> str:
-    """Return ``config`` as JSON text for add_adapter_to_model; without target modules it gets ``target_modules``."""
+    """Return ``config`` as JSON text for add_adapter_to_model.
+
+    Without target modules it gets ``target_modules``, unless it has target parameters: then it is on these alone.
+    """
     said = _said("config", config)
-    if said.get("target_modules") is None:
+    if said.get("target_modules") is None and not said.get("target_parameters"):
         said["target_modules"] = _value(target_modules)
     return json.dumps({**said, TYPE_KEY: "LoraConfig"}, allow_nan=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_client.client.current import default_client
+from twinkle_client.client.images import rows_with_images
 from twinkle_client.client.json_body import encode
 from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import AnswerT, TwinkleClient, parsed
@@ -98,6 +99,7 @@ class MultiLoraTransformersModel:
         max_tokens_per_batch: int | None = None,
         compiled: bool | None = None,
         max_logits_per_request: int | None = None,
+        enable_router_replay: bool | None = None,
         remote_group: str | None = None,
     ) -> None:
         left_to_server(
@@ -120,6 +122,7 @@ class MultiLoraTransformersModel:
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
             max_logits_per_request=max_logits_per_request,
+            enable_router_replay=enable_router_replay,
             remote_group=remote_group,
         )
         self.client = default_client() if client is None else client
@@ -357,6 +360,7 @@ class MultiLoraTransformersModel:
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
         is_sampler: bool = False,
+        format: str | None = None,
     ) -> SaveResponse | None:
         """Save a checkpoint on the server and return its address; see :class:`~twinkle_client.types.SaveResponse`.
 
@@ -366,8 +370,12 @@ class MultiLoraTransformersModel:
         as a Hugging Face folder if all parameters are trained; the text of the result is then that folder. If it is an
         earlier checkpoint, that is, a folder with adapter_config.json or with a trainer_state.json of all parameters,
         it is replaced with everything in it. A file, or a folder with other content, is refused before anything is
-        saved (with a name that the server chooses: before anything is downloaded).
+        saved (with a name that the server chooses: before anything is downloaded). format: the form of the
+        downloaded adapter, which matters on models with experts: "tinker", "peft", "vllm" or "vllm-3d"; None: as it was
+        saved, with what is needed to resume the training.
         """
+        if format is not None and output_dir is None:
+            raise invalid("format", format, "None without output_dir: it is the form of the files that are downloaded")
         if output_dir is not None and name:
             check_target(Path(output_dir) / name, "output_dir")
         body: dict[str, Any] = {"name": name, "save_optimizer": save_optimizer}
@@ -385,7 +393,7 @@ class MultiLoraTransformersModel:
             return saved
         folder = Path(output_dir) / (name or saved.twinkle_path.rpartition("/")[2])
         return saved.model_copy(
-            update={"output_dir": str(download_checkpoint(self.client, saved.twinkle_path, folder))}
+            update={"output_dir": str(download_checkpoint(self.client, saved.twinkle_path, folder, form=format))}
         )
 
     def load(
@@ -480,4 +488,4 @@ def _given(options: "DataclassInstance") -> dict[str, Any]:
 def _with_inputs(verb: str, inputs: Inputs, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if "inputs" in kwargs:
         raise TypeError(f"{verb}: inputs are given twice")
-    return {"inputs": inputs, **kwargs}
+    return {"inputs": rows_with_images(inputs), **kwargs}

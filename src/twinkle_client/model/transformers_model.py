@@ -47,6 +47,7 @@ class TransformersModel(MultiLoraTransformersModel):
         tokenizer_id: str | None = None,
         device: object = None,
         gradient_checkpointing: bool | None = None,
+        enable_router_replay: bool | None = None,
         remote_group: str | None = None,
         **load_options: Any,
     ) -> None:
@@ -66,6 +67,7 @@ class TransformersModel(MultiLoraTransformersModel):
             tokenizer_id=tokenizer_id,
             device=device,
             gradient_checkpointing=gradient_checkpointing,
+            enable_router_replay=enable_router_replay,
             remote_group=remote_group,
             **load_options,
         )

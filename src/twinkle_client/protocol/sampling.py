@@ -24,13 +24,18 @@ class SampleRequest(Wire):
 
 
 class SampledSequenceModel(Wire):
-    """One sample. ``logprobs``: for each place, (token, log-probability) of the sampled token or of the k likeliest."""
+    """One sample. ``logprobs``: for each place, (token, log-probability) of the sampled token or of the k likeliest.
+
+    ``routed_experts``: the experts of all tokens but the last, packed as rows of a pass take them, if the request asked
+    for them. ``new_input_feature`` has them, too.
+    """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     decoded: str | None = None
     new_input_feature: dict[str, Any] | None = None
+    routed_experts: Any = None
 
 
 class SampleResponseModel(Wire):

@@ -331,9 +331,12 @@ class WindowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions:
+    """The options of a pass. ``router_replay_action``: record the experts of each token, or use those of the rows."""
+
     temperature: Positive = 1.0
     return_logits: Flag = False
     task: str = "causal_lm"
+    router_replay_action: Literal["record", "replay_forward"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from twinkle_client.client.current import default_client
+from twinkle_client.client.images import rows_with_images
 from twinkle_client.client.json_body import encode
 from twinkle_client.client.log_lines import left_to_server
 from twinkle_client.client.session import TwinkleClient, parsed
@@ -103,7 +104,7 @@ class Sampler:
         """
         body: dict[str, Any] = {
             # The rows themselves: a sampler's route takes no references to batches.
-            "inputs": dict(inputs) if isinstance(inputs, Mapping) else list(inputs),
+            "inputs": rows_with_images(dict(inputs) if isinstance(inputs, Mapping) else list(inputs)),
             "sampling_params": None if sampling_params is None else sampling_fields(sampling_params),
             "adapter_name": adapter_name or "",
         }

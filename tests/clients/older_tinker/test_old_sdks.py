@@ -1,5 +1,6 @@
 """Older tinker SDKs, each in its own environment (make test-compat), use one running server at the same time."""
 
+import base64
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.models.sdk_images import SEES, jpeg, png, processing
 from tests.support.paths import ROOT
 from tests.support.servers.serving import MODEL, SdkServer, key_of
 
@@ -42,8 +44,10 @@ def run(command: list[str], server: SdkServer, name: str) -> str:
     return done.stdout
 
 
-def answers(script: str, server: SdkServer, name: str, python: Path) -> dict[str, Any]:
-    said = run([str(python), str(HERE / script), server.url, key_of(name), MODEL], server, name)
+def answers(
+    script: str, server: SdkServer, name: str, python: Path, *arguments: str, model: str = MODEL
+) -> dict[str, Any]:
+    said = run([str(python), str(HERE / script), server.url, key_of(name), model, *arguments], server, name)
     content: dict[str, Any] = json.loads(said.splitlines()[-1])
     return content
 
@@ -58,6 +62,36 @@ def test_all_at_once(server: SdkServer) -> None:
         assert result["losses"] == pytest.approx(newest["losses"], rel=1e-5), name
         assert result["tokens"] == newest["tokens"], name
         assert result["scores"][0] is None
+        assert result["scores"][1:] == pytest.approx(newest["scores"][1:], rel=1e-5), name
+
+
+def test_all_see_the_same(tmp_path: Path) -> None:
+    """Image chunks of all SDKs, in protobuf and in JSON, mean the same."""
+    images = [png(64, 96, 1), jpeg(60, 60, 2)]
+    given = [
+        {
+            "data": base64.b64encode(image.data).decode(),
+            "format": image.format,
+            "expected_tokens": processing().size(image).tokens,
+        }
+        for image in images
+    ]
+    file = tmp_path / "images.json"
+    file.write_text(json.dumps(given))
+    seeing = SdkServer(tmp_path, model=SEES).start()
+    with ThreadPoolExecutor(3) as pool:
+        runs = {
+            name: pool.submit(answers, "see.py", seeing, name, python, str(file), model=SEES)
+            for name, python in interpreters().items()
+        }
+        results = {name: run.result() for name, run in runs.items()}
+    assert seeing.stop() == 0
+    newest = results["installed"]
+    assert newest["losses"][-1] < newest["losses"][0]
+    assert len(newest["scores"]) == 3 + sum(each["expected_tokens"] for each in given)
+    for name, result in results.items():
+        assert result["losses"] == pytest.approx(newest["losses"], rel=1e-5), name
+        assert result["tokens"] == newest["tokens"], name
         assert result["scores"][1:] == pytest.approx(newest["scores"][1:], rel=1e-5), name
 
 

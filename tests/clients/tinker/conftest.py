@@ -13,6 +13,7 @@ import pytest
 import tinker
 import torch
 
+from tests.support.models.sdk_images import SEES
 from tests.support.servers.serving import MODEL, SdkServer
 from twinkle.model import Trainer
 
@@ -39,6 +40,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
     assert running.stop() == 0
 
 
+@pytest.fixture(scope="session")
+def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
+    """A server whose model sees, for the tests of images."""
+    running = SdkServer(tmp_path_factory.mktemp("seeing"), model=SEES).start()
+    yield running
+    assert running.stop() == 0
+
+
 @pytest.fixture(scope="session", autouse=True)
 def complaints() -> Iterator[_Complaints]:
     """Collects the SDK's warnings during the whole test run; none may be left at its end."""
@@ -54,7 +63,7 @@ def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> It
     """Fails the test if the SDK logged a warning that its ``complaint`` marker does not name."""
     complaints.seen = []  # those of tests in other folders, which ran before in the same process
     yield
-    seen = complaints.seen
+    seen, complaints.seen = complaints.seen, []
     expected = request.node.get_closest_marker("complaint")
     if expected is not None:
         seen = [line for line in seen if not any(text in line for text in expected.args)]

@@ -16,11 +16,12 @@ from tests.support.servers.serving import MODEL, SdkServer, key_of, sequences, t
 from twinkle.model import MultiLoraTransformersModel, Trainer
 
 SEED = 7
+NAME = MODEL.removeprefix("random://")  # by which a server serves it
 
 
 @pytest.fixture
 def tenant(server: SdkServer, request: pytest.FixtureRequest) -> NativeTenant:
-    return NativeTenant(server.url, f"native {request.node.name}", "llama-tiny")
+    return NativeTenant(server.url, f"native {request.node.name}", NAME)
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_policy_gradient(local, tenant):
 def test_conversations_go_through_the_template(local, tenant):
     both = Both(local, tenant)
     both("set_optimizer", optimizer_cls="AdamW", lr=1e-2)
-    tenant.verb("set_template", template_cls="Template", adapter_name="a", model_id="llama-tiny", max_length=64)
+    tenant.verb("set_template", template_cls="Template", adapter_name="a", model_id=NAME, max_length=64)
     local.set_template("Template", adapter_name="a", max_length=64)
     chats = [{"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]}] * 2
     both.passes("forward_backward", inputs=chats)
@@ -224,12 +225,12 @@ def test_native_and_tinker_clients_share_batches_and_do_not_notice(server, local
 def test_another_tenant_and_another_session_find_nothing(server, tenant):
     run = tenant.add_adapter("a")
     assert run == f"{tenant.session_id}-a"
-    stranger = NativeTenant(server.url, "native stranger", "llama-tiny")
+    stranger = NativeTenant(server.url, "native stranger", NAME)
     unknown = stranger.refusal("step", 404, adapter_name="a")
     assert "a" in unknown
     stranger.http.headers["X-Twinkle-Session-Id"] = tenant.session_id
     assert "session" in stranger.refusal("step", 404, adapter_name="a")
-    again = NativeTenant(server.url, "native test_another_tenant_and_another_session_find_nothing", "llama-tiny")
+    again = NativeTenant(server.url, "native test_another_tenant_and_another_session_find_nothing", NAME)
     again.refusal("step", 404, adapter_name="a")
 
 
@@ -239,7 +240,7 @@ def test_runs_of_both_protocols_in_both_listings(server, tenant):
     listed = tenant.http.get("/api/v1/twinkle/training_runs").json()["training_runs"]
     assert [each["training_run_id"] for each in listed] == [run]
     key = key_of("both listings")
-    spoken = NativeTenant(server.url, key, "llama-tiny")
+    spoken = NativeTenant(server.url, key, NAME)
     native = spoken.add_adapter("a")
     plain = server.service("both listings").create_lora_training_client(MODEL, rank=4)
     rest = server.rest("both listings")

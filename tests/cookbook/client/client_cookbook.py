@@ -7,15 +7,18 @@ from tests.support.paths import ROOT
 
 CLIENT = ROOT / "cookbook" / "client"
 MODEL = "random://llama-tiny"
+SEEING_MODEL = "random://qwen3-vl-tiny"  # that of the scripts with pictures
 
 # Scripts that only run another one, at paths of older documents.
 FORWARDS = {
     "tinker/lora.py": "tinker/self_host/lora.py",
+    "tinker/multi_modal.py": "tinker/self_host/multi_modal.py",
     "tinker/sample.py": "tinker/self_host/sample.py",
     "tinker/self_congnition.py": "tinker/self_host/self_cognition.py",
     "tinker/short_math_grpo.py": "tinker/self_host/short_math_grpo.py",
     "twinkle/grpo.py": "twinkle/self_host/short_math_grpo.py",
     "twinkle/modelscope/self_congnition.py": "twinkle/modelscope/self_cognition.py",
+    "twinkle/multi_modal.py": "twinkle/self_host/multi_modal.py",
     "twinkle/sample.py": "twinkle/self_host/sample.py",
     "twinkle/self_congnition.py": "twinkle/self_host/self_cognition.py",
     "twinkle/self_host/grpo.py": "twinkle/self_host/short_math_grpo.py",

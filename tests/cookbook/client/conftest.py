@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cookbook.client.client_cookbook import CLIENT, MODEL
+from tests.cookbook.client.client_cookbook import CLIENT, MODEL, SEEING_MODEL
 from tests.support.servers.running import Server, torch_config
 
 
@@ -27,8 +27,11 @@ def _no_proxy() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a tiny model, shared by all tests here."""
-    running = Server(tmp_path_factory.mktemp("server"), torch_config(MODEL)).start()
+    """A server with a tiny model that reads text and one that sees, shared by all tests here."""
+    config, seeing = torch_config(MODEL), torch_config(SEEING_MODEL)
+    _, model, sampler, _ = seeing["applications"]
+    config["applications"] += [{**model, "name": "seeing-model"}, {**sampler, "name": "seeing-sampler"}]
+    running = Server(tmp_path_factory.mktemp("server"), config).start()
     yield running
     assert running.stop() == 0
 

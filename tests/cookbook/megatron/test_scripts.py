@@ -92,8 +92,9 @@ def test_tp(models: dict[str, Path], tmp_path: Path) -> None:
 
 def test_tp_moe(models: dict[str, Path], tmp_path: Path) -> None:
     """Both processes of a stage hold two of four experts. What is saved is a model that Transformers loads."""
-    four = _run("tp_moe", models["tp_moe"], tmp_path, 4)
-    one = _run("tp_moe", models["tp_moe"], tmp_path, 1, "--tp-size", "1", "--pp-size", "1", "--ep-size", "1")
+    four = _run("tp_moe", models["tp_moe"], tmp_path, 4, "--experts")
+    sizes = ("--tp-size", "1", "--pp-size", "1", "--ep-size", "1")
+    one = _run("tp_moe", models["tp_moe"], tmp_path, 1, "--experts", *sizes)
     _assert_same_training(four, one)
     merged, alone = (AutoModelForCausalLM.from_pretrained(tmp_path / n / "megatron_tp_moe") for n in ("4", "1"))
     assert not isinstance(merged, peft.PeftModel)
@@ -103,4 +104,5 @@ def test_tp_moe(models: dict[str, Path], tmp_path: Path) -> None:
         assert (tensor - wanted).norm() <= 1e-3 * wanted.norm(), name
         if not torch.equal(tensor, base[name]):
             changed.add(name.rpartition(".layers.")[2].partition(".")[2])
-    assert changed == {f"self_attn.{part}_proj.weight" for part in "qkvo"}
+    experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert changed == experts | {f"self_attn.{part}_proj.weight" for part in "qkvo"}

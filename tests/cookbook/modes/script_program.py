@@ -27,6 +27,8 @@ SETTINGS = {
 }
 _RL = [*SETTINGS["rl/grpo.py"], "--test", "5", "--precision", "fp32"]
 WITHOUT_RAY = {"rl/grpo_full.py": _RL, "rl/ppo.py": [*_RL, "--kl-coef", "0.1"], "rl/ppo_full.py": _RL}
+_SEEING = ["--model", "random://qwen3-vl-tiny", "--precision", "fp32"]
+PICTURES = {"mm/fsdp2.py": [*_SEEING, "--rows", "8", "--test", "8", "--epochs", "2", "--batch-size", "4"]}
 
 
 def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torch.Tensor:
@@ -37,8 +39,8 @@ def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torc
 
 
 def run(mode: str, output: Path, script: str) -> None:
-    arguments = [*(SETTINGS | WITHOUT_RAY)[script], "--curve", str(output / f"{Path(script).stem}.json")]
-    if script.startswith("transformers/"):
+    arguments = [*(SETTINGS | WITHOUT_RAY | PICTURES)[script], "--curve", str(output / f"{Path(script).stem}.json")]
+    if script.startswith(("transformers/", "mm/")):
         arguments += ["--output", str(output)]
     if mode == "ray":
         arguments += ["--mode", "ray"]

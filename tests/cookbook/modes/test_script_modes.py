@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cookbook.modes.script_program import SETTINGS, WITHOUT_RAY
+from tests.cookbook.modes.script_program import PICTURES, SETTINGS, WITHOUT_RAY
 from twinkle import exists
 
 SCRIPTS = list(SETTINGS)
@@ -108,6 +108,20 @@ def test_the_other_recipes_of_reinforcement_learning_under_torchrun(run_scripts)
         curves = curve(folder, Path(script).stem)
         assert curves["reward"] == curves["accuracy"] == [0.0, 0.0]
     assert len(curve(folder, "ppo")["explained_variance"]) == 2
+
+
+@pytest.mark.parallel
+def test_pictures_on_a_model_in_two_shards(run_scripts):
+    """Each process has half of the pictures of a batch, and a shard of the model."""
+    two, one = (run_scripts(way, *PICTURES) for way in ("torchrun", "local"))
+    found, expected = curve(two, "fsdp2"), curve(one, "fsdp2")
+    assert len(expected["loss"]) == 4
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1.5e-4)
+    assert found["accuracy"] == expected["accuracy"]
+    saved, wanted = (load_file(folder / "mm_fsdp2/adapter_model.safetensors") for folder in (two, one))
+    assert saved.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert (saved[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
 
 
 @pytest.mark.ray

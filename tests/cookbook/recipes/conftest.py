@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cookbook.recipes.offline_hub import SERVED_NAMES, write_hub
+from tests.cookbook.recipes.offline_pictures import VISION_MODEL, write_vision_hub
 from tests.cookbook.recipes.recipe_runs import Bench
 from tests.support.paths import ROOT
 
@@ -25,16 +27,29 @@ _START_SECONDS = 300
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Runs recipes from a local directory against a running server.
+    """Runs recipes from a local directory against a running server."""
+    with _serving(tmp_path_factory.mktemp("cookbook"), write_hub, SERVED_NAMES) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def seeing_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Runs recipes with pictures against a server of a vision model."""
+    with _serving(tmp_path_factory.mktemp("pictures"), write_vision_hub, [VISION_MODEL]) as running:
+        yield running
+
+
+@contextmanager
+def _serving(directory: Path, write: Callable[[Path], Path], names: list[str]) -> Iterator[Bench]:
+    """Serve a model under these names. ``write`` writes it, and what recipes need beside it, into a directory.
 
     At the end the server's log must have no warning.
     """
     if not PYTHON.exists():
         pytest.skip("the cookbook is not installed; `make test-cookbook` does that")
-    directory = tmp_path_factory.mktemp("cookbook")
-    model = write_hub(directory / "hub")
+    model = write(directory / "hub")
     log = directory / "server.log"
-    server = _start_server(directory, model, log)
+    server = _start_server(directory, model, names, log)
     try:
         yield Bench(_announced_url(server, log), PYTHON, directory / "hub", directory / "runs", _environment(directory))
     finally:
@@ -66,8 +81,8 @@ def _environment(directory: Path) -> dict[str, str]:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def _start_server(directory: Path, model: Path, log: Path) -> subprocess.Popen[bytes]:
-    trainer = {"model_id": str(model), "backend": "transformers", "aliases": SERVED_NAMES}
+def _start_server(directory: Path, model: Path, names: list[str], log: Path) -> subprocess.Popen[bytes]:
+    trainer = {"model_id": str(model), "backend": "transformers", "aliases": names}
     applications = [
         {"name": "server", "import_path": "server"},
         {"name": "model", "import_path": "model", "args": trainer},

@@ -31,11 +31,12 @@ class Bench:
     runs: Path
     environment: dict[str, str]
 
-    def start(self, recipe: str, log_path: str, **options: object) -> "Run":
+    def start(self, recipe: str, log_path: str, *, log_option: str = "log_path", **options: object) -> "Run":
+        """Start a recipe. ``log_option``: its name for the directory that it writes to."""
         folder = self.runs / log_path
         output = self.runs / f"{log_path}-{time.monotonic_ns()}.log"
         self.runs.mkdir(exist_ok=True)
-        given = {"base_url": self.url, "log_path": folder, **options}
+        given = {"base_url": self.url, log_option: folder, **options}
         with output.open("wb") as log:
             process = subprocess.Popen(
                 [self.python, "-m", f"tinker_cookbook.recipes.{recipe}", *(f"{k}={v}" for k, v in given.items())],

@@ -11,8 +11,9 @@ import tinker
 import torch
 from peft import PeftModel
 from tinker import types
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.cookbook.recipes.offline_pictures import write_vision_model
 from tests.support.models.base_folders import write_base_folder
 from tests.support.paths import ROOT
 from tests.support.servers.running import Server, environment
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.cookbook, pytest.mark.filterwarnings("ignore:Model has
 
 PYTHON = ROOT / ".venv-cookbook" / "bin" / "python"
 BASES = ("untied", "tied")
+SEES = "seeing"
 
 DOWNLOAD = """
 import sys
@@ -47,13 +49,13 @@ def run(program: str, *arguments: str, **settings: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model whose head is tied to its embeddings, and of one whose head is not."""
+    """A server of a model whose head is tied to its embeddings, of one whose head is not, and of a vision model."""
     if not PYTHON.exists():
         pytest.skip("the cookbook is not installed; `make test-cookbook` does that")
     directory = tmp_path_factory.mktemp("builders")
     applications: list[dict[str, Any]] = [{"name": "server", "import_path": "server"}]
-    for name in BASES:
-        folder = write_base_folder(directory / name, tied=name == "tied")
+    folders = {name: write_base_folder(directory / name, tied=name == "tied") for name in BASES}
+    for name, folder in {**folders, SEES: write_vision_model(directory / SEES)}.items():
         args = {"model_id": str(folder), "backend": "transformers", "device": "cpu", "dtype": "fp32"}
         applications.append({"name": name, "import_path": "model", "args": args})
     running = Server(directory, {"applications": applications}).start()
@@ -108,3 +110,16 @@ def test_builders_compute_what_was_trained(server: Server, base: str, tmp_path: 
         said = trained.build("build_hf_model", tmp_path / "merged", folder)
     assert said == ""
     assert trained.difference(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) < 1e-4
+
+
+def test_builders_of_a_vision_model_compute_what_was_trained(server: Server, tmp_path: Path) -> None:
+    """A download has Tinker's names; the builders add the name of the decoder. Qwen3.5 also has a class for text."""
+    trained = Trained(server, SEES, tmp_path / "adapter")
+    text = AutoModelForCausalLM.from_pretrained(trained.base)
+    assert trained.difference(text) > 1e-2
+    assert trained.difference(PeftModel.from_pretrained(text, trained.folder)) < 1e-4
+    assert trained.build("build_lora_adapter", tmp_path / "lora") == ""
+    whole = AutoModelForImageTextToText.from_pretrained(trained.base)
+    assert trained.difference(PeftModel.from_pretrained(whole, tmp_path / "lora")) < 1e-4
+    assert trained.build("build_hf_model", tmp_path / "merged") == ""
+    assert trained.difference(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")) < 1e-4

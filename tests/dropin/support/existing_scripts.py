@@ -6,9 +6,10 @@ calls, below this folder.
 
 from dataclasses import dataclass
 
-IMAGES = "images"
-EXPERTS = "expert parallelism"
-EXPERT_ADAPTERS = "adapters on experts"
+IMAGES = "pictures in the stand-in for a hub"
+EXPERTS = "answers of the model with experts in the stand-in for a hub"
+TARGET_PARAMETERS = "`target_parameters` of multi-LoRA models"
+EXPERT_ADAPTERS = "adapters on experts in models of Megatron"
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Existing:
 LOCAL = (
     Existing("transformers/fsdp2.py", ours="local/fsdp2.py"),
     Existing("transformers/sp_fsdp_dense.py", ours="local/sp_fsdp_dense.py"),
-    Existing("transformers/ep_fsdp2_lora_qwen3_5_moe.py", waits_for=EXPERTS),
-    Existing("transformers/ep_fsdp2_lora_deepseek_v4.py", waits_for=EXPERTS),
-    Existing("transformers/ep_fsdp2_multi_lora_deepseek_v4.py", waits_for=EXPERTS),
+    Existing("transformers/ep_fsdp2_lora_qwen3_5_moe.py", ours="local/ep_fsdp2_lora_qwen3_5_moe.py"),
+    Existing("transformers/ep_fsdp2_lora_deepseek_v4.py", ours="local/ep_fsdp2_lora_deepseek_v4.py"),
+    Existing("transformers/ep_fsdp2_multi_lora_deepseek_v4.py", waits_for=TARGET_PARAMETERS),
     Existing("megatron/tp.py", ours="local/tp.py"),
     Existing("megatron/tp_moe.py", ours="local/tp_moe.py"),
     Existing("rl/dpo/dpo_full.py", ours="local/dpo_full.py"),

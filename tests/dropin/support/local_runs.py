@@ -26,6 +26,16 @@ ARGUMENTS: dict[str, list[str]] = {
         *("--dp-size", "1", "--fsdp-size", "2", "--ulysses-size", "2", "--nproc-per-node", "2", "--batch-size", "4"),
         *("--gradient-accumulation-steps", "2", "--strategy", "native_fsdp", "--template-cls", "Qwen3_5Template"),
     ],
+    "ep_fsdp2_lora_qwen3_5_moe": [
+        *COMMON,
+        *("--model-id", f"ms://{EXPERTS}", "--dp-size", "1", "--fsdp-size", "2", "--ep-size", "2"),
+        *("--batch-size", "8", "--train-samples", "24"),
+    ],
+    "ep_fsdp2_lora_deepseek_v4": [
+        *COMMON,
+        *("--model-id", f"ms://{EXPERTS}", "--dp-size", "1", "--fsdp-size", "2", "--ep-size", "2"),
+        *("--batch-size", "8", "--train-samples", "24"),
+    ],
 }
 _SHORT = ("--batch-size", "8", "--train-samples", "24", "--eval-samples", "8", "--eval-interval", "2")
 # The scripts with models of Megatron: two tensor parallel processes; with experts, each holds half of them.

@@ -45,7 +45,10 @@ def test_home_directory_is_expanded(tmp_path, monkeypatch):
         ("s3://bucket/model", "unknown model id scheme 's3'; known: hf, ms, pypi, random"),
         (
             "random://llama-2b",
-            "unknown random model 'llama-2b'; known: llama-1b, llama-8b, llama-tiny, llama-tiny-wide",
+            "unknown random model 'llama-2b'; known: deepseek-v3-tiny, gpt-oss-20b, gpt-oss-tiny, llama-1b, "
+            "llama-8b, llama-tiny, llama-tiny-wide, mixtral-tiny, olmoe-tiny, qwen2.5-vl-tiny, qwen3-235b-a22b, "
+            "qwen3-30b-a3b, qwen3-8b, qwen3-moe-tiny, qwen3-tiny, qwen3-vl-30b-a3b, qwen3-vl-8b, "
+            "qwen3-vl-moe-tiny, qwen3-vl-tiny, qwen3.5-35b-a3b, qwen3.5-moe-tiny, qwen3.5-tiny",
         ),
         ("random://llama-1b?sed=1", "unknown random:// option 'sed'; known: seed"),
     ],

@@ -178,3 +178,21 @@ def test_what_is_refused():
         InputProcessor()([])
     with pytest.raises(InvalidInputError, match="labels: got '1 of 2 rows have it'"):
         InputProcessor()([row(2), {"input_ids": [1]} | {"attention_mask": [1], "position_ids": [0], "length": 1}])
+
+
+def test_rows_of_text_beside_rows_with_images() -> None:
+    seen = row(
+        3,
+        mm_token_type_ids=[0, 1, 0],
+        position_ids=np.arange(3).repeat(4).reshape(3, 4).T[:, None],
+        pixel_values=np.ones((4, 6), np.float32),
+        image_grid_thw=[[1, 2, 2]],
+    )
+    text = row(2, start=7, position_ids=[0, 1])
+    batch = InputProcessor()([text, seen])
+    assert batch["mm_token_type_ids"].tolist() == [[0, 0, 0], [0, 1, 0]]
+    assert batch["position_ids"].tolist() == [[[0, 1, -1], [0, 1, 2]]] * 4
+    joined = InputProcessor(padding_free=True)([text, seen])
+    assert joined["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 0]]
+    assert joined["cu_seq_lens_q"].tolist() == [0, 2, 5]
+    assert "mm_token_type_ids" not in InputProcessor()([row(2, mm_token_type_ids=[0, 0])])

@@ -151,7 +151,7 @@ def test_blocks_of_text_are_joined(folder):
     ],
 )
 def test_media_are_refused_by_name(folder, row):
-    with pytest.raises(UnsupportedError, match=r"images? cannot be encoded yet"):
+    with pytest.raises(UnsupportedError, match=r"images? cannot be encoded; allowed: text"):
         Template(folder("chatml")).encode(row)
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tests.support.servers.running import environment
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.model import AdapterSnapshot, LoraSpec, Trainer, TrainItem
 from twinkle.model.adapters import checkpoint
+from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK
 
 SPEC = LoraSpec(rank=4, alpha=6, seed=1, train_unembed=True)
 
@@ -538,7 +540,7 @@ def test_a_place_that_cannot_be_written(victim: tuple[Trainer, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-@pytest.mark.parametrize("failing", ["save_file", "write_json", "_flush", "replace"])
+@pytest.mark.parametrize("failing", ["write_arrays", "write_json", "_flush", "replace"])
 def test_a_failure_leaves_everything_as_it_was(
     victim: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, exchange: bool
 ) -> None:
@@ -572,6 +574,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from twinkle.model.adapters import checkpoint
+from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, Target, initial_row
 from twinkle.model.types import LoraSpec
@@ -606,7 +609,7 @@ def save_and_die(directory: Path, when: str, overwrite: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-@pytest.mark.parametrize("when", ["in save_file", "before _put_in_place"])
+@pytest.mark.parametrize("when", ["in write_arrays", "before _put_in_place"])
 @pytest.mark.parametrize("overwrite", ["fresh", "overwrite"])
 def test_killed_while_saving(tmp_path: Path, when: str, overwrite: str) -> None:
     save_and_die(tmp_path, when, overwrite)
@@ -638,3 +641,14 @@ def test_a_save_that_is_written_later_holds_what_was_there(llama: PreTrainedMode
     assert_same(trainer.snapshot("a"), expected)
     trainer.prepare_save("a", optimizer=False)(tmp_path / "weights")
     assert not (tmp_path / "weights" / "optimizer.safetensors").exists()
+
+
+def test_a_prepared_save_holds_nothing_of_other_tenants(llama: PreTrainedModel) -> None:
+    """On a Ray cluster it is sent to another process: one adapter's bytes, not those of all that are resident."""
+    trainer = trained(llama)
+    alone = len(pickle.dumps(trainer.prepare_save("a", state={})))
+    for number in range(SLOTS_PER_BLOCK):  # so that the adapters need a second block of slots
+        add_trained_adapter(trainer, f"other {number}", SPEC, llama)
+        take_step(trainer, item(llama, number, f"other {number}"))
+    assert len(trainer.resident_adapter_ids()) > SLOTS_PER_BLOCK
+    assert len(pickle.dumps(trainer.prepare_save("a", state={}))) <= alone

@@ -84,7 +84,6 @@ def test_alpha_is_a_finite_number(value: object) -> None:
         ("init_lora_weights", None),
         ("lora_bias", True),
         ("peft_type", "IA3"),
-        ("target_parameters", ["experts.gate_up_proj"]),
         ("task_type", "SEQ_CLS"),
         ("use_dora", True),
         ("field_of_tomorrow", 1),
@@ -113,6 +112,16 @@ def test_refuses_what_would_change_the_shared_base_model(name: str, value: objec
         spec_from_peft({"target_modules": "all-linear", name: value})
     reason = "would change weights of the base model, which all adapters share"
     assert str(error.value).endswith(f"(TransformersModel hands them to PEFT): {name}={value!r} ({reason})")
+
+
+def test_target_parameters_stand_alone_or_beside_modules() -> None:
+    alone = peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]).to_dict()
+    assert spec_from_peft(alone).target_modules == ()
+    assert spec_from_peft(alone).target_parameters == ("experts.down_proj", "experts.gate_up_proj")
+    beside = spec_from_peft({"target_modules": "all-linear", "target_parameters": ["experts.down_proj"]})
+    assert (beside.target_modules, beside.target_parameters) == ("all-linear", ("experts.down_proj",))
+    with pytest.raises(InvalidInputError, match=r"target_parameters: got 'experts', allowed: a list"):
+        spec_from_peft({"target_modules": "all-linear", "target_parameters": "experts"})
 
 
 def test_names_all_offending_fields_at_once() -> None:

@@ -1,6 +1,7 @@
 """More adapters than fit on the device: which are resident, and that paging changes no result."""
 
 import random
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.models.reference import assert_logprobs_close, assert_tensors_close, random_datum, toy_llama
-from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, InvalidInputError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.adapters.adapter import STATE_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.adapters.adapter import PASS_BYTES_PER_PARAMETER, STATE_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Target, initial_row
 
@@ -28,6 +29,10 @@ def row_bytes(layout: RowLayout) -> int:
 
 def state_bytes(layout: RowLayout) -> int:
     return STATE_BYTES_PER_PARAMETER * layout.size
+
+
+def pass_bytes(layout: RowLayout) -> int:
+    return PASS_BYTES_PER_PARAMETER * layout.size
 
 
 def block_bytes(layout: RowLayout) -> int:
@@ -49,7 +54,9 @@ def assert_consistent(pool: AdapterPool) -> None:
     resident = [adapter for adapter in adapters if adapter.slot is not None]
     assert pool.resident_ids() == [adapter.adapter_id for adapter in resident]
     stacks = {id(adapter.stack): adapter.stack for adapter in adapters}.values()
-    used = sum(stack.allocated_bytes for stack in stacks) + sum(state_bytes(a.layout) for a in resident)
+    taken = [state_bytes(a.layout) if a.whole_on_device else pass_bytes(a.layout) for a in resident]
+    used = sum(stack.allocated_bytes for stack in stacks) + sum(taken)
+    assert not any(adapter.whole_on_device for adapter in adapters if adapter.slot is None)
     assert used <= pool.budget_bytes
     places = [(id(adapter.stack), adapter.slot) for adapter in resident]
     assert len(set(places)) == len(places)
@@ -83,23 +90,90 @@ def test_any_sequence_of_uses_stays_within_the_budget(seed: int) -> None:
                 wanted.pop()
             pool.make_resident(wanted)
             assert all(adapter.slot is not None for adapter in wanted)
+            if rng.random() < 0.5:
+                pool.make_resident(wanted[:1], whole=True)
+                assert all(adapter.whole_on_device for adapter in wanted[:1])
         assert_consistent(pool)
     for name, row_P in weights.items():
         assert torch.equal(pool.get(name).weights_P, row_P)
 
 
 def test_the_least_recently_used_leaves_first() -> None:
-    pool = AdapterPool(block_bytes(SMALL) + 3 * state_bytes(SMALL), torch.float32, CPU)
-    a, b, c, d = (add(pool, name, SMALL) for name in "abcd")
+    pool = AdapterPool(block_bytes(SMALL) + 4 * pass_bytes(SMALL), torch.float32, CPU)
+    a, b, c, d, e = (add(pool, name, SMALL) for name in "abcde")
+    for adapter in (a, b, c, d):
+        pool.make_resident([adapter])
+    assert pool.resident_ids() == ["a", "b", "c", "d"]
     pool.make_resident([a])
-    pool.make_resident([b])
-    pool.make_resident([c])
-    assert pool.resident_ids() == ["a", "b", "c"]
-    pool.make_resident([a])
-    pool.make_resident([d])
-    assert pool.resident_ids() == ["a", "c", "d"]
+    pool.make_resident([e])
+    assert pool.resident_ids() == ["a", "c", "d", "e"]
     pool.make_resident([b, c])
-    assert pool.resident_ids() == ["b", "c", "d"]
+    assert pool.resident_ids() == ["a", "b", "c", "e"]
+
+
+def test_optimizer_states_leave_before_adapters() -> None:
+    """A step brings weights and state of one adapter; those of others make room, while their compute copies stay."""
+    room = block_bytes(SMALL) + 3 * pass_bytes(SMALL) + state_bytes(SMALL)
+    pool = AdapterPool(room, torch.float32, CPU)
+    adapters = [add(pool, name, SMALL, seed) for seed, name in enumerate("abcd")]
+    pool.make_resident(adapters)
+    assert not any(adapter.whole_on_device for adapter in adapters)
+    for adapter in (*adapters, adapters[1]):
+        pool.make_resident([adapter], whole=True)
+        assert pool.resident_ids() == ["a", "b", "c", "d"]
+        assert [each.adapter_id for each in adapters if each.whole_on_device] == [adapter.adapter_id]
+        assert_consistent(pool)
+    pool.make_resident([add(pool, "e", SMALL)])  # the state of b leaves, and nobody else
+    assert pool.resident_ids() == ["a", "b", "c", "d", "e"]
+    assert not adapters[1].whole_on_device
+    assert pool.fit(adapters)
+    assert not pool.fit(adapters, whole=True)
+
+
+@pytest.mark.parametrize("budget", [10, 33, 100, 1000])
+def test_the_capacity_is_what_fits(budget: int) -> None:
+    pool = AdapterPool(budget * row_bytes(SMALL), torch.float32, CPU)
+    whole, for_passes = pool.capacity(SMALL)
+    adapters = [add(pool, str(number), SMALL) for number in range(for_passes + 1)]
+    assert pool.fit(adapters[:for_passes])
+    assert not pool.fit(adapters)
+    assert pool.fit(adapters[:whole], whole=True)
+    assert not pool.fit(adapters[: whole + 1], whole=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_states_are_in_host_memory_until_a_step() -> None:
+    pool = AdapterPool(block_bytes(SMALL) + pass_bytes(SMALL) + state_bytes(SMALL), torch.float32, torch.device("cuda"))
+    first, second = add(pool, "first", SMALL, 1), add(pool, "second", SMALL, 2)
+    before = first.weights_P.clone()
+    pool.make_resident([first, second])
+    first.add_gradient(torch.ones(SMALL.size, device="cuda"))
+    assert first.weights_P.device.type == "cpu"
+    assert first.gradient_P is not None
+    assert first.gradient_P.is_cuda
+    assert torch.equal(first.compute_copy.cpu()[: SMALL.a_size], before[: SMALL.a_size])
+    pool.make_resident([first], whole=True)
+    assert first.weights_P.is_cuda
+    assert first.exp_avg_P.is_cuda
+    pool.make_resident([second], whole=True)
+    assert second.weights_P.is_cuda
+    assert first.weights_P.device.type == "cpu"
+    assert first.weights_P.is_pinned()
+    assert torch.equal(first.weights_P, before)
+    assert first.compute_copy.is_cuda
+
+
+def test_one_large_adapter_does_not_take_the_room_of_eight() -> None:
+    pool = AdapterPool(3 * row_bytes(LARGE) + state_bytes(LARGE), torch.float32, CPU)
+    large = add(pool, "large", LARGE)
+    pool.make_resident([large], whole=True)
+    assert large.stack.slots < SLOTS_PER_BLOCK
+    assert_consistent(pool)
+    with pytest.raises(
+        CapacityError, match=r"'large' needs 0 MiB .*0\.0 million parameters of rank 32\), 0 MiB are set"
+    ):
+        add(AdapterPool(state_bytes(LARGE), torch.float32, CPU), "large", LARGE)
 
 
 def test_rows_scattered_over_blocks_are_brought_together() -> None:
@@ -268,8 +342,9 @@ def test_the_memory_budget_limits_residents(make_trainer: MakeTrainer) -> None:
         (result,) = trainer.forward_backward([item(name, 0)])
         assert isinstance(result, TrainResult)
     layout = trainer._pool.get("0").layout
-    room = (trainer.memory.adapters - block_bytes(layout)) // state_bytes(layout)
-    assert 0 < room < 8
+    taken = [-(-count // SLOTS_PER_BLOCK) * block_bytes(layout) + count * pass_bytes(layout) for count in range(13)]
+    room = max(count for count in range(13) if taken[count] <= trainer.memory.adapters)
+    assert 0 < room < 12
     assert trainer.resident_adapter_ids() == names[-room:]
     assert_consistent(trainer._pool)
 
@@ -278,9 +353,25 @@ def test_an_adapter_that_can_never_fit_is_refused(make_trainer: MakeTrainer) -> 
     trainer = with_adapters(make_trainer, fitting=2)
     with pytest.raises(CapacityError, match=r"'huge' needs .* MiB"):
         trainer.create_adapter("huge", LoraSpec(512, seed=0))
+    with pytest.raises(InvalidInputError, match=r"rank: got 512, .*needs .* MiB on the device"):
+        trainer.check_adapter(LoraSpec(512))
+    trainer.check_adapter(LoraSpec(8))
     assert trainer.adapter_ids() == list(SPECS)
     (result,) = trainer.forward_backward([item("a", 0)])
     assert isinstance(result, TrainResult)
+
+
+def test_the_report_says_how_many_adapters_fit(make_trainer: MakeTrainer) -> None:
+    weights = sum(parameter.numel() * 4 for parameter in BASE.parameters())
+    trainer = make_trainer(BASE, memory_budget_bytes=weights + 8 * 2**20)
+    said = trainer.memory_report()
+    report = re.search(r"fit the device: (\d+) of rank 8 with optimizer states, (\d+) without; (\d+)", said)
+    assert report is not None
+    trainer.create_adapter("a", LoraSpec(8))
+    layout = trainer._pool.get("a").layout
+    assert (int(report[1]), int(report[2])) == trainer._pool.capacity(layout)
+    assert int(report[3]) < int(report[1]) < int(report[2])
+    assert "the host's memory limits adapters" in make_trainer(BASE).memory_report()
 
 
 def test_a_snapshot_that_cannot_fit_leaves_the_adapter_as_it_was(make_trainer: MakeTrainer) -> None:

@@ -15,8 +15,10 @@ from tests.support.models.reference import (
     random_datum,
 )
 from tests.support.models.tiny_models import (
+    EXPERT_FAMILIES,
     FAMILIES,
     LONG,
+    PADDED_FAMILIES,
     WINDOW,
     add_trained_adapter,
     random_model,
@@ -38,13 +40,13 @@ from twinkle.model.trainer import self_check
 LENGTHS = {"a": (19, 5, 33), "b": (70, 1, 19, 19, LONG, LONG + 1)}
 
 # For gradients of the gates in Qwen3.5's linear attention. The plain model itself is 2e-5 away from float64, because it
-# exponentiates sums of logarithms over a block, and padding changes their rounding. Measured: 2e-5.
-GRADIENT_TOLERANCE = {"qwen3_5": 1e-4}
+# exponentiates sums of logarithms over a block in fp32. Measured: 1.5e-5, with transformers 5.5.4 3.2e-5.
+GRADIENT_TOLERANCE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5}
 
 
 def specs(family: str) -> dict[str, LoraSpec]:
     return {
-        "a": LoraSpec(rank=4, seed=1, train_mlp=family != "qwen3_moe"),
+        "a": LoraSpec(rank=4, seed=1, train_mlp=family not in EXPERT_FAMILIES),
         "b": LoraSpec(rank=12, seed=2, train_mlp=False, train_unembed=True),
     }
 
@@ -107,7 +109,7 @@ def test_a_sequence_does_not_see_its_neighbours(family: str) -> None:
         if (adapter_id, number) != ("b", 2)
     ]
     # the number of tokens per expert, and so the shape of its product, depends on all sequences
-    if family == "qwen3_moe":
+    if family in EXPERT_FAMILIES:
         assert_logprobs_close([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
         assert_tensors_close(trainer.gradients("a"), gradients)
     else:
@@ -138,9 +140,9 @@ def test_every_tested_family_is_tested() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES)
-def test_only_hybrid_models_are_padded(family: str) -> None:
-    assert read_architecture(adopt_model(tiny_model(family))).padded == (family == "qwen3_5")
+@pytest.mark.parametrize("family", [*FAMILIES, *PADDED_FAMILIES])
+def test_only_models_with_unknown_state_are_padded(family: str) -> None:
+    assert read_architecture(adopt_model(tiny_model(family))).padded == (family in PADDED_FAMILIES)
 
 
 def test_the_tests_notice_what_they_are_for() -> None:
@@ -149,6 +151,7 @@ def test_the_tests_notice_what_they_are_for() -> None:
         "mistral": {"sliding_window": None},
         "gemma2": {"attn_logit_softcapping": None},
         "gemma3": {"sliding_window": 4 * WINDOW},
+        "gpt_oss": {"sliding_window": 4 * WINDOW},
     }.items():
         config = FAMILIES[family]()
         model, other = random_model(config), random_model(type(config)(**{**config.to_dict(), **changes}))
@@ -232,11 +235,6 @@ def test_dynamic_frequencies_end_at_the_length_where_they_would_change() -> None
     ("config", "values", "message"),
     [
         ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "gpt2: no list of 2 decoder layers named 'layers'"),
-        (
-            "GptOssConfig",
-            {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-            "gpt_oss: attention sinks are not supported yet",
-        ),
         ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "gemma3_text: bidirectional attention"),
     ],
 )
@@ -250,9 +248,12 @@ def test_unsupported_models_say_why(config: str, values: dict, message: str) -> 
     ("spec", "field"),
     [(LoraSpec(rank=4), "train_mlp"), (LoraSpec(rank=4, target_modules="all-linear"), "target_modules")],
 )
-def test_experts_take_no_adapters(spec: LoraSpec, field: str) -> None:
-    trainer = tiny_trainer(tiny_model("qwen3_moe"))
-    with pytest.raises(UnsupportedError, match=f"{field}: qwen3_moe has mixture-of-experts layers"):
+def test_experts_of_an_unknown_form_take_no_adapters(spec: LoraSpec, field: str) -> None:
+    model = tiny_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts.third_proj = torch.nn.Parameter(torch.zeros(2))
+    trainer = tiny_trainer(model)
+    with pytest.raises(UnsupportedError, match=f"{field}: qwen3_moe has experts of a form on which LoRA is not"):
         trainer.create_adapter("a", spec)
     assert trainer.adapter_ids() == []
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import UnsupportedError
-from twinkle.model.decoder.attention import Packing, packed_attention
+from twinkle.model.decoder.attention import Packing, packed_attention, with_sinks
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 TOLERANCE = 1e-5
@@ -40,6 +40,7 @@ def plain(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the softmax of the scores of all visible tokens, by loops over sequences, heads and tokens."""
     rows = []
@@ -51,7 +52,7 @@ def plain(
             rows.append(
                 torch.stack(
                     [
-                        _attend(query[0, head, start + position], key, value, head, reach, scaling, softcap)
+                        _attend(query[0, head, start + position], key, value, head, reach, scaling, softcap, sinks)
                         for head in range(HEADS)
                     ]
                 )
@@ -61,29 +62,55 @@ def plain(
 
 
 def _attend(
-    q_D: Tensor, key: Tensor, value: Tensor, head: int, reach: slice, scaling: float | None, softcap: float | None
+    q_D: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head: int,
+    reach: slice,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     shared = head * key.shape[1] // HEADS  # adjacent query heads share a key/value head
     scores = key[0, shared, reach] @ q_D * (1 / math.sqrt(SIZE) if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores.softmax(-1) @ value[0, shared, reach]
+    total = scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
+    return scores.exp() / total @ value[0, shared, reach]
 
 
-def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv_heads=KV_HEADS, value_size=SIZE):
+def check(
+    lengths: Sequence[int],
+    *,
+    scaling=None,
+    window=None,
+    softcap=None,
+    kv_heads=KV_HEADS,
+    value_size=SIZE,
+    with_sinks=False,
+):
     """Check that values and gradients agree."""
     inputs = tensors(sum(lengths), kv_heads=kv_heads, value_size=value_size)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 6.0]).requires_grad_() if with_sinks else None
     packing = Packing.from_lengths(tuple(lengths), torch.device("cpu"))
     ours, weights = packed_attention(
-        nn.Identity(), *inputs, None, packing=packing, scaling=scaling, sliding_window=window, softcap=softcap
+        nn.Identity(),
+        *inputs,
+        None,
+        packing=packing,
+        scaling=scaling,
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=sinks,
     )
-    theirs = plain(*inputs, lengths, scaling, window, softcap)
+    theirs = plain(*inputs, lengths, scaling, window, softcap, sinks)
     assert weights is None
     assert ours.shape == (1, sum(lengths), HEADS, value_size)
     assert_close(ours, theirs)
     direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
+    trained = inputs if sinks is None else (*inputs, sinks)
     for left, right in zip(
-        torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(theirs, inputs, direction), strict=True
+        torch.autograd.grad(ours, trained, direction), torch.autograd.grad(theirs, trained, direction), strict=True
     ):
         assert_close(left, right)
 
@@ -109,6 +136,26 @@ def test_sliding_windows_count_the_token_itself(lengths: tuple[int, ...], window
 @pytest.mark.parametrize("scaling", [None, 0.2])
 def test_softcap(window: int | None, scaling: float | None) -> None:
     check((5, 8, 8, 11), softcap=1.5, window=window, scaling=scaling)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_sinks(window: int | None, softcap: float | None) -> None:
+    check((5, 8, 8, 11, 1), window=window, softcap=softcap, with_sinks=True)
+
+
+def test_sinks_after_the_softmax() -> None:
+    """A kernel that gives the denominators of its softmax needs no further pass for sinks."""
+    query, key, value = (x.detach() for x in tensors(13))
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 6.0])
+    packing = Packing.from_lengths((13,), torch.device("cpu"))
+    out, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing)
+    scores = query[0] @ key[0].repeat_interleave(HEADS // KV_HEADS, 0).transpose(1, 2) / math.sqrt(SIZE)
+    norm = scores.masked_fill(torch.ones(13, 13).triu(1) > 0, float("-inf")).logsumexp(2)
+    changed, total = with_sinks(out[0], norm, sinks)
+    expected, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing, s_aux=sinks)
+    assert_close(changed, expected[0])
+    assert_close(total, (norm.exp() + sinks[:, None].exp()).log())
 
 
 def test_scaling() -> None:
@@ -171,20 +218,24 @@ def test_what_packing_cannot_do_is_refused(wrong: dict) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("size", [8, 64, 128])
-def test_the_kernel_is_the_formula(size: int, window: int | None) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_kernel_is_the_formula(size: int, window: int | None, has_sinks: bool) -> None:
     """Our kernels and varlen_attn on CUDA in bf16, compared with SDPA in fp32, including gradients."""
     lengths = (5, 1, 17, 17, 140, 64, 65)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, sum(lengths), size, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    if has_sinks:
+        inputs.append(torch.tensor([-1.0, 0.5, 2.0, 6.0]))
     outcomes = []
     for device, dtype in ((torch.device("cpu"), torch.float32), (torch.device("cuda"), torch.bfloat16)):
         given = [x.bfloat16().to(device, dtype).requires_grad_() for x in inputs]
         packing = Packing.from_lengths(lengths, device)
-        out, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)
+        options = {"packing": packing, "sliding_window": window, "s_aux": given[3] if has_sinks else None}
+        out, _ = packed_attention(nn.Identity(), *given[:3], None, **options)
         with torch.no_grad():
-            scored, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)
+            scored, _ = packed_attention(nn.Identity(), *given[:3], None, **options)
         assert torch.equal(out, scored)
         generator.manual_seed(1)
         slope = torch.randn(out.shape, generator=generator).bfloat16().to(device, dtype)

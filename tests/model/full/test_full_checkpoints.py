@@ -24,7 +24,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateE
 from twinkle.model import AdamParams, AdapterSnapshot, FullSpec, FullTrainer, LoraSpec, Trainer, adopt_model
 from twinkle.model.adapters.checkpoint import write_whole
 from twinkle.model.full import checkpoint
-from twinkle.model.full.tensor_files import write_tensors
+from twinkle.model.weights.tensor_files import write_tensors
 
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.01)
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {

@@ -79,6 +79,16 @@ def test_training_equals_plain_torch(family: str) -> None:
     assert_same_training(with_run(model), model)
 
 
+def test_all_weights_of_linear_attention_get_their_gradients() -> None:
+    """One pass: its gates amplify rounding (see test_architectures.py), and each step amplifies it further."""
+    model = tiny_model("qwen3_5")
+    trainer, plain = with_run(model), PlainRun(model)
+    item = request(model, 0, 5, 21, 9)
+    ours, theirs = the_result(trainer.forward_backward([item])), plain.forward_backward(item)
+    assert_logprobs_close(ours.logprobs, theirs.logprobs)
+    assert_tensors_close(trainer.gradients(RUN), plain.gradients(), 5e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_many_small_micro_batches_equal_plain_torch(tied: bool) -> None:
     """Sequences are longer than a batch that keeps its activations, so that some are recomputed."""

@@ -11,7 +11,7 @@ from tests.model.parallel.process_pool import ProcessPool
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_*.py", "library/test_*.py"]
 
 _PROGRAMS = tuple(
-    f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "full", "library")
+    f"tests.model.megatron.{name}_programs" for name in ("stage", "trainer", "failure", "experts", "full", "library")
 )
 
 

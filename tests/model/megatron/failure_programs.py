@@ -172,11 +172,12 @@ def all_on_one_rank(folder: Path, sizes: Sizes) -> tuple[float, Any]:
 def few_at_a_time(folder: Path, model: str, sizes: Sizes, requests: Sequence[Request]) -> dict[str, Any]:
     """Train tenants that do not all fit the device together, in one call; return gradients."""
     trainer = make_trainer(folder, sizes, 60)
+    data = trainer.data_ranks
     add_tenants(trainer, model)
     adapters = [trainer.pool.get(name) for name in trainer.adapter_ids()]
     if sizes:
         trainer.pool.shrink(2 * max(adapter.stack.block_bytes + adapter.state_bytes for adapter in adapters))
-    results = trainer.forward_backward([request.item for request in requests])
+    results = trainer.forward_backward([request.share(data.number, data.size) for request in requests])
     assert not [result for result in results if isinstance(result, TrainFailure)]
     resident = len(trainer.resident_adapter_ids())
     return {"gradients": {name: trainer.gradients(name) for name in trainer.adapter_ids()}, "resident": resident}

@@ -52,7 +52,7 @@ def own(model: Model, batch: Sequence[Any]) -> list[Any]:
 def multi_lora(folder: Path, sizes: Sizes | None, dropout: float = 0.0, targets: str = "all") -> Model:
     """Return a model with two adapters, the first with ``dropout``. ``sizes`` None: a model of Transformers.
 
-    targets: "attention" for adapters on attention alone.
+    targets: "experts" for a second adapter on experts, beside one on attention.
     """
     options: Any = {"model_id": folder, "mixed_precision": "no", "device": "cpu", "max_tokens_per_batch": 24}
     if sizes is None:
@@ -62,8 +62,8 @@ def multi_lora(folder: Path, sizes: Sizes | None, dropout: float = 0.0, targets:
         model = MultiLoraMegatronModel(**options, device_mesh=device_mesh(sizes))
     for seed, name in enumerate(NAMES):
         config = CONFIGS[name].to_dict() | ({"lora_dropout": dropout} if name == "first" else {})
-        if targets == "attention":
-            config["target_modules"] = ["q_proj", "v_proj", "o_proj"]
+        if targets == "experts":
+            config["target_modules"] = ["q_proj", "v_proj"] if name == "first" else ["o_proj", "w1", "w2", "w3"]
         model.add_adapter_to_model(name, config, seed=seed)
         model.set_optimizer("AdamW", lr=RATE, eps=EPS, adapter_name=name)
         model.set_lr_scheduler("CosineAnnealingLR", T_max=8, adapter_name=name)

@@ -36,6 +36,7 @@ DP2_TP2: Sizes = {"dp_size": 2, "tp_size": 2}
 EP2: Sizes = {"dp_size": 2, "ep_size": 2}
 EP2_TP2: Sizes = {"tp_size": 2, "ep_size": 2}
 EP2_PP2: Sizes = {"dp_size": 2, "pp_size": 2, "ep_size": 2}
+EP2_TP2_DP2: Sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 2}
 EP4_TP2_SP: Sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sequence_parallel": True}
 
 
@@ -51,10 +52,17 @@ class Case:
 
     @cached_property
     def peft(self) -> Results:
-        """Return what PEFT makes of the requests, without those of tenants with dropout, which PEFT draws."""
+        """Return what PEFT makes of the requests.
+
+        Without those of tenants with dropout, which PEFT draws, and of tenants on experts, whose form PEFT does not
+        have: tests/model/experts compares those with the plain model.
+        """
         results: Results = {"losses": {}, "gradients": {1: {}, 2: {}}, "norms": {}, "weights": {}}
         specs = {name: tenant.spec for name, tenant in trainer_programs.tenants(self.name).items()}
-        for name, spec in ((name, spec) for name, spec in specs.items() if not spec.dropout):
+        on_experts = {name for name, each in self.alone["initial"].items() if any(".experts." in key for key in each)}
+        for name, spec in specs.items():
+            if spec.dropout or name in on_experts:
+                continue
             config = peft.LoraConfig(**{**self.alone["configs"][name], "inference_mode": False})
             reference = Reference(self.model, spec, self.alone["initial"][name], config)
             for number, requests in enumerate(self.calls):
@@ -181,10 +189,14 @@ def test_eight_tenants_on_two_processes(cases: Cases, two: ProcessPool, sizes: S
     check(case, run(two, case, sizes))
 
 
-@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
-def test_long_sequences_are_recomputed(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("qwen3", TP2), ("qwen3", PP2), ("qwen3_moe", EP2)],
+    ids=["tp2", "pp2", "ep2"],
+)
+def test_long_sequences_are_recomputed(cases: Cases, two: ProcessPool, model: str, sizes: Sizes) -> None:
     """Sequences above the token budget run with recomputed activations, in micro-batches of one sequence."""
-    case = cases("qwen3")
+    case = cases(model)
     check(case, run(two, case, sizes, 12))
 
 
@@ -200,14 +212,16 @@ def test_a_wide_model(cases: Cases, four: ProcessPool) -> None:
     check(case, run(four, case, TP2_PP2_SP))
 
 
-@pytest.mark.parametrize("sizes", [EP2, EP2_TP2], ids=["ep2", "ep2 tp2"])
+@pytest.mark.parametrize("sizes", [EP2, EP2_TP2, TP2], ids=["ep2", "ep2 tp2", "tp2"])
 def test_experts_that_are_spread(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
-    """With EP2 the ranks have different sequences, and different numbers of micro-batches."""
+    """With EP2 the ranks have different sequences, and different numbers of micro-batches. With TP2 both have all
+    experts, and each computes them for half of the rows.
+    """
     case = cases("qwen3_moe")
     check(case, run(two, case, sizes))
 
 
-@pytest.mark.parametrize("sizes", [EP2_PP2, EP4_TP2_SP], ids=["ep2 pp2", "ep4 tp2 sp"])
+@pytest.mark.parametrize("sizes", [EP2_PP2, EP4_TP2_SP, EP2_TP2_DP2], ids=["ep2 pp2", "ep4 tp2 sp", "ep2 tp2 dp2"])
 def test_experts_that_are_spread_over_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes) -> None:
     case = cases("qwen3_moe")
     check(case, run(four, case, sizes))
@@ -226,8 +240,27 @@ def test_gradients_of_whole_factors_that_are_not_added_up_are_found(cases: Cases
     assert not [each for each in found if each.startswith(("losses (0", "losses (1"))], "the forward pass is right"
 
 
+def test_gradients_of_factors_that_experts_share_are_added_up(cases: Cases, two: ProcessPool) -> None:
+    case = cases("qwen3_moe")
+    found = differences(merge(run(two, case, EP2_TP2, 60, "no sum of whole factors")), case.alone)
+    first = [each.split(" ", 2)[2] for each in found if each.startswith("gradients 1 ")]
+    assert [name for name in first if ".experts.w1.lora_A" in name]
+    assert [name for name in first if ".experts.w2.lora_B" in name]
+    assert not [name for name in first if not is_whole_factor(name)], "each expert's own factors are complete"
+
+
+def test_gradients_of_requests_of_other_ranks_are_found(cases: Cases, two: ProcessPool) -> None:
+    """With EP2 a rank computes its experts for requests of which it has no sequence."""
+    case = cases("qwen3_moe")
+    found = differences(merge(run(two, case, EP2, 60, "no gradients of others' requests")), case.alone)
+    first = [each for each in found if each.startswith("gradients 1 ")]
+    assert first
+    assert not [each for each in first if ".experts." not in each]
+    assert not [each for each in found if each.startswith(("losses (0", "losses (1"))], "the forward pass is right"
+
+
 def is_whole_factor(name: str) -> bool:
-    by_inputs = "o_proj" in name or "down_proj" in name
+    by_inputs = "o_proj" in name or "down_proj" in name or "experts.w2" in name
     return name.endswith("lora_B.weight" if by_inputs else "lora_A.weight")
 
 

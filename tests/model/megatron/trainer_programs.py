@@ -22,6 +22,8 @@ from twinkle.model.adapters.cuts import ModelCuts
 from twinkle.model.megatron import layers
 from twinkle.model.megatron.head import VocabParallelHead
 from twinkle.model.megatron.trainer import load_trainer
+from twinkle.model.trainer.batch import GradientRow
+from twinkle.model.trainer.call import TrainerCall
 
 Sizes = Mapping[str, Any]  # of a mesh; empty: one process with Transformers' layers
 
@@ -109,16 +111,14 @@ _DENSE: dict[str, Tenant] = {
         owners=(0,),
     ),
 }
-# Adapters on experts are not supported: those of a mixture of experts are on attention and head.
-_EXPERTS = {
-    name: replace(tenant, spec=replace(tenant.spec, train_mlp=False))
-    for name, tenant in _DENSE.items()
-    if name not in ("mlp", "one layer")
-} | {
-    "mlp": replace(_DENSE["mlp"], spec=LoraSpec(20, 4, 3, target_modules=["v_proj", "o_proj"], init_weights=False)),
-    "one layer": replace(
+# In a model with experts those named "all", "mlp", "head" and "patterns" are on all experts. The first two have the
+# same bucket, and "w2 of one layer" is on one projection of some layers alone.
+_EXPERTS = {name: tenant for name, tenant in _DENSE.items() if name not in ("dropout", "one layer")} | {
+    "dropout": replace(_DENSE["dropout"], spec=replace(_DENSE["dropout"].spec, train_mlp=False)),
+    "mlp": replace(_DENSE["mlp"], spec=LoraSpec(7, 4, 3, train_attn=False, init_weights=False)),
+    "w2 of one layer": replace(
         _DENSE["one layer"],
-        spec=LoraSpec(5, 2, 7, target_modules=["k_proj", "o_proj"], layers_to_transform=[1], init_weights=False),
+        spec=LoraSpec(5, 2, 7, target_modules=["k_proj", "experts.w2"], layers_to_transform=[2, 3], init_weights=False),
     ),
 }
 
@@ -176,12 +176,17 @@ def mistake(name: str | None) -> Iterator[None]:
         own_head(self, *args)
         self._slice = replace(self._slice, real=len(self.spec.weight_VH))
 
-    own_head = VocabParallelHead.__init__
+    def of_own_requests(self: TrainerCall, gradient: GradientRow) -> None:
+        if gradient.index in self._requests:
+            own_add(self, gradient)
+
+    own_head, own_add = VocabParallelHead.__init__, TrainerCall._add_gradient
     patches = {
         "no sum of whole factors": mock.patch.object(ModelCuts, "unite", return_value=None),
         "no sum of the inputs' gradients": mock.patch.object(layers, "enter_cut", lambda x, *args, **kwargs: x),
         "exchanged cuts": mock.patch.object(ModelCuts, "cut", exchanged),
         "unmasked vocabulary": mock.patch.object(VocabParallelHead, "__init__", unmasked),
+        "no gradients of others' requests": mock.patch.object(TrainerCall, "_add_gradient", of_own_requests),
     }
     if name is None:
         yield

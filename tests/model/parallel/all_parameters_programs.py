@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.model.parallel.lora_programs import ADAM, Request, Sizes, datum, llama, mesh, rank_and_size
+from tests.model.parallel.lora_programs import ADAM, Request, Sizes, base_of, datum, mesh, rank_and_size
 from twinkle.model import Datum, FullSpec, FullTrainer, TrainFailure, TrainItem, adopt_model
 from twinkle.model.trainer.shard_requests import RequestShards
 
@@ -23,7 +23,7 @@ def make_trainer(
     sizes: Sizes, *, model: str = "toy", tied: bool = False, dtype: torch.dtype | None = None
 ) -> FullTrainer:
     """Return a trainer whose ranks have different numbers of micro-batches, because these are small."""
-    base = adopt_model(llama(model, tied=tied))
+    base = adopt_model(base_of(model, tied))
     return FullTrainer(base, model_id="test", dtype=dtype, max_tokens_per_batch=40, device_mesh=mesh(sizes))
 
 

@@ -1,15 +1,19 @@
 """Programs with the library's models that run on every rank with a mesh, or in one process without one."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image as Pillow
 
 from tests.model.parallel.lora_programs import Sizes, llama, mesh, rank_and_size, share
+from tests.support.models.seeing_models import picture
 from twinkle.errors import TwinkleError
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
+from twinkle.template import Qwen3_5Template
 
 Feature = dict[str, Any]
 
@@ -212,3 +216,41 @@ def _one(inputs: Any, outputs: Any, **_: Any) -> dict[str, Any]:
 
 
 Program = Callable[..., dict[str, Any]]
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+SEES = "random://qwen3-vl-tiny"
+ALL_LINEAR = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+IMAGE_OWNERS = ((0, 1, 1), (1, 1, 0), (0, 0, 0))  # the rank of each row, in each pass; in the last one rank 1 has none
+
+
+@cache
+def image_rows() -> list[dict[str, Any]]:
+    """Return a row with two images, one with one image, and one of text."""
+    images = [Pillow.fromarray(picture(64, side, seed=side)) for side in (64, 96, 40)]
+    asked = [("<image>and<image>?", images[:2]), ("Which?<image>", images[2:]), ("Hello", [])]
+    return Qwen3_5Template(SEES).batch_encode(
+        [
+            {
+                "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "seen " * number}],
+                "images": seen,
+            }
+            for number, (text, seen) in enumerate(asked, 1)
+        ]
+    )
+
+
+def train_on_images(sizes: Sizes, kind: str) -> dict[str, Any]:
+    """Train "all" parameters, one "peft" adapter, or one of "many" adapters. Return its weights and the norms."""
+    options: dict[str, Any] = {"model_id": SEES, "mixed_precision": "no", "device": "cpu", "device_mesh": mesh(sizes)}
+    model: Any = MultiLoraTransformersModel(**options) if kind == "many" else TransformersModel(**options)
+    named = {} if kind == "all" else {"adapter_name": "a"}
+    if named:
+        model.add_adapter_to_model("a", ALL_LINEAR, seed=1)
+    model.set_optimizer("SGD", lr=0.05, weight_decay=0.0, **named)
+    norms = []
+    for owners in IMAGE_OWNERS:
+        model.forward_backward(inputs=share(image_rows(), owners), **named)
+        norms.append(model.clip_grad_and_step(1.0, **named))
+    return {"weights": model.get_state_dict(**named), "norms": norms}

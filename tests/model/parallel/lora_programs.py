@@ -13,6 +13,7 @@ import torch.distributed
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.support.models.seeing_models import seeing_model
 from twinkle.errors import InvalidInputError, RankFailedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import (
@@ -51,6 +52,11 @@ def llama(name: str, *, tied: bool = False) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return LlamaForCausalLM(config).eval()
+
+
+def base_of(name: str, tied: bool = False) -> PreTrainedModel:
+    """Return a model by the name of its size, or by its family if it has a vision tower."""
+    return llama(name, tied=tied) if name in _WIDTHS else seeing_model(name)
 
 
 def mesh(sizes: Sizes) -> DeviceMesh | None:
@@ -128,7 +134,7 @@ STEPS: tuple[tuple[tuple[Request, ...], ...], ...] = (
 
 def make_trainer(sizes: Sizes, model: str, *, max_tokens: int = 40, tied: bool = False) -> Trainer:
     """Return a trainer. ``max_tokens`` is small, so that ranks have different numbers of micro-batches."""
-    base = adopt_model(llama(model, tied=tied))
+    base = adopt_model(base_of(model, tied))
     return Trainer(base, model_id="test", max_tokens_per_batch=max_tokens, device_mesh=mesh(sizes))
 
 

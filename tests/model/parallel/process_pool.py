@@ -63,8 +63,11 @@ class ProcessPool:
         self._connections, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(self._programs)  # imports happen only once
+        import torch
+
+        # With a fork server imports happen only once, but a process that was forked after them cannot use CUDA.
+        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context.set_forkserver_preload(self._programs)
         meeting = Path(tempfile.mkdtemp()) / "meeting"
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -15,6 +15,8 @@ from twinkle.model.parallel import ALONE
 MODEL = "random://llama-tiny"
 SHARDED = DeviceMesh.from_sizes(dp_size=1, fsdp_size=2, device_type="cpu")
 
+REPLICATED = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
+
 
 @pytest.mark.parametrize("model", [TransformersModel, MultiLoraTransformersModel, Trainer.from_pretrained])
 @pytest.mark.parametrize("size", ["tp_size", "pp_size", "cp_size", "ep_size"])
@@ -34,9 +36,32 @@ def test_a_mesh_without_names_does_not_say_who_shares_the_data() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"fsdp_config": {"cpu_offload": True}}, UnknownNameError, "known: manual_prefetch, reshard_after_forward"),
+        (
+            {"fsdp_config": {"cpu_offload": True}},
+            UnknownNameError,
+            "known: expert_parallel, manual_prefetch, reshard_after_forward",
+        ),
         ({"device_mesh": SHARDED, "fsdp_config": {"cpu_offload": True}}, UnknownNameError, "cpu_offload"),
         ({"device_mesh": SHARDED, "fsdp_config": {"reshard_after_forward": 2}}, InvalidInputError, "True or False"),
+        ({"fsdp_config": {"expert_parallel": True}}, InvalidInputError, "expert_parallel: got True.*a mapping"),
+        ({"fsdp_config": {"expert_parallel": {"size": 2}}}, UnknownNameError, "expert_parallel entry 'size'"),
+        ({"fsdp_config": {"expert_parallel": {"ep_size": 0}}}, InvalidInputError, "ep_size: got 0"),
+        ({"fsdp_config": {"expert_parallel": {"router_dtype": "fp8"}}}, InvalidInputError, "router_dtype: got 'fp8'"),
+        (
+            {"fsdp_config": {"expert_parallel": {"ignore_shared_experts": True}}},
+            UnsupportedError,
+            "ignore_shared_experts: shared experts are a part",
+        ),
+        (
+            {"device_mesh": REPLICATED, "fsdp_config": {"expert_parallel": {}}},
+            UnsupportedError,
+            "expert_parallel: experts are divided over processes by fsdp_size",
+        ),
+        (
+            {"device_mesh": SHARDED, "fsdp_config": {"expert_parallel": {"ep_size": 3}}},
+            InvalidInputError,
+            "ep_size: got 3, allowed: a divisor of 2",
+        ),
         ({"ddp_config": {"bucket_cap": 1}}, UnknownNameError, "ddp_config entry 'bucket_cap'; known: .*bucket_cap_mb"),
         ({"ddp_config": {"comm_hook": "fp16"}}, UnsupportedError, "without compression"),
         ({"strategy": "zero"}, UnknownNameError, "native_fsdp"),
@@ -55,7 +80,7 @@ def test_options_for_several_processes_change_nothing_in_one(model: Any) -> None
         mixed_precision="fp32",
         strategy="native_fsdp",
         ddp_config={"find_unused_parameters": True, "comm_hook": "no"},
-        fsdp_config={"reshard_after_forward": False, "manual_prefetch": True},
+        fsdp_config={"reshard_after_forward": False, "manual_prefetch": True, "expert_parallel": {"enabled": True}},
         grad_scaler_config={"init_scale": 2.0},
         memory_efficient_init=True,
         attn_implementation="flash_attention_2",  # which is not installed here

@@ -51,6 +51,11 @@ def test_two_processes_train_as_one(two: ProcessPool, sizes: Sizes, tied: bool) 
     assert_same_training(two.run(train, sizes, "toy", tied), train({}, "toy", tied), TOLERANCE)
 
 
+@SPREADS
+def test_a_vision_model_trains_on_text(two: ProcessPool, sizes: Sizes) -> None:
+    assert_same_training(two.run(train, sizes, "qwen2_vl"), train({}, "qwen2_vl"), TOLERANCE)
+
+
 def test_four_processes_train_as_one(four: ProcessPool) -> None:
     assert_same_training(four.run(train, BOTH), train({}), TOLERANCE)
 

@@ -28,9 +28,12 @@ DATA, SHARDS, BOTH = {"dp_size": 2}, {"dp_size": 1, "fsdp_size": 2}, {"dp_size":
 SPREADS = pytest.mark.parametrize("sizes", [DATA, SHARDS], ids=["dp", "fsdp"])
 
 
-def assert_same_training(together: list[dict[str, Any]], alone: Mapping[str, Any]) -> None:
+def assert_same_training(
+    together: list[dict[str, Any]], alone: Mapping[str, Any], of_weights: float = TOLERANCE
+) -> None:
+    """``of_weights``: the bound on differences of weights after the steps."""
     for name in ("small", "head"):
-        assert_close(together[0]["weights"][name], alone["weights"][name])
+        assert_close(together[0]["weights"][name], alone["weights"][name], of_weights)
         assert_close(together[0]["gradients"][name], alone["gradients"][name])
         assert_close(together[0]["moments"][name], alone["moments"][name])
         for other in together[1:]:  # replicas are equal bit by bit
@@ -45,17 +48,26 @@ def assert_same_training(together: list[dict[str, Any]], alone: Mapping[str, Any
     assert all(each["steps"] == alone["steps"] for each in together)
 
 
-def assert_close(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def assert_close(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float = TOLERANCE) -> None:
     assert ours.keys() == theirs.keys()
     for name, wanted in theirs.items():
         error = np.linalg.norm(ours[name] - wanted) / max(np.linalg.norm(wanted), 1e-30)
-        assert error <= TOLERANCE, f"{name}: {error:.1e}"
+        assert error <= tolerance, f"{name}: {error:.1e}"
 
 
 def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, wanted in theirs.items():
         np.testing.assert_array_equal(ours[name], wanted, err_msg=name)
+
+
+@SPREADS
+def test_a_vision_model_trains_on_text(two: ProcessPool, sizes: Sizes) -> None:
+    """Some of its gradients are so small that their rounding decides about a step of Adam, which divides by their size.
+
+    So weights get a wider bound than gradients.
+    """
+    assert_same_training(two.run(train, sizes, "qwen2_vl"), train({}, "qwen2_vl"), of_weights=1e-4)
 
 
 @SPREADS

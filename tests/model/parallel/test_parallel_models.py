@@ -22,11 +22,12 @@ from tests.model.parallel.full_programs import (
     train_full,
     train_mean,
     train_multi_lora,
+    train_on_images,
     train_peft,
 )
 from tests.model.parallel.lora_programs import Sizes
 from tests.model.parallel.process_pool import ProcessPool
-from tests.model.parallel.test_parallel_lora import BOTH, SHARDS, SPREADS, TOLERANCE, assert_close, assert_equal
+from tests.model.parallel.test_parallel_lora import BOTH, DATA, SHARDS, SPREADS, TOLERANCE, assert_close, assert_equal
 
 FOUR = pytest.mark.parametrize(
     "sizes", [{"dp_size": 4}, {"dp_size": 1, "fsdp_size": 4}, BOTH], ids=["dp", "fsdp", "both"]
@@ -186,3 +187,13 @@ def test_embeddings_that_are_the_head(two: ProcessPool, sizes: Sizes, tmp_path: 
 @pytest.mark.parallel
 def test_a_model_of_ours(two: ProcessPool) -> None:
     assert_same_model(two.run(train_full, SHARDS, "random://llama-tiny"), train_full({}, "random://llama-tiny"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("all", SHARDS), ("peft", SHARDS), ("many", DATA)], ids=["all", "peft", "many"]
+)
+def test_two_processes_see_as_one(two: ProcessPool, kind: str, sizes: Sizes) -> None:
+    together, alone = two.run(train_on_images, sizes, kind), train_on_images({}, kind)
+    assert_close(together[0]["weights"], alone["weights"])
+    assert_equal(together[1]["weights"], together[0]["weights"])
+    assert together[0]["norms"] == pytest.approx(alone["norms"], rel=TOLERANCE)

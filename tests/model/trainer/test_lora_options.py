@@ -283,8 +283,8 @@ def squares(values: list[TokenValues]) -> ObjectiveValue:
 
 def test_a_model_with_padded_batches() -> None:
     """Rows of padding lie between the sequences, and the head sees rows without them."""
-    trainer = tiny_trainer(tiny_model("qwen3_5"))
-    fields = {"r": 4, "target_modules": ["q_proj", "up_proj", "lm_head"], "lora_dropout": 0.3}
+    trainer = tiny_trainer(tiny_model("lfm2"))
+    fields = {"r": 4, "target_modules": ["q_proj", "w1", "lm_head"], "lora_dropout": 0.3}
     trainer.create_adapter("a", replace(spec_from_peft(fields), seed=1, init_weights=False))
     trainer.create_adapter("b", LoraSpec(8, seed=2))
     data = [random_datum(BASE, "cross_entropy", length, length) for length in (5, 12)]

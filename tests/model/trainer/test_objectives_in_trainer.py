@@ -77,7 +77,7 @@ def test_an_objective_sees_its_whole_request(limit):
 
 def test_order_survives_a_padded_model():
     """Padded models sort sequences by length; the objective must still get them in the request's order."""
-    model = tiny_model("qwen3_5")
+    model = tiny_model("lfm2")
     trainer = tiny_trainer(model)
     assert trainer.architecture.padded
     trainer.create_adapter("a", SPEC)

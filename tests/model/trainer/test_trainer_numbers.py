@@ -16,7 +16,9 @@ def items(adapter_id: str) -> list[TrainItem]:
     return [TrainItem(adapter_id, [Datum(row, row) for row in rows])]
 
 
-@pytest.mark.parametrize(("family", "padding"), [("llama", 0), ("qwen3_5", 3 * max(LENGTHS) - sum(LENGTHS))])
+@pytest.mark.parametrize(
+    ("family", "padding"), [("llama", 0), ("qwen3_5", 0), ("lfm2", 3 * max(LENGTHS) - sum(LENGTHS))]
+)
 def test_rows(family: str, padding: int) -> None:
     """Packed sequences have no padding; other sequences are padded to the longest of their batch."""
     trainer = tiny_trainer(tiny_model(family))

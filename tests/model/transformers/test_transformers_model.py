@@ -509,7 +509,11 @@ def model() -> TransformersModel:
         (lambda m: m.forward(inputs=features(4), task="causal"), UnknownNameError, "causal_lm"),
         (lambda m: m.forward(inputs=features(4), task="fused_lm_ce"), UnsupportedError, "fused_lm_ce"),
         (lambda m: m.forward(inputs=features(4), temperature=-1), InvalidInputError, "temperature"),
-        (lambda m: m.forward(inputs=[{**features(4)[0], "pixel_values": torch.ones(1)}]), UnsupportedError, "text"),
+        (
+            lambda m: m.forward(inputs=[{**features(4)[0], "pixel_values": torch.ones(1)}]),
+            InvalidInputError,
+            "reads text only",
+        ),
         (lambda m: m.backward(), UserError, "forward"),
         (lambda m: m.load("./no-such-folder"), CheckpointError, "no-such-folder"),
         (lambda m: m.add_adapter_to_model("a", 3), InvalidInputError, "LoraConfig"),

@@ -40,6 +40,15 @@ def png_header(width: int, height: int, rows: bytes = b"") -> EncodedImage:
     return EncodedImage(b"\x89PNG\r\n\x1a\n" + body, "png")
 
 
+def segment(marker: int, data: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data
+
+
+def with_segments(segments: bytes) -> EncodedImage:
+    """Return a JPEG with these bytes before all other segments."""
+    return EncodedImage(JPEG[:2] + segments + JPEG[2:], "jpeg")
+
+
 RGB = Pillow.fromarray(PIXELS)
 GREY16 = np.arange(600, dtype=np.uint16).reshape(20, 30) * 109
 EXIF = Pillow.Exif()
@@ -73,6 +82,10 @@ def test_jpeg(mode: str) -> None:
 
 TEXT = zlib.compress(bytes(2**24))
 WHOLE = GOOD["png"][0].data
+JPEG = saved(RGB, "JPEG").data
+PROGRESSIVE = saved(RGB, "JPEG", progressive=True).data
+EMPTY_SCAN = b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x10"
+TABLE = segment(0xDB, (b"\0" + b"\1" * 64) * 1000)
 BAD = {
     "nothing": (EncodedImage(b"", "png"), r"image\.data: got b''"),
     "no image": (EncodedImage(b"GET / HTTP/1.1", "png"), "a whole png file"),
@@ -91,6 +104,25 @@ BAD = {
         EncodedImage(WHOLE[:33] + chunk(b"zTXt", b"k\0\0" + TEXT), "png"),
         "png",
     ),
+    "many chunks": (
+        EncodedImage(WHOLE[:33] + chunk(b"noTe", b"") * 10_000 + WHOLE[33:], "png"),
+        "more than 10000 chunks.*at most 10000 chunks",
+    ),
+    "many chunks of no pixels": (
+        EncodedImage(WHOLE[:33] + chunk(b"IDAT", b"") * 10_000 + WHOLE[33:], "png"),
+        "more than 10000 chunks.*at most 10000 chunks",
+    ),
+    "many scans": (
+        EncodedImage(PROGRESSIVE[:-2] + EMPTY_SCAN * 30 + PROGRESSIVE[-2:], "jpeg"),
+        "40 scans.*at most 32 scans",
+    ),
+    "many segments": (with_segments(segment(0xFE, b"") * 1000), "more than 1000 segments.*at most 1000 segments"),
+    "many markers": (with_segments(b"\xff\x01" * 1000), "more than 1000 segments.*at most 1000 segments"),
+    "much fill": (with_segments(b"\xff" * 5000), "more than 4096 bytes between two segments.*at most 4096 bytes"),
+    "much between segments": (with_segments(b"\xff\0" * 2500), "more than 4096 bytes between.*at most 4096 bytes"),
+    "many tables": (with_segments(TABLE * 5), "more than 262144 bytes of tables.*at most 262144 bytes"),
+    "a segment that is too short": (with_segments(b"\xff\xdb\0\0"), "a whole jpeg file"),
+    "no scan": (EncodedImage(JPEG[: JPEG.index(b"\xff\xda")] + b"\xff" * 1000, "jpeg"), "a whole jpeg file"),
     "a file of 21 MiB": (EncodedImage(bytes(21 * 2**20), "png"), "at most 20971520 bytes"),
 }
 
@@ -119,6 +151,37 @@ def test_text_in_a_png_is_not_kept() -> None:
     text = PngImagePlugin.PngInfo()
     text.add_text("note", "hello")
     assert read_image(saved(RGB, "PNG", pnginfo=text)).size == (30, 20)
+
+
+def test_profiles_and_notes_are_not_read() -> None:
+    """Pillow itself would fail for each of these."""
+    for note in chunk(b"iCCP", b"name\0\7"), chunk(b"zTXt", b"k\0\0" + TEXT), chunk(b"tEXt", b"a\0b")[:-1] + b"?":
+        assert (pixels_of(EncodedImage(WHOLE[:33] + note + WHOLE[33:], "png")) == PIXELS).all()
+
+
+def test_pixels_in_thousands_of_chunks() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    written = saved(Pillow.fromarray(noise), "PNG").data
+    first = written.index(b"IDAT") - 4
+    at, stream = first, b""
+    while written[at + 4 : at + 8] == b"IDAT":
+        (length,) = struct.unpack_from(">I", written, at)
+        stream += written[at + 8 : at + 8 + length]
+        at += 12 + length
+    parts = [chunk(b"IDAT", stream[start : start + 64]) for start in range(0, len(stream), 64)]
+    assert len(parts) > 5000
+    assert (pixels_of(EncodedImage(written[:first] + b"".join(parts) + written[at:], "png")) == noise).all()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpegs_of_cameras(mode: str) -> None:
+    """Scans, profiles, notes, fill bytes and a film behind the image do not change the pixels."""
+    plain = saved(RGB.convert(mode), "JPEG", progressive=True).data
+    assert plain.count(b"\xff\xda") == {"RGB": 10, "L": 6, "CMYK": 18}[mode]
+    expected = np.asarray(Pillow.open(io.BytesIO(plain)).convert("RGB"))
+    notes = segment(0xE1, b"Exif\0\0" + bytes(60_000)) * 300 + segment(0xE2, b"ICC_PROFILE\0\1\1") + segment(0xFE, b"!")
+    film = b"\xff\xda\xff\xd8" * 1000
+    assert (pixels_of(EncodedImage(plain[:2] + notes + b"\xff" * 100 + plain[2:] + film, "jpeg")) == expected).all()
 
 
 def test_tokens_without_decoding() -> None:

@@ -37,7 +37,7 @@ from twinkle.model.types import Image
 
 STEPS = 2
 # See test_architectures.py: its gates amplify the rounding of gradients, in the plain model too.
-GRADIENT_TOLERANCE = {"qwen3_5": 1e-4}
+GRADIENT_TOLERANCE = {"qwen3_5": 3e-5, "qwen3_5_moe": 3e-5}
 ADAM = AdamParams(learning_rate=1e-3, eps=0.1)  # see test_numerics.py on eps
 
 
@@ -56,7 +56,7 @@ def text_datum(family: str, length: int, seed: int) -> Datum:
 
 
 @pytest.mark.parametrize("tokens", [4096, 40], ids=["whole", "in micro-batches"])
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", [*SEEING, "qwen3_5_moe"])
 def test_equal_to_peft_alone_and_in_company(family: str, tokens: int) -> None:
     """One tenant has images of several sizes, one has text, one has both; each is as if it were alone."""
     model = base(family)
@@ -68,7 +68,7 @@ def test_equal_to_peft_alone_and_in_company(family: str, tokens: int) -> None:
     trainer, references = trainer_on(family, max_tokens_per_batch=tokens), {}
     bound = GRADIENT_TOLERANCE.get(family, TOLERANCE)
     for number, name in enumerate(data):
-        spec = LoraSpec(4 + 2 * number, seed=number)
+        spec = LoraSpec(4 + 2 * number, seed=number, train_mlp=family != "qwen3_5_moe")
         trainer.create_adapter(name, spec)
         with_random_weights(trainer, name, number)
         references[name] = Reference(model, spec, trainer.weights(name))
@@ -139,6 +139,22 @@ def test_the_same_picture_under_another_digest_is_seen_again() -> None:
     assert trainer.numbers().images_seen == 2
 
 
+@pytest.mark.parametrize("family", SEEING)
+def test_an_image_token_without_an_image_is_text(family: str) -> None:
+    """A model may draw it. Transformers gives it its own embedding, too, if there are no images."""
+    trainer, datum = trainer_on(family), text_datum(family, 9, 3)
+    datum.tokens[4] = datum.targets[3] = IMAGE
+    spec = LoraSpec(4, seed=1)
+    trainer.create_adapter("a", spec)
+    with_random_weights(trainer, "a", 1)
+    item = TrainItem("a", [datum])
+    theirs = Reference(base(family), spec, trainer.weights("a")).forward_backward(item)
+    assert_logprobs_close(the_result(trainer.forward([item])[0]).logprobs, theirs.logprobs)
+    seeing = seeing_datum(base(family), [(64, 96)], 3)
+    seeing.tokens[0] = IMAGE
+    the_result(trainer.forward([TrainItem("a", [seeing])])[0])
+
+
 # --- mistakes fail their own request ----------------------------------------------------------------------------------
 
 
@@ -165,7 +181,6 @@ MISTAKES = {
     "a file that is no image": (lambda: changed(digest="new", pixels=EncodedImage(b"no", "png")), "whole png"),
     "a file of another size": (lambda: changed(digest="new", pixels=png(picture(96, 96))), "3 × 3, its size"),
     "text inside": (lambda: with_token(5, 7), r"images\[0\]\.first"),
-    "an image token outside": (lambda: with_token(0, IMAGE), r"tokens\[0\].*no image"),
 }
 
 
@@ -202,9 +217,8 @@ def tiny_llama() -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", SEEING)
 def test_a_folder_loads_with_its_image_processor(family: str, tmp_path) -> None:
-    """A folder of Qwen3.5 is loaded for text, because Transformers has a class for that."""
     model = base(family)
     model.save_pretrained(tmp_path)
     image_processor(model.config.vision_config.patch_size).save_pretrained(tmp_path)

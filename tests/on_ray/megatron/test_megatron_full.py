@@ -21,6 +21,7 @@ from tinker import types
 from tests.support.models.full_runs import Plain, trained, write_small_model
 from tests.support.servers.running import Server
 from tests.support.servers.serving import close_clients, key_of, sequences
+from twinkle_client import init_tinker_client
 
 pytestmark = pytest.mark.megatron
 
@@ -56,6 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[S
 
 
 def test_all_parameters_are_trained_as_in_a_plain_loop(server: Server, folder: Path) -> None:
+    init_tinker_client(server.url, key_of("full"))  # adds create_full_training_client to the SDK
     plain = Plain(folder)
     service = tinker.ServiceClient(base_url=server.url, api_key=key_of("full"))
     training = service.create_full_training_client(NAME)

@@ -17,11 +17,13 @@ from torch.distributed import DistBackendError
 
 from twinkle.errors import RankFailedError, TwinkleServerError, UserError
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.types import LoraSpec
 from twinkle.server.runtime.ray.actors import group_launch, group_watch
 from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
 from twinkle.server.runtime.ray.actors.group_launch import GroupLaunch
 from twinkle.server.runtime.ray.actors.group_watch import GroupWatch
 from twinkle.server.runtime.ray.actors.step_clock import StepClock, Work
+from twinkle.server.runtime.ray.actors.trainer_group import TrainerGroup
 from twinkle.server.runtime.ray.actors.trainer_rank import TrainerRank
 from twinkle.server.runtime.ray.replica import Failure
 
@@ -70,6 +72,23 @@ class ScriptedRay:
 
     def monotonic(self) -> float:
         return self.now
+
+
+@dataclass
+class PricedRank:
+    """Stands for the actor of a rank, which answers how much memory an adapter takes in it."""
+
+    price: int
+    asked: list[LoraSpec] = field(default_factory=list)
+
+    @property
+    def call(self) -> "PricedRank":
+        return self
+
+    def remote(self, method: str, args: tuple[LoraSpec], options: dict[str, Any], **flags: bool) -> Call:
+        assert (method, options, flags) == ("host_bytes_of", {}, {"sends": True, "compares": False})
+        self.asked += args
+        return Call(Answer(self.price, None))
 
 
 @pytest.fixture
@@ -206,6 +225,14 @@ def test_a_call_of_the_first_rank_may_wait_for_the_call_before_it(watch, scripte
     (hung,) = calls(scripted, [("fine", inf)])
     with pytest.raises(Ended, match=r"no answer to check_adapter from rank 0 .* for 601 s"):
         watch.result_of_first(Work("check_adapter"), hung)
+
+
+def test_the_price_of_a_shape_is_asked_of_the_first_rank_once(watch):
+    rank = PricedRank(1000)
+    group = TrainerGroup([rank, None, None, None], watch)
+    assert [group.host_bytes_of(LoraSpec(rank=8, seed=seed)) for seed in (1, 2)] == [4000, 4000]
+    assert group.host_bytes_of(LoraSpec(rank=16)) == 4000
+    assert [spec.rank for spec in rank.asked] == [8, 16]
 
 
 def test_launch_says_which_ranks_are_up_and_which_one_failed(scripted, caplog):

@@ -3,6 +3,8 @@
 A decoder may return or raise a UserError.
 """
 
+import base64
+import io
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,13 +13,18 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from PIL import Image as Pillow
 
 from tests.robustness.fuzz.mutation import changed_bytes, changed_json
 from tests.support.losses.traced import call, calls, ref, request
+from tests.support.models.seeing_models import image_processor, picture, png
 from tests.support.servers.running import datum, sample_body, tensor, training_body
 from twinkle.errors import UserError
+from twinkle.images import EncodedImage, ImageLimits, ImageProcessing, SentImage, SentImages
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
+from twinkle.model.types import Image, VisionSpec
+from twinkle.server.backends.image_reader import ImageReader
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.verbs import codec
@@ -31,7 +38,14 @@ from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import decode_json_pass
 from twinkle_client.protocol.verbs import VERBS
 
+_IMAGE_LIMITS = ImageLimits(pixels=2**22)
 MAX_MESSAGE = 4000  # characters; an error message must not repeat the body
+
+
+def _saved(mode: str, kind: str) -> EncodedImage:
+    written = io.BytesIO()
+    Pillow.fromarray(picture(40, 50)).convert(mode).save(written, kind)
+    return EncodedImage(written.getvalue(), kind.lower())
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,45 @@ class Target:
         assert len(message) <= MAX_MESSAGE, "an error that repeats its request"
 
 
+# --- images -----------------------------------------------------------------------------------------------------------
+
+_IMAGES = [png(picture(64, 96)), *(_saved(mode, "JPEG") for mode in ("RGB", "CMYK")), _saved("P", "PNG")]
+_CHUNK = {
+    "type": "image",
+    "data": base64.b64encode(_IMAGES[0].data).decode(),
+    "format": "png",
+    "expected_tokens": 6,
+}
+_VISION = VisionSpec(image_token=9, patch_width=1536, merge=2)
+
+
+class _KnowsNothing:
+    """A trainer that wants every image to be decoded."""
+
+    def wants_pixels(self, image: Image) -> bool:
+        return True
+
+    def image_counts(self) -> tuple[int, int]:
+        return 0, 0
+
+
+_READER = ImageReader("tiny", _VISION, ImageProcessing(image_processor()), _KnowsNothing())
+
+
+def _image(body: bytes) -> object:
+    """Read a file as the format that it looks like, as far as the pixels that the model sees."""
+    file = EncodedImage(body, "png" if body[:1] == b"\x89" else "jpeg")
+    sent = SentImages((SentImage(1, file, None, "chunks[0]"),))
+    placed = _READER.place(np.array([1, 2]), sent, "tenant", _IMAGE_LIMITS, 2**20)
+    return _READER.decode(placed.images, sent, _IMAGE_LIMITS, {})
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _with_image() -> pb.Datum:
+    image = pb.Chunk(image=pb.ImageChunk(data=_IMAGES[0].data, format="png", expected_tokens=6))
+    return pb.Datum(model_input=[*datum().model_input, image], loss_fn_inputs={"target_tokens": tensor([1] * 9, "i8")})
 
 
 def _protobuf() -> list[bytes]:
@@ -66,14 +118,15 @@ def _protobuf() -> list[bytes]:
     return [
         training_body("s:train:0", 1, [datum(**policy)], loss="ppo", loss_fn_config={"beta": 1.0}),
         training_body("s:train:0", 2, [datum(target_tokens=sparse), datum()], forward_only=True),
+        training_body("s:train:0", 2, [_with_image()]),
         training_body("s:train:0", 3, [datum(q=tensor([[1.0]] * 3))], loss="custom", loss_fn_config_v2=loss_id),
     ]
 
 
 def _json_pass(**fields: Any) -> dict[str, Any]:
     inputs = {"target_tokens": {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}, "weights": [1.0, 0.0, 0.5]}
-    chunk = {"type": "encoded_text", "tokens": [1, 2, 3]}
-    data = [{"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}]
+    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3]}, _CHUNK]
+    data = [{"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}]
     return {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": {"beta": 1.0}, **fields}
 
 
@@ -151,7 +204,7 @@ def _sample(body: bytes) -> object:
 
 def _native(body: bytes) -> object:
     """Read the body as run_verb does, for every verb."""
-    fields = codec.read_fields(body)
+    fields, _ = codec.read_fields(body, most=codec.ROWS_BYTES)
     for verb in VERBS:
         if VERBS[verb].takes_rows and "inputs" in fields:
             rows = as_rows(fields["inputs"])
@@ -163,7 +216,7 @@ def _native(body: bytes) -> object:
 
 
 def _lora_config(body: bytes) -> object:
-    return codec.lora_config(codec.read_fields(body))
+    return codec.lora_config(codec.read_fields(body, most=codec.ROWS_BYTES)[0])
 
 
 def _openai(body: bytes) -> object:
@@ -193,6 +246,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "o
 
 TARGETS: Mapping[str, Target] = {
     "protobuf training": Target(_protobuf(), changed_bytes, decode_forward_backward),
+    "image files": Target([image.data for image in _IMAGES], changed_bytes, _image),
     "compressed bodies": Target(
         [zstandard.compress(_protobuf()[0]), zlib.compress(_protobuf()[0], wbits=31)], changed_bytes, _packed
     ),
@@ -225,6 +279,7 @@ TARGETS: Mapping[str, Target] = {
     "samples": Target(
         _dumped(
             {**_SAMPLE, "prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 2, "prompt_alt_tokens_k": 1},
+            {**_SAMPLE, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}, _CHUNK]}},
             {**_SAMPLE, "prompt_logprobs": True, "target_prompt_logprobs": _TARGETS, "prompt_logprobs_last_n": 2},
         ),
         changed_json,

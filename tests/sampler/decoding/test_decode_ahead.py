@@ -27,6 +27,8 @@ from tests.support.models.sampling import (
     toy_sampler,
     toy_trainer,
 )
+from tests.support.models.seeing_models import seeing_datum, seeing_model
+from tests.support.models.tiny_models import tiny_trainer
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
@@ -45,6 +47,7 @@ class Captured:
         self._refused = refused
         self._start = sampler._pass.start
         self._nobodys = sampler._cache.set_aside()
+        self.shifts: set[int] = set()
         self.followed = 0  # rows that went on from a run whose tokens the host had not read
         self.unread = 0  # runs whose tokens the host has not read yet
         sampler._graphs = self
@@ -57,6 +60,7 @@ class Captured:
         """Compute at once, as the device does in the order of its queue."""
         assert 0 < len(rows) <= self.max_rows
         self.runs.append(len(rows))
+        self.shifts |= {row.shift for row in rows}
         results: list[list[Drawn]] = [[] for _ in rows]
         rows = [self._with_token(row, before) for row in rows]
         for step in range(steps):
@@ -77,7 +81,8 @@ class Captured:
         token, position = drawn[-1].token if drawn else row.token, row.position + step
         table = [*row.blocks, *[self._nobodys] * (blocks_for(position + 1) - len(row.blocks))]
         noise = uniform(row.seed, row.sample, row.drawn + step)
-        return Piece(row.version, np.array([token]), position, table, (replace(row.draw, uniform=noise),))
+        draws = (replace(row.draw, uniform=noise),)
+        return Piece(row.version, np.array([token]), position, table, draws, shift=row.shift)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,25 @@ def test_the_same_tokens_as_one_at_a_time(max_rows: int, monkeypatch: pytest.Mon
     assert captured.runs
     assert bool(captured.followed) is (max_rows == 64)  # all sequences in one run: the next starts before it is read
     assert captured.unread == 0
+
+
+def test_positions_behind_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference between index and position goes along, also in runs that go on from unread tokens."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 60.0)
+    model = seeing_model("qwen3_vl")
+    trainer = tiny_trainer(model)
+    data = [seeing_datum(model, [(100, 96)] * number, number) for number in range(3)]
+    asked = [
+        replace(request(f"r{number}", None, datum.tokens, 2, max_tokens=30, seed=number), images=datum.images)
+        for number, datum in enumerate(data)
+    ]
+    expected = run(toy_sampler(trainer), asked)
+    sampler = toy_sampler(trainer)
+    captured = Captured(sampler, max_rows=64)
+    for name, result in run(sampler, asked).items():
+        assert_same_samples(result, expected[name])
+    assert captured.followed
+    assert captured.shifts == {0, -6, -12}  # an image of 3 × 3 tokens takes three positions
 
 
 def test_samples_that_end_or_arrive_while_the_device_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_a_version_of_nan_fails_alone(pair: tuple[TorchSampler, TorchSampler]) -
             np.testing.assert_allclose(sequence.logprobs[:1], same.logprobs[:1], atol=BOUND)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2", "qwen3", "phi3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2", "qwen3", "phi3", "mistral", "gpt_oss"])
 def test_families(family: str) -> None:
     """Windows and capped logits are captured too. Families that cannot be captured still decode."""
     graphs, plain = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.models.seeing_models import WIDE, wide_seeing_model
 from tests.support.models.tiny_models import random_model, tiny_config, tiny_model, tiny_trainer
 from twinkle.model import LoraSpec, Trainer
 from twinkle.model.decoder.joined import join_weights
@@ -47,7 +48,7 @@ SPECS = {
 
 
 def trained(family: str, *, joined: bool = True) -> Trainer:
-    model = random_model(FAMILIES[family]()).to(DEVICE, DTYPE)
+    model = (wide_seeing_model(family) if family in WIDE else random_model(FAMILIES[family]())).to(DEVICE, DTYPE)
     if joined:
         assert join_weights(model) > 0
     trainer = tiny_trainer_on(model)
@@ -74,14 +75,21 @@ class PlainAttention:
 
     keys: Tensor
     values: Tensor
-    positions: Tensor
+    indices: Tensor
     table: Tensor
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         rows = []
-        for row, position in enumerate(self.positions.tolist()):
+        for row, position in enumerate(self.indices.tolist()):
             blocks = self.table[row].long()
             self.keys[blocks[position // BLOCK], position % BLOCK] = key[0, :, row]
             self.values[blocks[position // BLOCK], position % BLOCK] = value[0, :, row]
@@ -105,24 +113,25 @@ class Case:
     trainer: Trainer
     cache: KeyValueCache
     ids: Tensor
-    positions: Tensor
+    indices: Tensor
+    positions: Tensor  # behind images they are not the indices
     table: Tensor
 
     @classmethod
-    def make(cls, trainer: Trainer, rows: int) -> "Case":
+    def make(cls, trainer: Trainer, rows: int, shift: int) -> "Case":
         shapes = probe_shapes(trainer.engine)
         cache = KeyValueCache(shapes, DTYPE, DEVICE, 1 << 23)
         torch.manual_seed(1)
         cache._buffer.normal_()
-        positions = torch.arange(rows, device=DEVICE) * 7 % 45
+        indices = torch.arange(rows, device=DEVICE) * 7 % 45
         table = torch.stack([torch.tensor([1 + 3 * row, 2 + 3 * row, 3 + 3 * row]) for row in range(rows)])
         ids = torch.randint(0, 90, (rows,), device=DEVICE)
-        return cls(trainer, cache, ids, positions, table.int().to(DEVICE))
+        return cls(trainer, cache, ids, indices, indices + shift * (indices % 3), table.int().to(DEVICE))
 
     def plain(self, runs: Sequence[tuple[object, int]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the hidden states of the model's own code, and the keys and values after the pass."""
         keys, values = ([kept.clone() for kept in each] for each in (self.cache.keys, self.cache.values))
-        attention = tuple(PlainAttention(k, v, self.positions, self.table) for k, v in zip(keys, values, strict=True))
+        attention = tuple(PlainAttention(k, v, self.indices, self.table) for k, v in zip(keys, values, strict=True))
         layers = LoraBinder(self.trainer.architecture).layers(runs)
         batch = LayerBatch(None, layers, False, cached=attention)
         with torch.no_grad():
@@ -134,13 +143,13 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm()) <= CLOSE
 
 
-@pytest.mark.parametrize(("family", "joined"), [*((family, True) for family in FAMILIES), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "joined"), [*((family, True) for family in (*FAMILIES, *WIDE)), ("qwen2", False)])
 def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: bool) -> None:
     from twinkle.sampler.torch_sampler.fused_layers import Inputs, fuse_decoder
     from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 
     trainer = trained(family, joined=joined)
-    case = Case.make(trainer, 19)
+    case = Case.make(trainer, 19, shift=-2 if family in WIDE else 0)
     lora = SlotLora(trainer.architecture, 24, DEVICE)
     fused = fuse_decoder(trainer.engine, case.cache, case.cache.set_aside(), lora)
     assert fused is not None
@@ -152,7 +161,8 @@ def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: b
         if with_lora:
             lora.bind(runs, 19)  # the row beyond the runs has no adapter
         with torch.no_grad():
-            hidden = fused.hidden_states(Inputs(case.ids, case.positions, case.table), lora if with_lora else None)
+            inputs = Inputs(case.ids, case.indices, case.positions, case.table)
+            hidden = fused.hidden_states(inputs, lora if with_lora else None)
         assert close(hidden, expected)
         for ours, theirs in zip([*case.cache.keys, *case.cache.values], [*keys, *values], strict=True):
             assert close(ours, theirs)

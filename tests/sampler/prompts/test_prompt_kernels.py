@@ -39,7 +39,15 @@ def tables_of(layout: Layout, bucket: Bucket) -> dict[str, Tensor]:
     return {name: torch.from_numpy(tables[place]).to(DEVICE) for name, place in bucket.places.items()}
 
 
-def attention(q_LHD: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None, softcap: float | None):
+def attention(
+    q_LHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+):
     """Return the plain attention of queries from position ``first`` on, in float64."""
     repeats = q_LHD.shape[1] // keys.shape[1]
     k, v = (x.double().repeat_interleave(repeats, 1) for x in (keys, values))
@@ -49,7 +57,9 @@ def attention(q_LHD: Tensor, keys: Tensor, values: Tensor, first: int, window: i
     distance = (first + torch.arange(len(q_LHD)))[:, None] - torch.arange(len(keys))
     seen = (distance >= 0) & (distance < (len(keys) if window is None else window))
     scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(2), v)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.double()[:, None, None].expand(-1, len(q_LHD), 1)], 2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2)[..., : len(keys)], v)
 
 
 def random_spans(seed: int) -> list[tuple[int, int]]:
@@ -69,13 +79,28 @@ CASES = [[(0, 1)], [(63, 65), (0, 17), (100, 101), (0, 64)], [(128, 256), (1, 2)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "window", "softcap"),
-    [(2, 1, 64, None, None), (2, 2, 24, 17, None), (2, 1, 64, 1, None), (2, 1, 16, 100, 20.0), (1, 1, 16, None, 5.0)],
+    ("heads", "kv_heads", "width", "window", "softcap", "has_sinks"),
+    [
+        (2, 1, 64, None, None, False),
+        (2, 2, 24, 17, None, False),
+        (2, 1, 64, 1, None, False),
+        (2, 1, 16, 100, 20.0, False),
+        (1, 1, 16, None, 5.0, False),
+        (2, 1, 64, None, None, True),
+        (2, 2, 16, 17, None, True),
+    ],
 )
 def test_attention_of_spans(
-    dtype: torch.dtype, heads: int, kv_heads: int, width: int, window: int | None, softcap: float | None
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
 ) -> None:
     torch.manual_seed(0)
+    sinks = torch.tensor([-0.5, 4.0], device=DEVICE).to(dtype) if has_sinks else None
     for number, spans in enumerate(CASES):
         layout = layout_of(*spans, seed=number)
         bucket = Bucket(384)
@@ -91,12 +116,12 @@ def test_attention_of_spans(
         q_THD = torch.randn(heads, bucket.rows, width, device=DEVICE).to(dtype).transpose(0, 1)
         used = sum(-(-(span.stop - span.start) // ATTENTION_ROWS) for span in layout.spans)
         tiles = table["attention"].view(-1, TILE)[: used + 2]  # unused ones are slow in the interpreter
-        out_THD = attend_spans(q_THD, keys, values, tiles, table["blocks"], width**-0.5, window, softcap)
+        out_THD = attend_spans(q_THD, keys, values, tiles, table["blocks"], width**-0.5, window, softcap, sinks)
         bound = 2e-5 if dtype == torch.float32 else 4e-3
         for span, first in zip(layout.spans, layout.firsts.tolist(), strict=True):
             rows = slice(first, first + span.stop - span.start)
             own = [x[span.blocks].flatten(0, 1)[: span.stop] for x in (keys, values)]
-            expected = attention(q_THD[rows], *own, span.start, window, softcap)
+            expected = attention(q_THD[rows], *own, span.start, window, softcap, sinks)
             torch.testing.assert_close(out_THD[rows].double(), expected, atol=bound, rtol=bound)
 
 

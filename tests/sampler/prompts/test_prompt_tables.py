@@ -32,7 +32,7 @@ def random_layout(seed: int, most_rows: int) -> tuple[Layout, list[np.ndarray]]:
             break
         rows += length
         blocks = random.integers(1, 1000, -(-(start + length) // BLOCK) + random.integers(0, 3)).tolist()
-        spans.append(Span(start, start + length, blocks))
+        spans.append(Span(start, start + length, blocks, int(random.integers(-3, 1)) * min(start, 7)))
         tokens.append(random.integers(0, 1000, length))
     versions = np.sort(random.integers(-1, MOST_VERSIONS, len(spans)))
     numbers = {version: number for number, version in enumerate(dict.fromkeys(versions[versions >= 0].tolist()))}
@@ -56,11 +56,11 @@ def test_tables_equal_plain_loops(seed: int) -> None:
     found = layout.tables(bucket, tokens, PADDING)
     table = {name: found[place] for name, place in bucket.places.items()}
 
-    positions = [position for span in layout.spans for position in range(span.start, span.stop)]
+    positions = [index + span.shift for span in layout.spans for index in range(span.start, span.stop)]
     slots = [
-        span.blocks[position // BLOCK] * BLOCK + position % BLOCK
+        span.blocks[index // BLOCK] * BLOCK + index % BLOCK
         for span in layout.spans
-        for position in range(span.start, span.stop)
+        for index in range(span.start, span.stop)
     ]
     padding = bucket.rows - len(positions)
     assert table["ids"].tolist() == [*np.concatenate(tokens).tolist(), *[0] * padding]

@@ -2,12 +2,15 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.models.mxfp4_writer import save_mxfp4
 from twinkle import hub
+from twinkle.errors import UnsupportedError
 from twinkle.model import Trainer
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.decoder.loading import load_model
@@ -47,3 +50,17 @@ def test_other_models_are_read_where_they_are(tmp_path: Path) -> None:
     with module.base_folder(tiny(str(tmp_path / "model")), tmp_path) as folder:
         assert folder == tmp_path / "model"
     assert folder.is_dir()
+
+
+def test_gpt_oss_on_a_cpu_and_in_mxfp4_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = tiny("random://gpt-oss-tiny")
+    with pytest.raises(UnsupportedError, match=r"sampler_type: got 'vllm' for gpt_oss on a CPU, allowed: 'torch'"):
+        module.require_served(trainer, adapters=True)
+    model = load_model(hub.resolve("random://gpt-oss-tiny"), torch.float32, torch.device("cpu"))
+    folder = save_mxfp4(model, tmp_path / "packed")
+    elsewhere = SimpleNamespace(architecture=trainer.architecture, device=torch.device("cuda"), model_id=str(folder))
+    with pytest.raises(UnsupportedError, match=r"model_id: .* mxfp4, allowed: one in bf16"):
+        module.require_served(elsewhere, adapters=True)
+    module.require_served(elsewhere, adapters=False)
+    elsewhere.model_id = "random://gpt-oss-tiny"
+    module.require_served(elsewhere, adapters=True)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -138,6 +139,11 @@ def case(name: str, field: str, attack: Callable[[Attacker], httpx.Response]) ->
     CASES[name] = (field, attack)
 
 
+def _image(**fields: Any) -> pb.Datum:
+    image = pb.Chunk(image=pb.ImageChunk(**fields))
+    return pb.Datum(model_input=[image], loss_fn_inputs={"target_tokens": tensor([1], "i8")})
+
+
 # --- protobuf ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +193,8 @@ case("half a token", "model_input", lambda a: a.train(_with_tokens(b"12345")))
 case("negative token", "data[0]", lambda a: a.train(datum((-1, 2, 3))))
 case("token beyond the vocabulary", "data[0]", lambda a: a.train(datum((2**31 - 1, 2, 3))))
 case("negative target", "data[0]", lambda a: a.train(datum((1, 2), target_tokens=tensor([-5], "i8"))))
-case("an image", "encoded_text", lambda a: a.train(pb.Datum(model_input=[pb.Chunk(image=pb.ImageChunk(data=b"x"))])))
+case("an image for a model that reads text", "allowed: text", lambda a: a.train(_image(data=b"x", format="png")))
+case("an image at another size", "override_dimensions", lambda a: a.train(_image(override_dimensions={"width": 9})))
 case("an empty chunk", "encoded_text", lambda a: a.train(pb.Datum(model_input=[pb.Chunk()])))
 case("NaN weight", "weights", lambda a: a.train(datum((1, 2, 3), weights=tensor([1, np.nan]))))
 case("infinite weight", "weights", lambda a: a.train(datum((1, 2, 3), weights=tensor([1, np.inf]))))
@@ -546,7 +553,8 @@ case("prompt with token -1", "prompt", _prompt({"type": "encoded_text", "tokens"
 case("prompt with token 2^31", "prompt", _prompt({"type": "encoded_text", "tokens": [2**31]}))
 case("prompt beyond the vocabulary", "prompt", _prompt({"type": "encoded_text", "tokens": [2**31 - 1]}))
 case("prompt of floats", "prompt", _prompt({"type": "encoded_text", "tokens": [1.0]}))
-case("prompt with an image", "prompt", _prompt({"type": "image", "data": "", "format": "png"}))
+case("prompt with an image", "reads text only", _prompt({"type": "image", "data": "", "format": "png"}))
+case("prompt with a location", "never opens", _prompt({"type": "image_asset_pointer", "location": "/etc/passwd"}))
 case("prompt beyond the context", "prompt", _prompt({"type": "encoded_text", "tokens": [1] * 5000}))
 case("no samples", "num_samples", lambda a: a.sample(num_samples=0))
 case("a million samples", "num_samples", lambda a: a.sample(num_samples=10**6))

@@ -433,7 +433,7 @@ def test_what_cannot_be_called(session: Session, allowed: Path) -> None:
         (dataset, "set_template", {"template_func": "Template", "model_id": "/etc"}, "allowed_dirs"),
         (dataset, "set_template", {"model_id": TOKENIZER}, "also template_func"),
         (dataset, "encode", {}, "call set_template() first"),
-        (dataset, "cast_column", {"column": "query", "decode": True}, "images are not processed"),
+        (dataset, "cast_column", {"column": "picture", "decode": True}, "column: got 'picture', allowed: one of"),
         (dataset, "add_dataset", {"dataset_meta": None}, "a DatasetMeta"),
         (dataset, "add_dataset", {"dataset_meta": meta(data=ROWS)}, "not loaded yet"),
         (dataset, "__getitem__", {"idx": "0"}, "an integer"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Audio, Features, Image, List, Value
 from datasets import Dataset as Table
-from datasets import Features, Image, List, Value
 
 import twinkle.dataset
 import twinkle.preprocessor
@@ -23,6 +23,7 @@ import twinkle.template
 from twinkle.dataset import DatasetMeta
 from twinkle.environment import variables_with_own_caches
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
+from twinkle.images import EncodedImage
 from twinkle.server.config import LimitsConfig
 from twinkle.server.processors import catalog, sources, worker_process
 from twinkle.server.processors.live import KeptBatches, NoRoomError, Pass
@@ -95,7 +96,12 @@ def test_results_are_json() -> None:
         "text": "\ud800 \x00 é",
         "none": None,
     }
-    for thing in (b"bytes", object(), {"image": [b"x"]}, [math.nan, b"x"]):
+    files = {"image": {"bytes": b"x", "path": "a.png"}, "picture": EncodedImage(b"y", "png")}
+    assert json.loads(to_json(files)) == {
+        "image": {"bytes": "eA==", "path": "a.png"},
+        "picture": "data:image/png;base64,eQ==",
+    }
+    for thing in (object(), {"image": [object()]}, [math.nan, object()]):
         with pytest.raises(UnsupportedError, match="cannot be sent as JSON"):
             to_json(thing)
 
@@ -233,15 +239,37 @@ def test_modelscopes_dataset_cannot_name_other_files(tmp_path: Path, monkeypatch
     assert load("own.jsonl") == [{"a": 2}]
 
 
-def test_columns_of_images_are_refused(tmp_path: Path) -> None:
+def test_columns_of_images_stay_files(tmp_path: Path) -> None:
+    """No path in a row is opened: neither when it is read, nor when it is saved."""
     bench = Sources([tmp_path], {}, tmp_path / "cache")
-    features = Features({"text": Value("string"), "pictures": List(Image())})
-    Table.from_list([{"text": "x", "pictures": []}], features).to_parquet(tmp_path / "rows.parquet")
-    for kind in (twinkle.dataset.Dataset, twinkle.dataset.IterableDataset):
+    features = Features({"text": Value("string"), "pictures": List(Image()), "one": Image()})
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(b"secret")
+    file, elsewhere = {"bytes": b"file", "path": "a.png"}, {"bytes": None, "path": str(outside)}
+    _write(tmp_path / "rows.parquet", features, {"text": "x", "pictures": [file, elsewhere], "one": elsewhere})
+    for kind in (twinkle.dataset.Dataset, twinkle.dataset.IterableDataset, twinkle.dataset.LazyDataset):
         dataset = kind()
-        with pytest.raises(UnsupportedError, match="column 'pictures' is Image"):
-            bench.add(dataset, bench.meta(DatasetMeta(str(tmp_path / "rows.parquet"))))
-        assert dataset.dataset is None
+        bench.add(dataset, bench.meta(DatasetMeta(str(tmp_path / "rows.parquet"))))
+        (row,) = list(dataset) if kind is not twinkle.dataset.LazyDataset else [dataset[0]]
+        assert row == {"text": "x", "pictures": [file, elsewhere], "one": elsewhere}
+        if kind is not twinkle.dataset.IterableDataset:
+            dataset.save_as(tmp_path / "saved.parquet")
+            assert b"secret" not in (tmp_path / "saved.parquet").read_bytes()
+    sound = Features({"text": Value("string"), "sound": Audio()})
+    _write(tmp_path / "sound.parquet", sound, {"text": "x", "sound": {"bytes": b"", "path": None}})
+    dataset = twinkle.dataset.Dataset()
+    with pytest.raises(UnsupportedError, match="column 'sound' is Audio"):
+        bench.add(dataset, bench.meta(DatasetMeta(str(tmp_path / "sound.parquet"))))
+    assert dataset.dataset is None
+
+
+def _write(path: Path, features: Features, row: dict[str, Any]) -> None:
+    """Write a table with a type for each column, and one row as it is: nothing is decoded or read from elsewhere."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({name: pyarrow.array([row[name]], features.arrow_schema.field(name).type) for name in row})
+    parquet.write_table(table.replace_schema_metadata(features.arrow_schema.metadata), path)
 
 
 def test_a_served_model_is_known_by_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,8 +139,9 @@ def test_what_ends_with_its_client():
 def test_how_long_bodies_may_be():
     assert facts_of(request("/api/v1/forward_backward")).limit is None
     assert facts_of(request("/api/v1/processor/twinkle/call")).limit is None
-    assert facts_of(request("/api/v1/model/org/name/twinkle/forward_backward")).limit == 2**24
-    assert facts_of(request("/v1/chat/completions")).limit == 2**22
+    # rows may have images; what may be large beside them is checked when the body is read
+    assert facts_of(request("/api/v1/model/org/name/twinkle/forward_backward")).limit is None
+    assert facts_of(request("/v1/chat/completions")).limit == 2**25  # with images
     assert facts_of(request("/api/v1/optim_step")).limit == 2**20
     assert facts_of(request("/nowhere")).limit == 2**22
 

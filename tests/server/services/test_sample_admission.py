@@ -1,7 +1,9 @@
 """Samples are admitted and sent to the engine up to a tenant's limits, and other tenants are not delayed."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.server.services.test_sampler_service import ScriptedSampler, generated, request, running, session, turns
@@ -52,6 +54,18 @@ def test_waiting_samples_are_as_many_as_they_may_be() -> None:
         assert taken(service, 10, first=100) == 6  # the earlier ones were cancelled
 
     running(ScriptedSampler(), check, tenants=limited(max_waiting_samples_per_tenant=6))
+
+
+def test_waiting_samples_hold_limited_memory() -> None:
+    """The next sample fits as soon as an earlier one has ended. A sample alone always fits."""
+
+    async def check(service: SamplerService) -> None:
+        service.sample(session(), replace(request(0), prompt=np.zeros(100_000, np.int64)))
+        assert taken(service, 1, first=1) == 0
+        service.cancel(request(0).request_id)
+        assert taken(service, 20, first=2) == 9
+
+    running(ScriptedSampler(), check, tenants=limited(max_queued_bytes_per_tenant=10_000))
 
 
 def test_a_quarter_of_the_engine_is_left_for_others() -> None:

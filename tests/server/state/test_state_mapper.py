@@ -32,7 +32,8 @@ OLD_SPEC = (
 )
 SPEC = OLD_SPEC.removesuffix("}") + (
     ', "dropout": 0.0, "use_rslora": false, "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": null, '
-    '"layers_to_transform": null, "layers_pattern": null, "init_weights": true}'
+    '"layers_to_transform": null, "layers_pattern": null, "init_weights": true, "experts": "shared_outer", '
+    '"target_parameters": null}'
 )
 
 CASES = {

@@ -17,8 +17,9 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import BlobRef, Ending, NativePass, Op, OpRecord, Outcome, digest
 from twinkle.server.verbs import codec
 from twinkle.server.verbs.codec import SentVerb, finite, read_op, succeeded
-from twinkle.server.verbs.features import checked_rows, numbers
+from twinkle.server.verbs.features import checked_rows, image_characters, numbers
 from twinkle.server.verbs.runs import NativeRuns
+from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,42 @@ def test_rows_in_the_journal_that_came_from_elsewhere():
     }
     assert op.digest == understood().digest
     assert_same(op, read_op(RUN, 3, op.body))
+
+
+def test_rows_in_the_journal_may_be_larger_than_a_request(monkeypatch):
+    """Rows that replace a conversation or a batch, and requests accepted under another limit, are read all the same."""
+    op = replace(understood(), text=None).op("r", 3)
+    monkeypatch.setattr(codec, "ROWS_BYTES", 16)
+    with pytest.raises(BodyTooLargeError, match="commas"):
+        SentVerb.received("forward_backward", SENT)
+    monkeypatch.setattr(codec, "ROWS_BYTES", 64)
+    with pytest.raises(BodyTooLargeError, match="without its images"):
+        SentVerb.received("forward_backward", SENT)
+    assert_same(op, read_op(RUN, 3, op.body))
+
+
+def test_values_in_values_are_refused_before_anything_goes_through_them():
+    """Where code calls itself for each, it would go too deep; a row of tokens is one level, and a tool a few."""
+    for depth, begins, ends in ((98, '{"a":', "}"), (98, "[", "]"), (300, '{"a":', "}"), (300, "[", "]")):
+        value = begins * depth + "1" + ends * depth
+        text = f'{{"adapter_name":"a","inputs":[{{"input_ids":[1,2],"images":{value}}}]}}'.encode()
+        if depth < 100:
+            assert SentVerb.received("forward_backward", text).fields["adapter_name"] == "a"
+        else:
+            with pytest.raises(MalformedRequestError, match=r"^inputs: objects and arrays .* allowed: 100 levels"):
+                SentVerb.received("forward_backward", text)
+        assert SentVerb.read("forward_backward", text).fields  # the journal is read as it was written
+
+
+def test_an_image_counts_once_in_the_size_of_a_request():
+    said = [{"role": "user", "content": "x", "images": ["abcd"]}]
+    for row, characters in (
+        ({"multi_modal_data": {"image": ["abc"]}}, 3),
+        ({"multi_modal_data": {"image": "abc"}, "messages": said}, 3 + 4),
+        ({"multi_modal_data": {"image": ["abc"]}, "images": ["ab"], "pixel_values": {"data": "AAAA"}}, 3 + 2 + 4),
+        ({"multi_modal_data": "abc"}, 0),
+    ):
+        assert image_characters([row]) == characters
 
 
 def test_a_request_is_known_by_its_verb_and_its_body():

@@ -10,7 +10,9 @@ import numpy as np
 from tests.support.servers.exposition import scrape, value
 from tests.support.servers.running import Server, Tenant, datum, tensor
 from tests.support.servers.scheduled_ops import op_of
+from twinkle.images import EncodedImage, ResizedImage
 from twinkle.model.csr import Csr
+from twinkle.model.types import Datum, Image
 from twinkle.sampler.types import SampleRequest, SamplingParams
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.services.sampling.jobs import price_of
@@ -128,6 +130,45 @@ def test_the_price_of_a_sample() -> None:
     assert price_of(wide, 4096).result_bytes > 12 * 128 * 1000
     endless = replace(plain, params=SamplingParams(max_tokens=2**31 - 1))
     assert price_of(endless, 4096).result_bytes == 8 * 4 * 3096, "no more than the context holds"
+
+
+def test_images_cost_tokens_and_pixels() -> None:
+    """A thumbnail costs a little more than its tokens. An image that is shrunk costs what decoding it takes."""
+    image = Image(0, 4, 5, "digest", EncodedImage(bytes(1000), "png"))
+    seen = Datum(np.zeros(30, np.int64), np.zeros(30, np.int64), images=(image,))
+    small, shrunk = (
+        Op("m", 1, BACKWARD, TrainPass((seen,), "cross_entropy", {}, pixels=pixels), b"").price
+        for pixels in (20 * 1024, 2**25)
+    )
+    assert (small.tokens, small.work) == (30, 30 + 5)
+    assert (shrunk.tokens, shrunk.work) == (30, 30 + 2**13)
+    assert small.held_bytes >= 1000 + 3 * 20 * 32**2
+    prompt = SampleRequest("r", None, np.arange(1000), SamplingParams(max_tokens=50), images=(image,))
+    assert price_of(prompt, 4096, pixels=2**20).work == 1000 + 50 + 256
+    assert price_of(prompt, 4096).held_bytes >= 1000 + 3 * 20 * 32**2
+
+
+def test_images_take_the_memory_that_they_have_and_will_have() -> None:
+    """A file is decoded once, for all sequences that have it. A decoded image is not decoded again."""
+    pixels = 3 * 20 * 32**2
+    first, second = (Image(0, 4, 5, "digest", EncodedImage(bytes(1000), "png")) for _ in range(2))
+    resized = replace(first, pixels=ResizedImage(np.zeros((4 * 32, 5 * 32, 3), np.uint8)))
+    patches = replace(first, pixels=np.zeros((80, 1536), np.float32))
+    cases: list[tuple[tuple[Image, ...], int]] = [
+        ((first,), 1000 + pixels),
+        ((first, second), 2000 + pixels),
+        ((first, replace(second, digest="another")), 2000 + 2 * pixels),
+        ((resized,), pixels),
+        ((resized, replace(resized, first=7)), pixels),
+        ((patches,), 4 * 80 * 1536),
+    ]
+    for images, held in cases:
+        plain = Datum(np.zeros(30, np.int64), np.zeros(30, np.int64))
+        data = tuple(replace(plain, images=(image,)) for image in images)
+        seen, text = (TrainPass(each, "cross_entropy", {}).price for each in (data, (plain,) * len(images)))
+        assert seen.held_bytes - text.held_bytes == held
+        prompt = SampleRequest("r", None, np.arange(1000), SamplingParams(max_tokens=50))
+        assert price_of(replace(prompt, images=images), 4096).held_bytes - price_of(prompt, 4096).held_bytes == held
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

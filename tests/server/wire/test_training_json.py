@@ -66,7 +66,9 @@ def test_bare_lists_are_tensors():
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("model_input", "chunks", 0, "type"), "image", "chunks[0].type"),
+        (("model_input", "chunks", 0, "type"), "image", "chunks[0].data"),
+        (("model_input", "chunks", 0, "type"), "dmel", "chunks[0].type"),
+        (("model_input", "chunks", 0), {"type": "encoded_text"}, "chunks[0].tokens"),
         (("model_input", "chunks", 0, "tokens"), [1.5], "chunks[0].tokens"),
         (("model_input", "chunks", 0, "tokens"), [-1], "chunks[0].tokens"),
         (("loss_fn_inputs", "target_tokens", "data"), [2, 3, 4.5], "target_tokens"),

@@ -55,7 +55,8 @@ class TestSampling:
             prompt_logprobs_last_n=1,
             record_stability_info=True,
         )
-        request, _ = to_sample_request(parse(AsampleRequest, _dump(sent)), "v1")
+        request, images, _ = to_sample_request(parse(AsampleRequest, _dump(sent)), "v1")
+        assert not images
         assert (request.request_id, request.version_id) == ("s:sample:0:1000000000000000000", "v1")
         np.testing.assert_array_equal(request.prompt, [1, 2, 3])
         assert request.prompt.dtype == np.int64
@@ -86,13 +87,13 @@ class TestSampling:
             assert (found.stop_tokens, found.stop_strings, found.stop_at_eos) == (tokens, texts, at_eos)
 
     def test_defaults(self):
-        request, _ = to_sample_request(parse(AsampleRequest, _sample({"stop": None, "seed": None})), None)
+        request, _, _ = to_sample_request(parse(AsampleRequest, _sample({"stop": None, "seed": None})), None)
         assert request.params == SamplingParams()
         assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (1, False, 0)
 
     def test_what_was_not_scored_is_empty(self):
         content = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "prompt_alt_tokens_k": 4}
-        request, encode = to_sample_request(parse(AsampleRequest, _sample(**content)), None)
+        request, _, encode = to_sample_request(parse(AsampleRequest, _sample(**content)), None)
         assert (request.prompt_alt_tokens, request.prompt_logprobs_last_n) == (4, 1)
         top = TopLogprobs(np.array([[0], [0], [3]]), np.array([[-np.inf], [-np.inf], [-2]], np.float32))
         sequence = SampledSequence(np.array([1]), np.array([-1.0], np.float32), "length")
@@ -157,8 +158,8 @@ class TestSampling:
             ({"prompt": [1, 2]}, "prompt: got [1, 2]"),
             ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, "prompt.chunks[0].type: got 'dmel'"),
             (
-                {"prompt": {"chunks": [{"tokens": [1]}, {"type": "image", "data": "", "format": "png"}]}},
-                "prompt.chunks[1].type: got 'image'",
+                {"prompt": {"chunks": [{"tokens": [1]}, {"type": "image", "data": "?", "format": "png"}]}},
+                "prompt.chunks[1].data: got '?'",
             ),
             ({"prompt": {"chunks": [{"type": "image_asset_pointer"}]}}, "got 'image_asset_pointer'"),
         ],

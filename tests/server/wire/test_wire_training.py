@@ -157,13 +157,6 @@ class TestRequestsOfTheSdk:
         assert "loss_fn_config['mode']: got 'NaN'" in message
         assert "takes no text" in message
 
-    def test_image_is_refused(self):
-        image = sdk.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=3)
-        datum = tinker.Datum(
-            tinker.ModelInput(chunks=[sdk.EncodedTextChunk(tokens=[1]), image]), {"target_tokens": [2]}
-        )
-        assert "data[0].model_input[1]: got image, allowed: encoded_text" in _refusal(_body([datum]))
-
     def test_unknown_input_is_refused(self):
         data = [_datum([1], target_tokens=[2]), _datum([1], target_tokens=[2], mask=np.ones(1, np.float32))]
         message = _refusal(_body(data))

@@ -18,18 +18,24 @@ BUCKET_MB = 8
 class PeakMemory:
     """Measures how far the resident memory of a process rises above what it is at the time of construction.
 
-    Pages that it shares with others, such as those of Ray's object store, are not counted: once read, they stay
-    resident even when the store uses them for something else.
+    Two kinds of pages are not counted. Those that it shares with others, such as those of Ray's object store, stay
+    resident once they were read, even when the store uses them for something else. Those of files, such as the code of
+    libraries, are the kernel's cache: it drops them and reads them again at any time.
     """
+
+    _NOT_COUNTED = ("RssShmem", "RssFile")
 
     def __init__(self, pid: int | None = None) -> None:
         self._folder = Path("/proc") / str(os.getpid() if pid is None else pid)
         (self._folder / "clear_refs").write_text("5")  # the peak becomes the present size
-        self._before, self._shared = self._mib("VmRSS"), self._mib("RssShmem")
+        self._before, self._apart = self._mib("VmRSS"), self._not_counted()
 
     def above(self) -> float:
         """Return the rise in MiB so far."""
-        return self._mib("VmHWM") - self._before - (self._mib("RssShmem") - self._shared)
+        return self._mib("VmHWM") - self._before - (self._not_counted() - self._apart)
+
+    def _not_counted(self) -> float:
+        return sum(map(self._mib, self._NOT_COUNTED))
 
     def _mib(self, field: str) -> float:
         lines = (self._folder / "status").read_text().splitlines()

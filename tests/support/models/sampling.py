@@ -71,7 +71,7 @@ def toy_sampler(trainer: Trainer, **options: int) -> TorchSampler:
 
 def blocks(sampler: TorchSampler, count: int) -> int:
     """Return the size in bytes of a cache with this many usable blocks."""
-    per_block = sampler._cache.nbytes // (sampler._cache.capacity + 1)
+    per_block = sampler._cache._buffer.nbytes // (sampler._cache.capacity + 1)
     return per_block * (count + 1)
 
 

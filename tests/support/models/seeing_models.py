@@ -48,6 +48,16 @@ def _rope(sections: Sequence[int], **more: object) -> dict[str, object]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
 
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "rope_parameters": _rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 SEEING: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": lambda: _config(
         "Qwen2_5_VLConfig",
@@ -61,18 +71,34 @@ SEEING: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3_5": lambda: _config(
         "Qwen3_5Config",
-        {
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "head_dim": 32,
-            "rope_parameters": _rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
+        _LINEAR,
         {"patch_size": 16, "num_position_embeddings": 64},
     ),
 }
+
+# The tests of adapters on experts have a reference of their own.
+SEEING_WITH_EXPERTS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_vl_moe": lambda: _config(
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": _rope([4, 2, 2], mrope_interleaved=True),
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        {"patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    ),
+}
+
+
+def _qwen3_5_moe() -> PreTrainedConfig:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return _config(
+        "Qwen3_5MoeConfig",
+        {**_LINEAR, **experts, "shared_expert_intermediate_size": 16},
+        {"patch_size": 16, "num_position_embeddings": 64},
+    )
 
 
 def _qwen2_vl() -> PreTrainedConfig:
@@ -84,13 +110,28 @@ def _qwen2_vl() -> PreTrainedConfig:
 def seeing_model(family: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = {"qwen2_vl": _qwen2_vl, **SEEING}[family]()
+        config = {"qwen2_vl": _qwen2_vl, "qwen3_5_moe": _qwen3_5_moe, **SEEING, **SEEING_WITH_EXPERTS}[family]()
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+# The sections of rotary embeddings (time, row, column) of models whose heads are wide enough for fused kernels.
+WIDE = {"qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5]}
+
+
+def wide_seeing_model(family: str) -> PreTrainedModel:
+    """Return a model with hidden size 128 and heads of 32."""
+    config = SEEING[family]()
+    text, config.vision_config.out_hidden_size = config.text_config, 128
+    text.hidden_size, text.head_dim = 128, 32
+    text.rope_parameters = text.rope_parameters | {"mrope_section": WIDE[family]}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
 def image_processor(patch_size: int = 16) -> Qwen2VLImageProcessorPil:

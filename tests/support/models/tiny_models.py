@@ -37,9 +37,9 @@ def tiny_config(name: str, **values: object) -> PreTrainedConfig:
     return getattr(transformers, name)(**{**_SIZES, **values})
 
 
-def _qwen3_5() -> PreTrainedConfig:
+def _qwen3_5(name: str = "Qwen3_5TextConfig", **experts: int) -> PreTrainedConfig:
     return tiny_config(
-        "Qwen3_5TextConfig",
+        name,
         num_hidden_layers=3,
         layer_types=["linear_attention", "linear_attention", "full_attention"],
         head_dim=16,
@@ -54,6 +54,17 @@ def _qwen3_5() -> PreTrainedConfig:
             "mrope_section": [2, 1, 1],
             "mrope_interleaved": True,
         },
+        **experts,
+    )
+
+
+def _qwen3_5_moe() -> PreTrainedConfig:
+    return _qwen3_5(
+        "Qwen3_5MoeTextConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
     )
 
 
@@ -67,6 +78,27 @@ def _gemma3() -> PreTrainedConfig:
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        },
+    )
+
+
+def _gpt_oss() -> PreTrainedConfig:
+    """Return gpt-oss with a limit of its activations that random ones reach."""
+    return tiny_config(
+        "GptOssConfig",
+        head_dim=8,
+        sliding_window=WINDOW,
+        num_local_experts=6,
+        num_experts_per_tok=4,
+        swiglu_limit=0.3,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
         },
     )
 
@@ -94,6 +126,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3": lambda: tiny_config("Qwen3Config", head_dim=16),
     "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "gemma": lambda: tiny_config("GemmaConfig", head_dim=16, num_key_value_heads=1),
     "gemma2": lambda: tiny_config(
         "Gemma2Config",
@@ -113,11 +146,49 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: tiny_config(
         "Qwen3MoeConfig", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     ),
+    "gpt_oss": _gpt_oss,
 }
 
 
+# Models that run padded: their short convolutions do not know where the sequences of a packed row begin.
+PADDED_FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "lfm2": lambda: tiny_config(
+        "Lfm2Config", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, tie_word_embeddings=False
+    ),
+}
+
+
+# Models whose experts adapters can train. DeepSeek-V3's first layer has none, and its experts come in two groups.
+EXPERT_FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "qwen3_5_moe": _qwen3_5_moe,
+    "mixtral": lambda: tiny_config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "olmoe": lambda: tiny_config("OlmoeConfig", num_experts=6, num_experts_per_tok=3),
+    "deepseek_v3": lambda: tiny_config(
+        "DeepseekV3Config",
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=24,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        num_key_value_heads=4,
+    ),
+}
+
+
+WITH_EXPERTS = frozenset(FAMILIES.keys() & EXPERT_FAMILIES.keys())
+
+
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    return random_model(FAMILIES[family](), seed)
+    return random_model((FAMILIES | PADDED_FAMILIES | EXPERT_FAMILIES)[family](), seed)
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -125,8 +196,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or name.endswith("_bias"):  # the latter of all experts of a layer
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 

@@ -84,19 +84,25 @@ def mock_config(**sections: Any) -> dict[str, Any]:
     }
 
 
+# Of models that tensor parallelism cannot divide: they have one key-value head.
+_MESHES: Mapping[str, Mapping[str, int]] = {"random://qwen3-moe-tiny": {"dp_size": 2, "ep_size": 2}}
+
+
 def real_model(
     model_id: str, *, name: str = "model", mesh: Mapping[str, int] | None = None, **args: Any
 ) -> dict[str, Any]:
     """Return the application of a real model on the CPU in fp32. ``args``: further arguments of it.
 
-    ``mesh``: how Megatron divides it, by default among four processes; Transformers trains it in one process.
+    ``mesh``: how Megatron divides it, by default among four processes, and one with experts between two; Transformers
+    trains it in one process.
     """
     if BACKEND != "megatron":
         of_backend: dict[str, Any] = {"backend": BACKEND, "device": "cpu"}
         whole = {"model_id": model_id, "dtype": "fp32", **of_backend, **args}
         return {"name": name, "import_path": "model", "args": whole}
-    sizes = dict(mesh or {"tp_size": 2, "pp_size": 2})
-    group = {"name": name, "ranks": math.prod(sizes.values()), "device_type": "cpu"}
+    sizes = dict(mesh or _MESHES.get(model_id, {"tp_size": 2, "pp_size": 2}))
+    ranks = math.prod(size for key, size in sizes.items() if key != "ep_size")  # experts are divided among the others
+    group = {"name": name, "ranks": ranks, "device_type": "cpu"}
     of_backend = {"backend": BACKEND, "device_group": group, "device_mesh": sizes}
     return {
         "name": name,

@@ -22,7 +22,8 @@ from twinkle.model import Datum
 # The sampler that these tests use: torch, vllm (make test-vllm) or mock (its numbers are made up; some tests are
 # skipped).
 SAMPLER = os.environ.get("TWINKLE_TEST_SAMPLER", "torch")
-MODEL = "random://llama-tiny-wide" if SAMPLER == "vllm" else "random://llama-tiny"
+_TINY = "random://llama-tiny-wide" if SAMPLER == "vllm" else "random://llama-tiny"
+MODEL = os.environ.get("TWINKLE_TEST_MODEL", _TINY)  # a random:// model on which a test server trains and samples
 ALIAS = "org/tiny"
 
 
@@ -30,19 +31,24 @@ class SdkServer(Server):
     """A server with a tiny model. It makes SDK clients for any tenant, and its log names every device batch."""
 
     def __init__(
-        self, directory: Path, sampler: str = SAMPLER, sections: Mapping[str, Any] | None = None, **tuning: float
+        self,
+        directory: Path,
+        sampler: str = SAMPLER,
+        sections: Mapping[str, Any] | None = None,
+        model: str = MODEL,
+        **tuning: float,
     ) -> None:
         """Create the server without starting it.
 
         ``sections`` are further keys of the configuration; ``tuning`` holds settings of tuned_launch.py.
         """
-        mock = {"model_id": MODEL, "backend": "mock", "aliases": [ALIAS]}
+        mock = {"model_id": model, "backend": "mock", "aliases": [ALIAS]}
         applications = [
             {"name": "server", "import_path": "server"},
             {"name": "model", "import_path": "model", "args": mock}
             if sampler == "mock"
-            else real_model(MODEL, aliases=[ALIAS]),
-            {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": sampler}},
+            else real_model(model, aliases=[ALIAS]),
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": model, "sampler_type": sampler}},
         ]
         super().__init__(directory, {"applications": applications, **(sections or {})}, **tuning)
 

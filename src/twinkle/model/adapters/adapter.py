@@ -1,7 +1,8 @@
 """One tenant's adapter: fp32 master weights, optimizer state, step count, gradient; while resident, a compute copy.
 
 Resident means on the device; other adapters are paged out to host memory. The compute copy is what passes read: the
-weights in the compute dtype, with B multiplied by the scaling.
+weights in the compute dtype, with B multiplied by the scaling. Weights and optimizer state of a resident adapter may be
+in host memory: passes do not need them, and they come to the device for a step.
 
 A frozen adapter is a version as a sampler holds it: only a compute copy, which never changes. While it is paged out,
 ``weights_P`` holds that copy; while it is resident, ``weights_P`` is empty.
@@ -19,8 +20,10 @@ from twinkle.model.decoder.lora.stacks import RowLayout, Stack
 from twinkle.model.types import LoraSpec
 
 ADAM = "Adam"  # also the name of AdamW's state, which is the same
-# Device memory per parameter of a resident adapter, beside its compute copy: weights, two rows of optimizer state and
-# the gradient in fp32 (16 bytes), and the row of gradients that a batch holds for it during a pass (4 bytes).
+# Device memory per parameter of a resident adapter, beside its compute copy: the accumulated gradient in fp32, and the
+# row of gradients that a batch holds for it during a pass.
+PASS_BYTES_PER_PARAMETER = 8
+# The same with what an optimizer step needs, too: fp32 weights, and two rows of optimizer state.
 STATE_BYTES_PER_PARAMETER = 20
 # Host memory per parameter of an adapter that is paged out: weights, moments and gradient.
 PAGED_BYTES_PER_PARAMETER = 16
@@ -51,6 +54,7 @@ class Adapter:
     slot: int | None = None
     last_used: int = 0
     frozen: bool = False
+    whole_on_device: bool = False  # weights and optimizer state are on the device, too
     divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
     passes: int = 0
 
@@ -113,9 +117,21 @@ class Adapter:
         return self.stack.row(self.slot)
 
     @property
-    def state_bytes(self) -> int:
+    def pass_bytes(self) -> int:
         """Return the bytes of device memory that the adapter takes while resident, beside its compute copy."""
+        return (FROZEN_BYTES_PER_PARAMETER if self.frozen else PASS_BYTES_PER_PARAMETER) * self.layout.largest_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the same for an adapter that is on the device with its weights and optimizer state."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.largest_size
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of device memory that the adapter takes now, beside its compute copy."""
+        if self.slot is None:
+            return 0
+        return self.state_bytes if self.whole_on_device else self.pass_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -133,7 +149,8 @@ class Adapter:
         return bool(row_P.isfinite().all())
 
     def add_gradient(self, gradient_P: Tensor) -> None:
-        gradient_P = gradient_P.to(self.weights_P.device)  # the adapter may have been paged out during the pass
+        # The adapter may have been paged out during the pass.
+        gradient_P = gradient_P.to(torch.device("cpu") if self.slot is None else self.stack.device)
         self.gradient_P = gradient_P if self.gradient_P is None else self.gradient_P + gradient_P
 
     def divide_gradient(self, *, keeps: bool) -> None:
@@ -141,20 +158,21 @@ class Adapter:
 
         A gradient accumulated before is the same on all ranks with the same cut, so only one of them (``keeps=True``)
         takes it as its part and the others drop it; otherwise it would be counted once per rank. In the same way only
-        one rank of those with different cuts keeps the gradient of factors that they all have.
+        one rank of those with different cuts keeps the gradient of factors that they all have. Where ranks with
+        different data hold different cuts, each keeps what it counts.
         """
-        if not self.divided and not keeps:
-            self.gradient_P = None
         cut = self.layout.cut
-        if not self.divided and self.gradient_P is not None and cut is not None and not cut.counts_shared:
-            for part in cut.shared:
+        if not self.divided and not keeps and not (cut is not None and cut.spread):
+            self.gradient_P = None
+        if not self.divided and self.gradient_P is not None and cut is not None:
+            for part in cut.uncounted:
                 self.gradient_P[part.start : part.stop] = 0
         self.divided = True
 
     def unite_gradient(self, cuts: AdapterCuts) -> None:
         """Add up the parts of all ranks. All ranks call this, with the adapter on the device."""
         if self.gradient_P is None:
-            self.gradient_P = torch.zeros_like(self.weights_P)
+            self.gradient_P = torch.zeros(self.layout.size, device=self.stack.device)
         cuts.unite(self.gradient_P, self.layout)
         self.divided = False
 
@@ -200,12 +218,17 @@ class Adapter:
         self.drop_gradient()
 
     def host_copy(self, optimizer: bool) -> "Adapter":
-        """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, its state."""
+        """Return a copy in host memory, for writing to disk: weights, step and, with ``optimizer``, its state.
+
+        The copy has an empty stack of its own: it may be sent to another process, which must not get the weights of
+        other tenants.
+        """
+        stack = Stack(self.layout, self.stack.dtype, torch.device("cpu"))
         rows = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
         return Adapter(
             self.adapter_id,
             self.spec,
-            self.stack,
+            stack,
             _on_host(self.weights_P),
             *rows,
             step=self.step,
@@ -215,23 +238,36 @@ class Adapter:
         )
 
     def enter(self, slot: int) -> None:
-        """Move the adapter to the device, into this slot of its stack."""
+        """Move what passes need to the device, into this slot of the adapter's stack."""
         self.slot = slot
         if self.frozen:
             self.compute_copy.copy_(self.weights_P, non_blocking=True)
             self.weights_P = torch.empty(0)
-        else:
-            self._move_state(self.stack.device)
-            self.refresh_compute_copy()
+            return
+        self.refresh_compute_copy()
+        if self.gradient_P is not None:
+            self.gradient_P = _moved(self.gradient_P, self.stack.device)
+
+    def enter_whole(self) -> None:
+        """Move weights and optimizer state of a resident adapter to the device."""
+        assert self.slot is not None, "the compute copy goes first"
+        self._move_state(self.stack.device)
+        self.whole_on_device = True
+
+    def leave_state(self) -> None:
+        """Move weights and optimizer state to host memory; the adapter stays resident."""
+        self._move_state(torch.device("cpu"))
+        self.whole_on_device = False
 
     def leave(self) -> None:
         """Move the adapter's tensors to host memory and free its slot."""
         assert self.slot is not None, "the adapter is not on the device"
-        host = torch.device("cpu")
         if self.frozen:
             self.weights_P = _on_host(self.compute_copy)
         else:
-            self._move_state(host)
+            self.leave_state()
+            if self.gradient_P is not None:
+                self.gradient_P = _moved(self.gradient_P, torch.device("cpu"))
         self.stack.give_back(self.slot)
         self.slot = None
 
@@ -239,8 +275,6 @@ class Adapter:
         self.weights_P = _moved(self.weights_P, device)
         self.exp_avg_P = _moved(self.exp_avg_P, device)
         self.exp_avg_sq_P = _moved(self.exp_avg_sq_P, device)
-        if self.gradient_P is not None:
-            self.gradient_P = _moved(self.gradient_P, device)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -253,4 +287,4 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if device.type == "cpu":  # pinned memory, so that paging runs at the speed of the bus
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-    return tensor.to(device)
+    return tensor.to(device, non_blocking=True)  # in the order of the device's work; from pinned memory without waiting

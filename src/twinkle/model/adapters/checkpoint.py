@@ -24,17 +24,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
 from twinkle.errors import CheckpointError, InvalidInputError, NoOptimizerStateError
 from twinkle.model.adapters.adapter import ADAM, Adapter
+from twinkle.model.adapters.expert_forms import for_training, has_experts, is_ours, is_tinkers
 from twinkle.model.adapters.optimizer import OPTIMIZERS
 from twinkle.model.adapters.peft_config import NOTE, READ, head_note, peft_config, spec_from_peft, trains_head
 from twinkle.model.decoder.lora.stacks import RowLayout, Target
-from twinkle.model.types import EMPTY, LoraSpec
+from twinkle.model.types import EMPTY, FloatArray, LoraSpec, text_name
+from twinkle.model.weights.tensor_files import write_arrays
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -74,11 +76,12 @@ def save_adapter(
     overwrite: bool,
     state: Mapping[str, object] = EMPTY,
     companions: Callable[[Path], None] | None = None,
+    synced: bool = True,
 ) -> None:
     """Write an adapter to a directory.
 
     ``state``: further entries of trainer_state.json. ``companions``: a function that writes further files into the
-    directory it is given.
+    directory it is given. ``synced``: see :func:`write_whole`.
     """
 
     def write(staging: Path) -> None:
@@ -86,7 +89,7 @@ def save_adapter(
         if companions is not None:
             companions(staging)
 
-    write_whole(directory, write, overwrite=overwrite)
+    write_whole(directory, write, overwrite=overwrite, synced=synced)
 
 
 def _system_error(error: OSError | SafetensorError) -> Exception:
@@ -95,8 +98,12 @@ def _system_error(error: OSError | SafetensorError) -> Exception:
     return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 
 
-def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Write a directory atomically: ``write`` fills a temporary one, which replaces ``directory`` once on disk."""
+def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool, synced: bool = True) -> None:
+    """Write a directory atomically: ``write`` fills a temporary one, which replaces ``directory`` once on disk.
+
+    With ``synced=False`` it may still be in the memory of the operating system when this returns. It then survives the
+    death of this process, but not a power failure in the next half minute.
+    """
     directory = directory.resolve()  # if it is a link, the directory it points to is replaced
     if directory.exists() and not (overwrite and directory.is_dir()):
         raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
@@ -104,9 +111,11 @@ def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bo
     try:
         staging.mkdir(parents=True)
         write(staging)
-        for path in (*staging.rglob("*"), staging):
+        for path in (*staging.rglob("*"), staging) if synced else ():
             _flush(path)
         _put_in_place(staging, directory)
+        if synced:
+            _flush(directory.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {directory}: {error}") from _system_error(error)
     finally:
@@ -114,11 +123,46 @@ def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bo
 
 
 def read_spec(directory: Path) -> LoraSpec:
-    """Return the spec of an adapter saved by Twinkle or by PEFT."""
+    """Return the spec of an adapter saved by Twinkle or by PEFT, or in a form of :mod:`expert_forms`."""
+    config, path = read_json(directory / CONFIG), directory / WEIGHTS
+    if path.exists() and not is_ours(config, _read_shapes(path)):
+        config, _ = _converted(config, _read_tensors(path), None, directory)
+    return _spec_in(config, directory)
+
+
+def _spec_in(config: Mapping[str, object], directory: Path) -> LoraSpec:
     try:
-        return spec_of(read_json(directory / CONFIG))
+        return spec_of(config)
     except InvalidInputError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+
+
+def _converted(
+    config: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    shared_outer: bool | None,
+    source: Path | str,
+    *,
+    alternating: bool = False,
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    try:
+        return for_training(config, tensors, shared_outer, alternating=alternating)
+    except (CheckpointError, InvalidInputError) as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def _fitting(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], layout: RowLayout, source: Path | str
+) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+    """Return an adapter in the form of a layout: where it is on experts, Tinker's or PEFT's."""
+    wanted = None
+    if layout.has_experts:
+        wanted = not any(target.is_parameter for target in layout.targets)
+    fits = is_ours(config, {name: each.shape for name, each in tensors.items()})
+    if fits and (wanted is None or not has_experts(tensors) or is_tinkers(tensors) == wanted):
+        return config, tensors
+    alternating = any(target.alternates for target in layout.targets)
+    return _converted(config, tensors, wanted, source, alternating=alternating)
 
 
 def spec_of(config: Mapping[str, object]) -> LoraSpec:
@@ -147,7 +191,7 @@ def with_one_rank(
 
 
 def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the weights of an adapter by tensors with PEFT's names."""
+    """Replace the weights of an adapter by tensors with PEFT's names, in the adapter's own form."""
     adapter.weights_P.copy_(_row(tensors, adapter, "", "weights"))
 
 
@@ -156,8 +200,10 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
 
     Without ``optimizer`` that state starts from zero. An accumulated gradient is dropped.
     """
-    _check_shape(adapter, read_spec(directory), directory)
-    weights_P = _row(_read_tensors(directory / WEIGHTS), adapter, "", directory / WEIGHTS)
+    path = directory / WEIGHTS
+    config, tensors = _fitting(read_json(directory / CONFIG), _read_tensors(path), adapter.layout, path)
+    _check_shape(adapter, _spec_in(config, directory), directory)
+    weights_P = _row(tensors, adapter, "", path)
     state, moments = NEW_STATE, [torch.zeros_like(weights_P) for _ in MOMENTS]
     if optimizer:
         if not (directory / OPTIMIZER).exists():
@@ -204,14 +250,14 @@ def _write_files(
     spec, layout = adapter.spec, adapter.layout
     names = [target.name for target in layout.targets]
     write_json(staging / CONFIG, peft_config(spec, target_modules, base_model, names))
-    save_file(named_tensors(adapter.weights_P, spec, layout), staging / WEIGHTS, metadata={"format": "pt"})
+    write_arrays(staging / WEIGHTS, _named_arrays(adapter.weights_P, spec, layout, ""))
     if trains_head(names):
         (staging / NOTE).write_text(head_note(base_model))
     if optimizer:
-        moments = named_tensors(adapter.exp_avg_P, spec, layout, "exp_avg.") | named_tensors(
+        moments = _named_arrays(adapter.exp_avg_P, spec, layout, "exp_avg.") | _named_arrays(
             adapter.exp_avg_sq_P, spec, layout, "exp_avg_sq."
         )
-        save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
+        write_arrays(staging / OPTIMIZER, moments)
     state = {
         "format": FORMAT,
         "step": adapter.step,
@@ -237,7 +283,6 @@ def _put_in_place(staging: Path, directory: Path) -> None:
             os.replace(retired, directory)
             raise
         shutil.rmtree(retired, ignore_errors=True)
-    _flush(directory.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -258,18 +303,46 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _names(module: str) -> tuple[str, str]:
+def _names(target: Target, layout: RowLayout) -> tuple[str, str]:
+    """Return the names of A and B. PEFT names experts' parameters by their module, which it wraps once for each."""
+    module = target.name
+    if target.is_parameter:
+        experts, _, parameter = module.rpartition(".")
+        wrapped_again = parameter == "gate_up_proj" and layout.has(f"{experts}.down_proj")
+        module = f"{experts}.base_layer" if wrapped_again else experts
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
-def named_tensors(row_P: Tensor, spec: LoraSpec, layout: RowLayout, prefix: str = "") -> dict[str, Tensor]:
+def _named_arrays(row_P: Tensor, spec: LoraSpec, layout: RowLayout, prefix: str) -> dict[str, FloatArray]:
+    """Return the parts of an adapter's fp32 row as :func:`named_tensors` does, by means of NumPy alone.
+
+    Each call of torch lets other threads of the process run, which takes long in a busy server.
+    """
+    arrays, row = {}, row_P.cpu().numpy()
+    for target, rank in _with_ranks(spec, layout):
+        a, b = layout.offsets(target.name)
+        bucket = layout.bucket(target.name)
+        a_front, b_front = target.experts_of_a, target.experts_of_b
+        a_name, b_name = _names(target, layout)
+        a_array = row[a : a + bucket * target.a_rows].reshape(*a_front, bucket, target.in_features)[..., :rank, :]
+        b_array = row[b : b + bucket * target.b_rows].reshape(*b_front, target.out_features, bucket)[..., :rank]
+        if target.is_parameter:  # PEFT's A is ordered by expert, its B by rank first
+            a_array = a_array.reshape(-1, target.in_features)
+            b_array = b_array.transpose(1, 2, 0).reshape(target.out_features, -1)
+        arrays[prefix + a_name], arrays[prefix + b_name] = a_array, b_array
+    return arrays
+
+
+def named_tensors(row_P: Tensor, spec: LoraSpec, layout: RowLayout) -> dict[str, Tensor]:
     """Return the parts of an adapter's row by PEFT's parameter names, without the padding to rank buckets."""
     tensors, row_P = {}, row_P.cpu()
     for target, rank in _with_ranks(spec, layout):
         a_RI, b_OR = layout.views(row_P, target.name)
-        a_name, b_name = _names(target.name)
-        tensors[prefix + a_name] = a_RI[:rank].contiguous()
-        tensors[prefix + b_name] = b_OR[:, :rank].contiguous()
+        a_RI, b_OR = a_RI[..., :rank, :], b_OR[..., :rank]
+        if target.is_parameter:
+            a_RI, b_OR = a_RI.flatten(0, 1), b_OR.permute(1, 2, 0).flatten(1)
+        a_name, b_name = _names(target, layout)
+        tensors[a_name], tensors[b_name] = a_RI.contiguous(), b_OR.contiguous()
     return tensors
 
 
@@ -277,9 +350,17 @@ def named_shapes(spec: LoraSpec, layout: RowLayout) -> dict[str, tuple[int, ...]
     """Return the shapes of :func:`named_tensors`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for target, rank in _with_ranks(spec, layout):
-        a_name, b_name = _names(target.name)
-        shapes |= {a_name: (rank, target.in_features), b_name: (target.out_features, rank)}
+        a_name, b_name = _names(target, layout)
+        shapes[a_name], shapes[b_name] = _shapes(target, rank)
     return shapes
+
+
+def _shapes(target: Target, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B in files."""
+    if target.is_parameter:
+        (count,) = target.experts_of_a
+        return (count * rank, target.in_features), (target.out_features, rank * count)
+    return (*target.experts_of_a, rank, target.in_features), (*target.experts_of_b, target.out_features, rank)
 
 
 def _with_ranks(spec: LoraSpec, layout: RowLayout) -> Iterable[tuple[Target, int]]:
@@ -288,34 +369,57 @@ def _with_ranks(spec: LoraSpec, layout: RowLayout) -> Iterable[tuple[Target, int
 
 
 def _row(tensors: Mapping[str, Tensor], adapter: Adapter, prefix: str, path: Path | str) -> Tensor:
+    """Return the row of an adapter whose tensors have PEFT's names, in the form of the text or of the vision model."""
     layout = adapter.layout
-    expected = {prefix + name for target in layout.targets for name in _names(target.name)}
-    found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
-    if found != expected:
-        missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
+    names = [tuple(map(text_name, _names(target, layout))) for target in layout.targets]
+    expected = {prefix + name for pair in names for name in pair}
+    given = [name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)]
+    found = {_in_layout(text_name(name), expected): tensors[name] for name in given}
+    if len(found) != len(given):
+        raise CheckpointError(f"{path} names modules both with and without language_model")
+    if found.keys() != expected:
+        missing, extra = sorted(expected - found.keys())[:3], sorted(found.keys() - expected)[:3]
         raise CheckpointError(
             f"{path} does not fit the adapter's target modules; missing {missing}, unexpected {extra}"
         )
     row_P = torch.zeros(layout.size)
-    for target, rank in zip(layout.targets, adapter.ranks, strict=True):
-        a_RI, b_OR = layout.views(row_P, target.name)
-        places = a_RI[:rank], b_OR[:, :rank]
-        for name, place in zip(_names(target.name), places, strict=True):
-            tensor = tensors[prefix + name]
-            if tensor.shape != place.shape or not tensor.is_floating_point():
+    for target, rank, pair in zip(layout.targets, adapter.ranks, names, strict=True):
+        for name, shape in zip(pair, _shapes(target, rank), strict=True):
+            tensor = found[prefix + name]
+            if tensor.shape != shape or not tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{path}: {prefix + name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"expected floats {tuple(place.shape)}"
+                    f"{path}: {prefix + name} is {tensor.dtype} {tuple(tensor.shape)}, expected floats {shape}"
                 )
-            place.copy_(tensor)
-            if not place.isfinite().all():
+            if not tensor.to(row_P.dtype).isfinite().all():
                 raise CheckpointError(f"{path}: {prefix + name} holds NaN or infinity")
+        a, b = (found[prefix + name] for name in pair)
+        if target.is_parameter:
+            (count,) = target.experts_of_a
+            a, b = a.unflatten(0, (count, rank)), b.unflatten(1, (rank, count)).permute(2, 0, 1)
+        a_RI, b_OR = layout.views(row_P, target.name)
+        a_RI[..., :rank, :].copy_(a)
+        b_OR[..., :rank].copy_(b)
     return row_P
+
+
+def _in_layout(name: str, expected: set[str]) -> str:
+    """Return the name that our own files have: in Tinker's files, the attention of gpt-oss is ``attn``."""
+    ours = name.replace(".attn.", ".self_attn.", 1)
+    return ours if ours in expected and name not in expected else name
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not read {path}: {error}") from error
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors without reading these."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not read {path}: {error}") from error
 

@@ -234,13 +234,14 @@ def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
 def cut_norm(gradient_P: Tensor, layout: RowLayout, cuts: AdapterCuts, norm_type: float = 2.0) -> float:
     """Return the norm of one adapter's whole gradient, of which this process has a part.
 
-    The ranks of ``cuts.model`` call this together. All get the same number, to the last bit.
+    The ranks of ``cuts.holders`` call this together. All get the same number, to the last bit.
     """
-    if cuts.model.size == 1:
+    holders = cuts.holders(layout)
+    if holders.size == 1:
         return gradient_norm(gradient_P, norm_type)
     counted_N = cuts.counted(gradient_P, layout)
     own = gradient_norm(counted_N, norm_type) if len(counted_N) else None  # of no numbers some norms do not exist
-    parts = [part for part in cuts.model.gather(own) if part is not None]
+    parts = [part for part in holders.gather(own) if part is not None]
     return float(torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm_type))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.model.types import INIT_WEIGHTS, LoraSpec, first_matches
+from twinkle.model.types import EXPERT_PARAMETERS, INIT_WEIGHTS, LoraSpec, first_matches, name_in_decoder
 
-__all__ = ["NOTE", "head_note", "peft_config", "spec_from_peft", "trains_head"]
+__all__ = ["NOTE", "head_note", "misread_modules", "peft_config", "spec_from_peft", "trains_head"]
 
 N = TypeVar("N", int, float)
 
@@ -26,6 +26,7 @@ READ: Mapping[str, object] = {
     "r": 8,
     "rank_pattern": {},
     "target_modules": None,
+    "target_parameters": None,
     "use_rslora": False,
 }
 
@@ -64,7 +65,6 @@ UNIMPLEMENTED: Mapping[str, object] = {
     "megatron_config": None,
     "modules_to_save": None,
     "monteclora_config": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
     "use_bdlora": None,
     "use_dora": False,
@@ -101,10 +101,13 @@ def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
             f"(TransformersModel hands them to PEFT): {', '.join(refused[:_NAMED])}{more}"
         )
     fields = {**READ, **config}
+    parameters = _names("target_parameters", fields["target_parameters"])
+    if isinstance(parameters, str):
+        raise InvalidInputError("target_parameters", parameters, "a list of names of parameters")
     return LoraSpec(
         rank=_rank("r", fields["r"]),
         alpha=_alpha("lora_alpha", fields["lora_alpha"]),
-        target_modules=_target_modules(fields["target_modules"]),
+        target_modules=_target_modules(fields["target_modules"], parameters),
         dropout=_dropout(fields["lora_dropout"]),
         use_rslora=_flag("use_rslora", fields["use_rslora"]),
         rank_pattern=_pattern("rank_pattern", fields["rank_pattern"], _rank),
@@ -113,6 +116,7 @@ def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
         layers_to_transform=_layers(fields["layers_to_transform"]),
         layers_pattern=_names("layers_pattern", fields["layers_pattern"]),
         init_weights=_init(fields["init_lora_weights"]),
+        target_parameters=parameters,
     )
 
 
@@ -124,7 +128,16 @@ def peft_config(
     ``modules``: the full names of the modules. It has only fields that PEFT has had for a long time: older versions of
     PEFT, and other programs that read these files, warn about fields they do not know. So fields of newer options are
     only there if the adapter uses them.
+
+    Names of experts' parameters among ``target_modules`` become PEFT's ``target_parameters``.
     """
+    parameters = [name for name in target_modules if f".{name}".endswith(EXPERT_PARAMETERS)]
+    if parameters:
+        misread = misread_modules(modules)
+        lasts = {name.rpartition(".")[2] for name in misread}
+        named_anew = {*parameters, *(name for name in target_modules if name.rpartition(".")[2] in lasts)}
+        target_modules = [name for name in target_modules if name not in named_anew]
+        parameters += [f"{name_in_decoder(name)}.weight" for name in misread]
     config: dict[str, object] = {
         "alpha_pattern": _unordered(spec.alpha_pattern, modules, spec.alpha, _plain),
         "auto_mapping": None,
@@ -149,7 +162,18 @@ def peft_config(
         value = vars(spec)[name]
         if value is not None:
             config[name] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    if parameters:
+        config["target_parameters"] = sorted(parameters)
     return dict(sorted(config.items()))
+
+
+def misread_modules(modules: Iterable[str]) -> list[str]:
+    """Return the linear layers that PEFT finds only by the names of their parameters.
+
+    In models with experts it takes a module named ``gate_proj``, ``up_proj`` or ``down_proj`` for one of the experts.
+    """
+    names = {"gate_proj", "up_proj", "down_proj"}
+    return [name for name in modules if name.rpartition(".")[2] in names and not name.endswith(EXPERT_PARAMETERS)]
 
 
 # The file with head_note, beside adapter_config.json. Not README.md, which tools that upload adapters write themselves.
@@ -195,13 +219,15 @@ def _unordered(
 ) -> dict[str, object]:
     """Return patterns that give the modules the same values in any order: JSON objects may be sorted on their way.
 
-    They are the patterns as given, or one for each module if the order decides which of them counts.
+    They are the patterns as given, or one for each module if the order decides which of them counts, or if they have
+    the name of a vision model's decoder, which modules of the text model lack.
     """
     values = first_matches(patterns, modules, default)
-    if first_matches(dict(sorted(patterns.items())), modules, default) == values:
+    of_vision = any("language_model" in pattern for pattern in patterns)
+    if not of_vision and first_matches(dict(sorted(patterns.items())), modules, default) == values:
         return {pattern: written(value) for pattern, value in patterns.items()}
     changed = ((name, value) for name, value in zip(modules, values, strict=True) if value != default)
-    return {name.replace(".", r"\."): written(value) for name, value in changed}
+    return {name_in_decoder(name).replace(".", r"\."): written(value) for name, value in changed}
 
 
 def _plain(alpha: float) -> int | float:
@@ -292,12 +318,14 @@ def _init(value: object) -> bool | str:
     return value if isinstance(value, bool) else value.lower()
 
 
-def _target_modules(value: object) -> tuple[str, ...] | str:
+def _target_modules(value: object, parameters: tuple[str, ...] | None) -> tuple[str, ...] | str:
     """Return names sorted, so that equal sets give equal specs. A string is "all-linear" or, as in PEFT, a pattern.
 
-    A collection of the one name "all-linear" means the same as the string.
+    A collection of the one name "all-linear" means the same as the string. With ``parameters`` there may be none.
     """
     named = _names("target_modules", value)
+    if named is None and parameters:
+        return ()
     if named is None:
         # PEFT's default, None, chooses modules by a table of architectures. We have no such table.
         raise InvalidInputError("target_modules", value, 'module names, or "all-linear"')

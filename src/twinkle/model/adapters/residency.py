@@ -1,13 +1,22 @@
-"""Paging of adapters between device and host memory. The least recently used are paged out; tenants do not notice."""
+"""Paging of adapters between device and host memory. The least recently used are paged out; tenants do not notice.
+
+A pass needs compute copies and gradients of its adapters on the device, an optimizer step also the weights and the
+optimizer state of one. So where memory is short, weights and optimizer states leave the device before adapters do.
+"""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import torch
 
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from twinkle.model.adapters.adapter import FROZEN_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.adapters.adapter import (
+    FROZEN_BYTES_PER_PARAMETER,
+    PASS_BYTES_PER_PARAMETER,
+    STATE_BYTES_PER_PARAMETER,
+    Adapter,
+)
 from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Stack
 
 
@@ -40,8 +49,37 @@ class AdapterPool:
 
     def stack_for(self, layout: RowLayout) -> Stack:
         if layout.digest not in self._stacks:
-            self._stacks[layout.digest] = Stack(layout, self._dtype, self._device)
+            self._stacks[layout.digest] = Stack(layout, self._dtype, self._device, self._slots(layout))
         return self._stacks[layout.digest]
+
+    def _slots(self, layout: RowLayout) -> int:
+        """Return how many slots a block of this layout has: fewer where one adapter would take the room of eight."""
+        row_bytes, slots = layout.largest_size * self._dtype.itemsize, SLOTS_PER_BLOCK
+        state_bytes = STATE_BYTES_PER_PARAMETER * layout.largest_size
+        while slots > 1 and slots * row_bytes + max(slots * row_bytes, state_bytes) > self.budget_bytes:
+            slots //= 2
+        return slots
+
+    def capacity(self, layout: RowLayout) -> tuple[int, int]:
+        """Return how many adapters of a layout fit the device: with their optimizer states, and as passes need them.
+
+        May be called from any thread.
+        """
+        block, size = self._slots(layout), layout.largest_size
+        block_bytes = block * size * self._dtype.itemsize
+
+        def most(each: int) -> int:
+            blocks = self.budget_bytes // (block_bytes + block * each)
+            left = self.budget_bytes - blocks * (block_bytes + block * each) - block_bytes
+            return blocks * block + max(0, left // each)
+
+        return most(STATE_BYTES_PER_PARAMETER * size), most(PASS_BYTES_PER_PARAMETER * size)
+
+    def check_size(self, adapter_id: str, layout: RowLayout) -> None:
+        """Raise CapacityError if an adapter of this layout can never be stepped. May be called from any thread."""
+        size, slots = layout.largest_size, self._slots(layout)
+        needed = (slots * self._dtype.itemsize + STATE_BYTES_PER_PARAMETER) * size
+        _require_room(adapter_id, layout, needed, self.budget_bytes)
 
     def add(self, adapter: Adapter) -> None:
         """Add a new adapter. It starts in host memory and moves to the device when it is first used."""
@@ -72,8 +110,9 @@ class AdapterPool:
         The version is made on the device if the adapter is resident and both fit there, else in host memory.
         """
         adapter = self.get(adapter_id)
-        _require_room(adapter_id, adapter.stack.block_bytes + _frozen_bytes(adapter), self.budget_bytes)
-        if adapter.slot is not None and self._make_room(adapter.stack, _frozen_bytes(adapter), {id(adapter)}):
+        needed = adapter.stack.block_bytes + _frozen_bytes(adapter)
+        _require_room(adapter_id, adapter.layout, needed, self.budget_bytes)
+        if adapter.slot is not None and self._make_slot(adapter.stack, _frozen_bytes(adapter), {id(adapter)}):
             version = Adapter.frozen_in_slot(adapter, adapter.stack.take())
             version.last_used = next(self._clock)
         else:
@@ -105,48 +144,69 @@ class AdapterPool:
         """Return the bytes of host memory that adapters take now, without versions. May be called from any thread."""
         return sum(adapter.host_bytes for adapter in list(self._adapters.values()))
 
-    def fit(self, adapters: Iterable[Adapter]) -> bool:
-        """Return whether these adapters can be resident at the same time."""
-        return _bytes_of(adapters) <= self.budget_bytes
+    def fit(self, adapters: Iterable[Adapter], times: int = 1, *, whole: bool = False) -> bool:
+        """Return whether these adapters, and others that take ``times - 1`` times as much, can be resident together.
 
-    def make_resident(self, adapters: Iterable[Adapter]) -> None:
-        """Bring all these adapters to the device; page out others, least recently used first."""
+        ``whole``: with their optimizer states.
+        """
+        return times * _bytes_of(adapters, whole=whole) <= self.budget_bytes
+
+    def make_resident(self, adapters: Iterable[Adapter], *, whole: bool = False) -> None:
+        """Bring all these adapters to the device, and make room by paging out others, least recently used first.
+
+        ``whole``: with their weights and optimizer states, for a step; else with what a pass needs.
+        """
         wanted = list(adapters)
-        assert self.fit(wanted), "the planner must not ask for more adapters than fit"
+        assert self.fit(wanted, whole=whole), "the planner must not ask for more adapters than fit"
         now = next(self._clock)
         for adapter in wanted:
             adapter.last_used = now
-        if not self._try_make_resident(wanted):
+        if not self._try_make_resident(wanted, whole=whole):
             # The adapters are scattered over half-empty blocks, which take too much: page all out and pack them anew.
             for adapter in self._all():
                 self._page_out(adapter)
-            done = self._try_make_resident(wanted)
+            done = self._try_make_resident(wanted, whole=whole)
             assert done, "adapters that fit found no room in an empty device"
 
-    def _try_make_resident(self, wanted: list[Adapter]) -> bool:
+    def _try_make_resident(self, wanted: list[Adapter], *, whole: bool) -> bool:
         keep = {id(adapter) for adapter in wanted}
         for adapter in wanted:
             if adapter.slot is None:
-                if not self._make_room(adapter.stack, adapter.state_bytes, keep):
+                if not self._make_slot(adapter.stack, adapter.pass_bytes, keep):
                     return False
                 adapter.enter(adapter.stack.take())
+        for adapter in wanted:
+            if whole and not adapter.whole_on_device and not adapter.frozen:
+                more = adapter.state_bytes - adapter.pass_bytes
+                if not self._make_room(lambda more=more: more, keep, keep_states=keep):  # type: ignore[misc]
+                    return False
+                adapter.enter_whole()
         return True
 
-    def _make_room(self, stack: Stack, state_bytes: int, keep: set[int]) -> bool:
-        """Make room for one more adapter of this stack by paging out others; return False if that is not enough.
+    def _make_slot(self, stack: Stack, more: int, keep: set[int]) -> bool:
+        """Make room for one more adapter of this stack, and ``more`` bytes; return False if there is not enough.
 
-        ``keep``: ``id()`` of the adapters that must not be paged out.
+        ``keep``: ``id()`` of the adapters that must not be paged out; their optimizer states may be.
         """
-        while True:
-            needed = state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
-            if self._used_bytes() + needed <= self.budget_bytes:
-                if not stack.has_free_slot:
-                    stack.add_block()
-                return True
-            idle = [a for a in self._all() if a.slot is not None and id(a) not in keep]
-            if not idle:
+        if not self._make_room(lambda: more + (0 if stack.has_free_slot else stack.block_bytes), keep, set()):
+            return False
+        if not stack.has_free_slot:
+            stack.add_block()
+        return True
+
+    def _make_room(self, needed: Callable[[], int], keep: set[int], keep_states: set[int]) -> bool:
+        """Make room for ``needed()`` bytes; return False if paging out all but those to keep is not enough."""
+        while self._used_bytes() + needed() > self.budget_bytes:
+            resident = [a for a in self._all() if a.slot is not None]
+            with_state = [a for a in resident if a.whole_on_device and id(a) not in keep_states]
+            idle = [a for a in resident if id(a) not in keep]
+            if with_state:
+                min(with_state, key=lambda a: (id(a) in keep, a.last_used)).leave_state()
+            elif idle:
+                self._page_out(min(idle, key=lambda a: a.last_used))
+            else:
                 return False
-            self._page_out(min(idle, key=lambda a: a.last_used))
+        return True
 
     def _page_out(self, adapter: Adapter) -> None:
         if adapter.slot is not None:
@@ -156,25 +216,26 @@ class AdapterPool:
     def _release(self, adapter: Adapter) -> None:
         if adapter.slot is not None:
             adapter.stack.give_back(adapter.slot)
-            adapter.slot = None
+            adapter.slot, adapter.whole_on_device = None, False
             adapter.stack.drop_empty_blocks()
 
     def _used_bytes(self) -> int:
         blocks = sum(stack.allocated_bytes for stack in self._stacks.values())
-        return blocks + sum(adapter.state_bytes for adapter in self._all() if adapter.slot is not None)
+        return blocks + sum(adapter.device_bytes for adapter in self._all())
 
     def _all(self) -> list[Adapter]:
         return [*self._adapters.values(), *self._versions]
 
     def _require_fit(self, adapter: Adapter, budget_bytes: int) -> None:
-        _require_room(adapter.adapter_id, _bytes_of([adapter]), budget_bytes)
+        _require_room(adapter.adapter_id, adapter.layout, _bytes_of([adapter], whole=True), budget_bytes)
 
 
-def _require_room(adapter_id: str, needed: int, budget_bytes: int) -> None:
+def _require_room(adapter_id: str, layout: RowLayout, needed: int, budget_bytes: int) -> None:
     if needed > budget_bytes:
         raise CapacityError(
-            f"adapter {adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
-            f"{budget_bytes / 2**20:.0f} MiB are set aside for adapters"
+            f"adapter {adapter_id!r} needs {needed / 2**20:.0f} MiB on the device ({layout.size / 1e6:.1f} million "
+            f"parameters of rank {layout.rank}), {budget_bytes / 2**20:.0f} MiB are set aside for adapters; a lower "
+            "rank or fewer modules need less"
         )
 
 
@@ -182,8 +243,8 @@ def _frozen_bytes(adapter: Adapter) -> int:
     return FROZEN_BYTES_PER_PARAMETER * adapter.layout.largest_size
 
 
-def _bytes_of(adapters: Iterable[Adapter]) -> int:
+def _bytes_of(adapters: Iterable[Adapter], *, whole: bool) -> int:
     wanted = list(adapters)
     counts = Counter(adapter.stack for adapter in wanted)
-    blocks = sum(-(-count // SLOTS_PER_BLOCK) * stack.block_bytes for stack, count in counts.items())
-    return blocks + sum(adapter.state_bytes for adapter in wanted)
+    blocks = sum(-(-count // stack.slots) * stack.block_bytes for stack, count in counts.items())
+    return blocks + sum(adapter.state_bytes if whole else adapter.pass_bytes for adapter in wanted)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.model.decoder.layers import TenantLayer
 from twinkle.model.decoder.lora.lora import LoraLinear
+from twinkle.model.decoder.lora.split import SplitLoraLinear
 from twinkle.model.decoder.norms import FusedRmsNorm
 
 __all__ = ["named_weights", "put_weights"]
 
-_OWN_NAMES = {LoraLinear: {"weight_OI": "weight", "bias_O": "bias"}, FusedRmsNorm: {"weight_H": "weight"}}
+_OF_LINEAR = {"weight_OI": "weight", "bias_O": "bias"}
+_OWN_NAMES = {LoraLinear: _OF_LINEAR, SplitLoraLinear: _OF_LINEAR, FusedRmsNorm: {"weight_H": "weight"}}
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:

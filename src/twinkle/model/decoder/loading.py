@@ -13,30 +13,48 @@ from transformers import (
 
 from twinkle import hub
 from twinkle.errors import UnsupportedError
+from twinkle.images.processing import PROCESSOR, VISION_FAMILIES
 from twinkle.model.decoder.architecture import (
     TESTED_FAMILIES,
     mixes_by_attention_alone,
     read_architecture,
+    state_is_known,
 )
 from twinkle.model.decoder.attention import PACKED, Packing, register
+from twinkle.model.decoder.experts import forward as experts
+from twinkle.model.decoder.experts.mxfp4 import is_mxfp4, load_mxfp4
 from twinkle.utils.progress import Progress
 
+AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
-def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+
+def load_model(
+    local: hub.LocalModel, dtype: torch.dtype, device: torch.device, *, images: bool = False
+) -> PreTrainedModel:
+    """Load a model. With ``images``, one whose images we place has its vision tower, if its folder can prepare images.
+
+    Otherwise a model has a tower only if Transformers has no class for its text alone.
+    """
     with Progress(f"loading {local.model_id}", detail=lambda: f"weights as {dtype}, to {device}"):
         config = AutoConfig.from_pretrained(local.path)
-        if local.random_seed is None:
-            model = auto_class(config).from_pretrained(local.path, dtype=dtype).to(device)
+        chosen = auto_class(config, images=images and (local.path / PROCESSOR).is_file())
+        if is_mxfp4(config):
+            model = load_mxfp4(chosen, config, local.path, dtype, device)
+        elif local.random_seed is None:
+            model = chosen.from_pretrained(local.path, dtype=dtype).to(device)
         else:
-            model = _random_model(config, local.random_seed, dtype, device)
+            model = _random_model(chosen, config, local.random_seed, dtype, device)
     return adopt_model(model)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class that loads a model: the one for text, or where there is none, the one with a vision tower."""
-    alone, with_tower = (
-        type(config) in auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
-    )
+def auto_class(config: PreTrainedConfig, *, images: bool = False) -> Any:
+    """Return the class that loads a model: the one for text, or where there is none, the one with a vision tower.
+
+    With ``images`` it is the one with a tower for families whose images we place.
+    """
+    if images and config.model_type in VISION_FAMILIES:
+        return AutoModelForImageTextToText
+    alone, with_tower = (type(config) in auto._model_mapping for auto in AUTO_CLASSES)
     return AutoModelForImageTextToText if with_tower and not alone else AutoModelForCausalLM
 
 
@@ -47,9 +65,14 @@ def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     register()
     model.requires_grad_(False).eval()
-    read_architecture(model)  # raises for models that are not supported, before anything runs
+    architecture = read_architecture(model)  # raises for models that are not supported, before anything runs
+    if architecture.experts:
+        experts.register()
+        model.set_experts_implementation(experts.TENANTS)
     own = model.config.get_text_config()._attn_implementation
-    if mixes_by_attention_alone(model):
+    if state_is_known(model):
+        set_attention(model, PACKED)
+    elif mixes_by_attention_alone(model):
         set_attention(model, PACKED)
         if model.config.model_type not in TESTED_FAMILIES and not _bounds_arrive(model):
             set_attention(model, own)
@@ -74,9 +97,12 @@ def _bounds_arrive(model: PreTrainedModel) -> bool:
     return True
 
 
-def _random_model(config: AutoConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _random_model(
+    chosen: Any, config: PreTrainedConfig, seed: int, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """Make a model with random weights. They are drawn on the device, where an 8B model takes seconds."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(seed)
-        return auto_class(config).from_config(config, dtype=dtype)
+        model: PreTrainedModel = chosen.from_config(config, dtype=dtype)
+    return model

@@ -12,6 +12,10 @@ afterwards; here they are added up in fp32. There are no atomic additions, so th
 
 The softmax is computed in base 2.
 
+With a sliding window, tiles whose keys no query of a tile sees are skipped. An attention sink is one more score of a
+head in the softmax; its weight is dropped. It is part of the denominator, from which the backward pass computes the
+weights again, so that pass needs nothing else.
+
 Where the sequences lie is in a table of tiles (see ``packed_attention.tile_table``): a captured pass serves any
 sequences, because only the contents of the table change. Entries of zeros are skipped.
 
@@ -30,8 +34,19 @@ from twinkle.model.decoder.tiles import TILE_ROWS
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output, (T, H, D), and the logarithms of the softmax's denominators, (H, T) fp32."""
+def attend(
+    q_THD: Tensor,
+    k_TJD: Tensor,
+    v_TJD: Tensor,
+    tiles_n3: Tensor,
+    scale: float,
+    window: int,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, (T, H, D), and the logarithms of the softmax's denominators, (H, T) fp32.
+
+    window: how many tokens a token sees, itself included; 0: all.
+    """
     rows, heads, size = q_THD.shape
     out_THD = torch.empty_like(q_THD)
     norm_HT = torch.empty(heads, rows, dtype=torch.float32, device=q_THD.device)
@@ -42,12 +57,15 @@ def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, tiles_n3: Tensor, scale:
         out_THD,
         norm_HT,
         tiles_n3,
+        q_THD if sinks_H is None else sinks_H,  # without sinks it is not read
         rows,
         scale,
         HEADS=heads,
         GROUP=heads // k_TJD.shape[1],
         SIZE=size,
         TILE=TILE_ROWS,
+        WINDOW=window,
+        SINKS=sinks_H is not None,
         num_warps=4,
         num_stages=3,
     )
@@ -63,6 +81,7 @@ def attend_backward(
     norm_HT: Tensor,
     tiles_n3: Tensor,
     scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     rows, heads, size = q_THD.shape
@@ -85,6 +104,7 @@ def attend_backward(
         GROUP=heads // kv_heads,
         SIZE=size,
         TILE=TILE_ROWS,
+        WINDOW=window,
         num_warps=4,
         num_stages=2,
     )
@@ -98,6 +118,7 @@ def attend_backward(
         GROUP=heads // kv_heads,
         SIZE=size,
         TILE=TILE_ROWS,
+        WINDOW=window,
         num_warps=4,
         num_stages=2,
     )
@@ -112,12 +133,15 @@ def _attend(
     out,
     norm,
     tiles,
+    sinks,
     rows,
     scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -134,22 +158,36 @@ def _attend(
     scale *= _LOG2_E
     highest = tl.full([TILE], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE], dtype=tl.float32)
+    if SINKS:
+        highest = tl.zeros([TILE], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        total += 1.0
     result = tl.zeros([TILE, SIZE], dtype=tl.float32)
-    for n in range(0, start, TILE):  # tiles before the own one: every query sees all their keys
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // TILE * TILE
+    for n in range(begin, start, TILE):  # tiles before the own one: without a window, every query sees all their keys
         u = n + tl.arange(0, TILE)
         place = u[:, None] * (HEADS // GROUP * SIZE) + d[None, :]
         keys = tl.load(k + place)
         scores = tl.dot(x, tl.trans(keys)) * scale
+        if WINDOW > 0:
+            scores = tl.where(t[:, None] - u[None, :] < WINDOW, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
+        base = higher
+        if WINDOW > 0:  # a query that has seen no key yet has −∞ here, and −∞ − −∞ would be NaN
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         values = tl.load(v + place)
         result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None])
         highest = higher
     place = t[:, None] * (HEADS // GROUP * SIZE) + d[None, :]  # the own tile: a query sees the keys up to itself
     keys = tl.load(k + place, mask=(t < length)[:, None], other=0.0)
-    scores = tl.where(t[:, None] >= t[None, :], tl.dot(x, tl.trans(keys)) * scale, float("-inf"))
+    seen = t[:, None] >= t[None, :]
+    if WINDOW > 0:
+        seen = seen & (t[:, None] - t[None, :] < WINDOW)
+    scores = tl.where(seen, tl.dot(x, tl.trans(keys)) * scale, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(highest - higher)
@@ -190,6 +228,7 @@ def _keys_gradient(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Compute the gradients of one block of keys and values, from all query heads that use it."""
     head = tl.program_id(1)
@@ -212,7 +251,10 @@ def _keys_gradient(
     scale2 = scale * _LOG2_E
     keys_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
     values_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
-    blocks = tl.cdiv(length - start, TILE)
+    end = length
+    if WINDOW > 0:
+        end = tl.minimum(length, start + TILE - 1 + WINDOW)
+    blocks = tl.cdiv(end - start, TILE)
     for i in range(0, GROUP * blocks):  # one loop, since nested loops over short sequences would mostly be start-up
         member = i // blocks
         t = start + (i % blocks) * TILE + tl.arange(0, TILE)
@@ -221,7 +263,10 @@ def _keys_gradient(
         x = tl.load(q + place, mask=inside_t[:, None], other=0.0)
         scores = tl.dot(keys, tl.trans(x)) * scale2
         log_total = tl.load(norm + member * rows.to(tl.int64) + t, mask=inside_t, other=float("inf")) * _LOG2_E
-        weights = tl.where(t[None, :] >= u[:, None], tl.exp2(scores - log_total[None, :]), 0.0)
+        seen = t[None, :] >= u[:, None]
+        if WINDOW > 0:
+            seen = seen & (t[None, :] - u[:, None] < WINDOW)
+        weights = tl.where(seen, tl.exp2(scores - log_total[None, :]), 0.0)
         y = tl.load(dout + place, mask=inside_t[:, None], other=0.0)
         values_gradient = tl.dot(weights.to(y.dtype), y, values_gradient)
         mean = tl.load(delta + member * rows.to(tl.int64) + t, mask=inside_t, other=0.0)
@@ -247,6 +292,7 @@ def _queries_gradient(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -267,13 +313,19 @@ def _queries_gradient(
     v += (first * (HEADS // GROUP) + head // GROUP) * SIZE
     scale2 = scale * _LOG2_E
     gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
-    for n in range(0, tl.minimum(start + TILE, length), TILE):
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // TILE * TILE
+    for n in range(begin, tl.minimum(start + TILE, length), TILE):
         u = n + tl.arange(0, TILE)
         place = u[:, None] * (HEADS // GROUP * SIZE) + d[None, :]
         inside_u = (u < length)[:, None]
         keys = tl.load(k + place, mask=inside_u, other=0.0)
         scores = tl.dot(x, tl.trans(keys)) * scale2
-        weights = tl.where(t[:, None] >= u[None, :], tl.exp2(scores - log_total[:, None]), 0.0)
+        seen = t[:, None] >= u[None, :]
+        if WINDOW > 0:
+            seen = seen & (t[:, None] - u[None, :] < WINDOW)
+        weights = tl.where(seen, tl.exp2(scores - log_total[:, None]), 0.0)
         values = tl.load(v + place, mask=inside_u, other=0.0)
         slope = weights * (tl.dot(y, tl.trans(values)) - mean[:, None])
         gradient = tl.dot(slope.to(keys.dtype), keys, gradient)

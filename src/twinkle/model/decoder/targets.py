@@ -10,12 +10,15 @@ from random import SystemRandom
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import Target
-from twinkle.model.types import INIT_WEIGHTS, LoraSpec, TrainingSpec
+from twinkle.model.types import EXPERT_FORMS, INIT_WEIGHTS, LoraSpec, TrainingSpec, name_in_decoder, text_name
 
 logger = logging.getLogger(__name__)
 
 MAX_RANK = 512
 _SEED_RANGE = 2**63
+# Linear layers that the switches leave out, as Tinker's do: inner ones of multi-head latent attention, and the gates of
+# linear attention. Their names choose them.
+_LEFT_OUT = frozenset({"q_b_proj", "kv_b_proj", "in_proj_a", "in_proj_b"})
 
 
 def check_spec(spec: TrainingSpec) -> LoraSpec:
@@ -59,6 +62,20 @@ def _check_options(spec: LoraSpec) -> None:
     _check_layers(spec)
     if not isinstance(spec.init_weights, bool | str) or spec.init_weights not in INIT_WEIGHTS:
         raise InvalidInputError("init_weights", spec.init_weights, f"one of {INIT_WEIGHTS}")
+    _check_experts(spec)
+
+
+def _check_experts(spec: LoraSpec) -> None:
+    if not isinstance(spec.experts, str) or spec.experts not in EXPERT_FORMS:
+        raise InvalidInputError("experts", spec.experts, f"one of {EXPERT_FORMS}")
+    parameters = spec.target_parameters
+    if isinstance(parameters, str) or not _is_names(parameters):
+        raise InvalidInputError("target_parameters", parameters, "a list of names of parameters or None")
+    by_names = spec.target_modules is not None or parameters is not None
+    if spec.experts != EXPERT_FORMS[0] and (by_names or not spec.train_mlp):
+        raise InvalidInputError(
+            "experts", spec.experts, f"{EXPERT_FORMS[0]!r}, unless train_mlp chooses the modules and no names do"
+        )
 
 
 def _check_layers(spec: LoraSpec) -> None:
@@ -88,11 +105,40 @@ def check_ranks(spec: LoraSpec, targets: Sequence[Target]) -> list[int]:
 
 def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
     """Return the target modules of a spec in model order, the head last."""
+    parameters = _parameters(spec, architecture)
     chosen = _transformed(spec, _chosen(spec, architecture))
-    kept = tuple(target for target in chosen if not _is_excluded(target.name, spec.exclude_modules))
-    if not kept:
+    kept = {target.name for target in chosen if not _is_excluded(target.name, spec.exclude_modules)}
+    if not kept and not parameters:
         raise InvalidInputError("exclude_modules", spec.exclude_modules, "names that leave some module to train")
-    return kept
+    for name in sorted(parameters):
+        experts = name.rpartition(".")[0]
+        if name in kept or not kept.isdisjoint(f"{experts}.{each}" for each in ("w1", "w2", "w3")):
+            raise InvalidInputError("target_parameters", name, "no part of the modules that target_modules names")
+    wanted = kept | parameters
+    every = (*architecture.projections, *architecture.shared_outer, *architecture.independent, architecture.head)
+    targets = tuple(target for target in every if target.name in wanted)
+    if spec.dropout and any(target.copies is not None for target in targets):  # PEFT refuses it, too
+        raise InvalidInputError("dropout", spec.dropout, "0 for an adapter on experts")
+    return targets
+
+
+def _parameters(spec: LoraSpec, architecture: Architecture) -> set[str]:
+    """Return the names of the targets that ``target_parameters`` names.
+
+    As in PEFT, the options that choose among modules do not choose among these.
+    """
+    named = {target.name: target.name for target in architecture.independent}
+    named |= {f"{target.name}.weight": target.name for target in (*architecture.linear, architecture.head)}
+    chosen = set()
+    for wanted in spec.target_parameters or ():
+        found = {module for parameter, module in named.items() if _matches(parameter, wanted)}
+        if not found:
+            allowed = sorted({_place(target.name) for target in architecture.independent})
+            raise InvalidInputError("target_parameters", wanted, f"one of {[*allowed, '<linear layer>.weight']}")
+        chosen |= found
+    if spec.target_parameters and spec.dropout:  # PEFT refuses it, too
+        raise InvalidInputError("dropout", spec.dropout, "0 with target_parameters")
+    return chosen
 
 
 def warn_of_no_effect(spec: LoraSpec, architecture: Architecture) -> None:
@@ -104,7 +150,7 @@ def warn_of_no_effect(spec: LoraSpec, architecture: Architecture) -> None:
 
 def _is_excluded(name: str, excluded: Sequence[str] | str | None) -> bool:
     if isinstance(excluded, str):
-        return bool(excluded) and re.fullmatch(excluded, name) is not None
+        return bool(excluded) and _fits(re.compile(excluded), name)
     return any(_matches(name, each) for each in excluded or ())
 
 
@@ -123,7 +169,9 @@ def _transformed(spec: LoraSpec, chosen: tuple[Target, ...]) -> tuple[Target, ..
     kept = []
     for target in chosen:
         found = next((match for pattern in patterns if (match := pattern.match(target.name))), None)
-        if target.name in (spec.target_modules or ()) or (found is not None and int(found["index"]) in wanted):
+        if any(_is_same(target.name, each) for each in spec.target_modules or ()) or (
+            found is not None and int(found["index"]) in wanted
+        ):
             kept.append(target)
     if not kept:
         raise InvalidInputError("layers_to_transform", layers, "numbers of layers that have target modules")
@@ -131,33 +179,72 @@ def _transformed(spec: LoraSpec, chosen: tuple[Target, ...]) -> tuple[Target, ..
 
 
 def _chosen(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
+    if spec.target_parameters and not spec.target_modules:
+        return ()
     if spec.target_modules is None:
         return _by_switches(spec, architecture)
     if spec.target_modules == "all-linear":
         _refuse_experts("target_modules", architecture, "name the attention layers instead")
-        return architecture.linear
-    candidates = (*architecture.linear, architecture.head)
+        return architecture.linear  # experts are no linear layers: PEFT leaves them out, too
+    candidates = (*architecture.projections, *architecture.shared_outer, architecture.head)
     if isinstance(spec.target_modules, str):  # as in PEFT, any other string is a pattern for full names
-        chosen = _by_pattern(spec.target_modules, candidates)
+        chosen = _wholes(_by_pattern(spec.target_modules, candidates), architecture)
     else:
         for wanted in spec.target_modules:
             if not any(_matches(target.name, wanted) for target in candidates):
                 raise InvalidInputError("target_modules", wanted, f"one of {_short_names(architecture)}")
         chosen = [t for t in candidates if any(_matches(t.name, wanted) for wanted in spec.target_modules)]
+        if len(_wholes(chosen, architecture)) < len(chosen):
+            split = architecture.split[0]
+            parts = ", ".join(_last(part.name) for part in split.parts)
+            raise InvalidInputError(
+                "target_modules", spec.target_modules, f"either {_last(split.whole.name)} or some of {parts}"
+            )
     if not chosen:
         raise InvalidInputError("target_modules", spec.target_modules, f"some of {_short_names(architecture)}")
     return tuple(chosen)
 
 
+def _wholes(chosen: list[Target], architecture: Architecture) -> list[Target]:
+    """Return the targets without the projections of linear layers that are targets as a whole."""
+    names = {target.name for target in chosen}
+    covered = {part.name for split in architecture.split if split.whole.name in names for part in split.parts}
+    return [target for target in chosen if target.name not in covered]
+
+
 def short_names(targets: tuple[Target, ...], architecture: Architecture) -> list[str]:
     """Return target names for adapter_config.json: last path components, or full names where those are ambiguous.
 
-    A last component is ambiguous if PEFT would also match modules that are not targets.
+    A name is ambiguous if PEFT would also match modules that are not targets. Full names in a vision model begin behind
+    its decoder's name where they can, so that they also fit the text model of its family.
     """
-    suffixes = sorted({_last(target.name) for target in targets})
-    names = {target.name for target in targets}
-    picked = {name for name in architecture.module_names if _last(name) in suffixes}
-    return suffixes if picked == names else sorted(names)
+    names = {target.name for target in targets if not target.is_parameter}
+    parameters = _short_parameters({target.name for target in targets if target.is_parameter}, architecture)
+    named = (*architecture.projections, *architecture.shared_outer)
+    everything = architecture.module_names | {target.name for target in named}
+    for shorten in (_last, name_in_decoder):
+        shorter = {shorten(name) for name in names}
+        if names == {name for name in everything if _ends(name) & shorter}:
+            return sorted(shorter | parameters)
+    return sorted(names | parameters)
+
+
+def _short_parameters(names: set[str], architecture: Architecture) -> set[str]:
+    """Return names of experts' parameters within their layers; the longer ones where not all layers are meant."""
+    places = {_place(name) for name in names}
+    meant = {target.name for target in architecture.independent if _place(target.name) in places}
+    return places if names == meant else {name_in_decoder(name) for name in names}
+
+
+def _place(name: str) -> str:
+    """Return the name of an experts' parameter within its layer: ``mlp.experts.gate_up_proj``."""
+    return re.split(r"(?:^|\.)layers\.\d+\.", name)[-1]
+
+
+def _ends(name: str) -> set[str]:
+    """Return the names by which PEFT finds a module: its full name, and what follows any dot in it."""
+    parts = name.split(".")
+    return {".".join(parts[first:]) for first in range(len(parts))}
 
 
 def _by_switches(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
@@ -165,9 +252,12 @@ def _by_switches(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ..
         _refuse_experts("train_mlp", architecture, "create the adapter with train_mlp=False")
     chosen: tuple[Target, ...] = ()
     if spec.train_attn:
-        chosen += architecture.attention
+        parts = {split.whole.name: split.parts for split in architecture.split}
+        for target in architecture.attention:
+            if _last(target.name) not in _LEFT_OUT:
+                chosen += parts.get(target.name, (target,))
     if spec.train_mlp:
-        chosen += architecture.mlp
+        chosen += architecture.mlp + _experts(spec, architecture)
     if spec.train_unembed:
         chosen += (architecture.head,)
     if not chosen:
@@ -175,16 +265,24 @@ def _by_switches(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ..
     return chosen
 
 
+def _experts(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
+    if spec.experts == EXPERT_FORMS[0]:
+        return architecture.shared_outer
+    if not architecture.experts:
+        raise InvalidInputError("experts", spec.experts, f"{EXPERT_FORMS[0]!r}: {architecture.family} has no experts")
+    return architecture.independent
+
+
 def _refuse_experts(field: str, architecture: Architecture, advice: str) -> None:
-    if architecture.has_experts:
+    if architecture.has_other_experts:
         raise UnsupportedError(
-            f"{field}: {architecture.family} has mixture-of-experts layers, where LoRA is not supported yet; {advice}"
+            f"{field}: {architecture.family} has experts of a form on which LoRA is not supported; {advice}"
         )
 
 
 def _by_pattern(pattern: str, candidates: tuple[Target, ...]) -> list[Target]:
     compiled = _compiled("target_modules", pattern)
-    return [target for target in candidates if compiled.fullmatch(target.name)]
+    return [target for target in candidates if _fits(compiled, target.name)]
 
 
 def _compiled(field: str, pattern: str) -> re.Pattern[str]:
@@ -194,12 +292,21 @@ def _compiled(field: str, pattern: str) -> re.Pattern[str]:
         raise InvalidInputError(field, pattern, f"a regular expression ({error})") from error
 
 
+def _fits(pattern: re.Pattern[str], name: str) -> bool:
+    """Return whether a pattern matches one of a module's names: a vision model's modules have two."""
+    return any(map(pattern.fullmatch, (name, text_name(name))))
+
+
+def _is_same(name: str, wanted: str) -> bool:
+    return text_name(name) == text_name(wanted)
+
+
 def _matches(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith("." + wanted)
+    return _is_same(name, wanted) or text_name(name).endswith("." + text_name(wanted))
 
 
 def _short_names(architecture: Architecture) -> list[str]:
-    return sorted({_last(target.name) for target in (*architecture.linear, architecture.head)})
+    return sorted({_last(target.name) for target in (*architecture.projections, architecture.head)})
 
 
 def _last(name: str) -> str:

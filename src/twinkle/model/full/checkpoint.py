@@ -39,9 +39,9 @@ from twinkle.model.adapters.checkpoint import (
     write_whole,
 )
 from twinkle.model.full.layout import ParameterLayout
-from twinkle.model.full.tensor_files import write_tensors
 from twinkle.model.library.training_state import copy_tokenizer
 from twinkle.model.types import EMPTY
+from twinkle.model.weights.tensor_files import write_tensors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -86,11 +86,12 @@ def save_full(
     overwrite: bool,
     state: Mapping[str, object] = EMPTY,
     companions: Callable[[Path], None] | None = None,
+    synced: bool = True,
 ) -> None:
     """Write a run to a directory.
 
     ``state``: further entries of trainer_state.json. ``companions``: a function that writes further files into the
-    directory it is given.
+    directory it is given. ``synced``: see :func:`~twinkle.model.adapters.checkpoint.write_whole`.
     """
 
     def write(staging: Path) -> None:
@@ -98,7 +99,7 @@ def save_full(
         if companions is not None:
             companions(staging)
 
-    write_whole(directory, write, overwrite=overwrite)
+    write_whole(directory, write, overwrite=overwrite, synced=synced)
 
 
 def _write_files(copy: FullCopy, staging: Path, more_state: Mapping[str, object]) -> None:

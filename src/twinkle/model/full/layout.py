@@ -21,11 +21,13 @@ class ParameterLayout:
     """The parameters of a model by their names in its checkpoints. ``digest`` compares layouts.
 
     ``aliases``: further names of weights that are tied (name → the one under which the weight is listed).
+    ``unused``: parameters that texts do not use, those of a vision tower. They keep their values.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     aliases: tuple[tuple[str, str], ...] = ()
+    unused: frozenset[str] = frozenset()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -158,9 +158,14 @@ class FullRun:
         return {"unclipped_grad_l2:mean": norm}
 
     def _decay_groups(self, decay_norms: bool) -> list[tuple[list[int], bool]]:
-        """Return parameters by number in groups: with weight decay (True) and without. Empty groups are left out."""
-        names = self.weights.names
-        decayed = [number for number, name in enumerate(names) if decay_norms or is_decayed(name)]
+        """Return parameters by number in groups: with weight decay (True) and without. Empty groups are left out.
+
+        Parameters that are not used have a gradient of zero, so without weight decay they keep their values.
+        """
+        names, unused = self.weights.names, self.weights.layout.unused
+        decayed = [
+            number for number, name in enumerate(names) if name not in unused and (decay_norms or is_decayed(name))
+        ]
         others = sorted(set(range(len(names))) - set(decayed))
         return [(numbers, decays) for numbers, decays in ((decayed, True), (others, False)) if numbers]
 

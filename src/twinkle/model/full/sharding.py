@@ -23,7 +23,7 @@ from twinkle.model.full.layout import ParameterLayout
 from twinkle.model.full.weights import TrainedWeights, local
 from twinkle.model.parallel import Parallelism, Ranks
 from twinkle.model.trainer.engine import Engine
-from twinkle.model.trainer.sharding import ShardedHead
+from twinkle.model.trainer.sharding import ShardedHead, decoder_parts
 
 
 class ShardedWeights(TrainedWeights):
@@ -82,7 +82,7 @@ def shard_model(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for module in (*engine.layers, model.get_input_embeddings()):
         fully_shard(module, **options, reshard_after_forward=reshard_after_forward)
-    for module in (model.base_model, head):
+    for module in (*decoder_parts(model), head):
         fully_shard(module, **options, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):

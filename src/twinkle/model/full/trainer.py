@@ -54,12 +54,15 @@ from twinkle.model.types import (
     TrainerNumbers,
     TrainingSpec,
     TrainItem,
+    VisionSpec,
     check_adam_params,
 )
 
 
 class FullTrainer:
     """One run at a time on one model, all of whose parameters it trains. Build it with :meth:`from_pretrained`."""
+
+    vision: VisionSpec | None = None  # it trains on text only: the features of images would change with the weights
 
     def __init__(
         self,
@@ -176,6 +179,10 @@ class FullTrainer:
         return self._parallel.data
 
     # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> str:
+        """Describe how memory is divided."""
+        return str(self.memory)
 
     def check_adapter(self, spec: TrainingSpec) -> None:
         """Raise for a spec that is not FullSpec. May be called from any thread."""
@@ -433,14 +440,15 @@ class FullTrainer:
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         """Copy what :meth:`save` would write to host memory, and return a function that writes it to a directory.
 
         The function may be called from any thread. It overwrites an existing directory. All ranks must call this
-        method; that function is for the first rank, others have nothing to write.
+        method; that function is for the first rank, others have nothing to write. ``synced``: as for adapters.
         """
         copy = self._get(adapter_id).copied(self._model.files, self.dtype, optimizer=optimizer)
-        return functools.partial(save_full, copy, overwrite=True, state=state, companions=companions)
+        return functools.partial(save_full, copy, overwrite=True, state=state, companions=companions, synced=synced)
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         """Read a folder written by :meth:`save` or any other Hugging Face folder of the same model into the run.

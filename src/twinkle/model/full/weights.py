@@ -50,8 +50,12 @@ def read_layout(model: PreTrainedModel) -> ParameterLayout:
         name = f"{head_name}.{kind}"
         if first_names[id(parameter)] != name:
             aliases.append((name, first_names[id(parameter)]))
+    used = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
     return ParameterLayout(
-        tuple(own), tuple(tuple(parameter.shape) for parameter in own.values()), tuple(sorted(aliases))
+        tuple(own),
+        tuple(tuple(parameter.shape) for parameter in own.values()),
+        tuple(sorted(aliases)),
+        frozenset(name for name, parameter in own.items() if id(parameter) not in used),
     )
 
 

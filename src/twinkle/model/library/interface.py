@@ -38,8 +38,17 @@ from twinkle.model.library.components import (
 )
 from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
 from twinkle.model.library.remote_verbs import at_once, averaged, by_first, on_rows, promised
-from twinkle.model.library.sequences import NO_SEQUENCES, SequenceBatch, as_feature_list, encode, split_batch
+from twinkle.model.library.router_replay import RouterReplayAction, with_routes
+from twinkle.model.library.sequences import (
+    NO_SEQUENCES,
+    SequenceBatch,
+    as_feature_list,
+    encode,
+    split_batch,
+    take_placed,
+)
 from twinkle.model.parallel import ALONE, Ranks, together
+from twinkle.model.types import VisionSpec
 
 
 class TwinkleModel(ABC):
@@ -52,17 +61,20 @@ class TwinkleModel(ABC):
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
         data_ranks: Ranks | None = None,
+        vision: VisionSpec | None = None,
     ) -> None:
         """tokenizer_id: None for a model made from a config, which only accepts inputs that are encoded already.
 
         ranks: the processes of the mesh. All must call the same verbs in the same order; some may have empty inputs.
         data_ranks: one rank of each sequence group, so that a sum over them counts every row once; None: all ranks.
+        vision: what the model wants of images in rows; None: it reads text only.
         """
         self.model_id = id_text(model_id)
         self.tokenizer_id = None if tokenizer_id is None else id_text(tokenizer_id)
         self.device_mesh = device_mesh
         self._ranks = ranks
         self._data_ranks = ranks if data_ranks is None else data_ranks
+        self._vision = vision
         self.optimizer_group: dict[str, OptimizerGroup] = {}
 
     @property
@@ -87,7 +99,8 @@ class TwinkleModel(ABC):
         """Return the model's outputs for ``inputs``, which are features or trajectories. ``kwargs`` go to the loss.
 
         ``micro_batch_size``, in this method, ``forward_only`` and ``forward_backward``: how many sequences are computed
-        at a time. It changes the memory that is needed, and no result.
+        at a time. It changes the memory that is needed, and no result. ``router_replay_action``, in the same methods of
+        models that can record routes to experts: see :mod:`twinkle.model.library.router_replay`.
         """
 
     @on_rows
@@ -364,19 +377,29 @@ class TwinkleModel(ABC):
         """Raise for a loss that this model cannot compute."""
 
     def _begin_forward(
-        self, group: OptimizerGroup, inputs: object, kwargs: Mapping[str, Any], *, training: bool
+        self,
+        group: OptimizerGroup,
+        inputs: object,
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool,
+        action: RouterReplayAction | None = None,
     ) -> tuple[TrainStatus, SequenceBatch]:
         """Make the batch of a forward pass. Return it with the status (training or evaluation) that it belongs to.
 
-        The pass before it is given to the metrics first.
+        The pass before it is given to the metrics first. ``action``: whether the pass replays routes.
         """
         status = group.train_status if training else group.eval_status
         check_forward_arguments(kwargs, group.loss_instance, status.metrics)
-        batch = together(self._ranks, lambda: self._batch(group, inputs))
+        batch = together(self._ranks, lambda: self._checked(with_routes(self._batch(group, inputs), action)))
         if training and not batch.empty and not batch.has_targets:
             warnings.warn("every label of this batch is −100: nothing is learned from it", stacklevel=4)
         accumulate_metrics(group, status)
         return status, batch
+
+    def _checked(self, batch: SequenceBatch) -> SequenceBatch:
+        """Return a batch that this model can compute; raise for one that it cannot."""
+        return batch
 
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         if self._ranks.size > 1 and isinstance(inputs, Sequence) and not inputs:
@@ -384,8 +407,10 @@ class TwinkleModel(ABC):
         features = encode(as_feature_list(inputs), lambda: self._template(group))
         if group.processor is None:
             group.processor = build_processor("InputProcessor", {})
+        features, images = take_placed(features)
         with group.guard(type(group.processor).__name__):
-            return split_batch(group.processor(features))
+            batch = split_batch(group.processor(features), self._vision)
+        return batch.with_images(images) if images else batch
 
     def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
         """Store the loss of the last forward pass. If it is not finite on one rank, raise on all ranks."""

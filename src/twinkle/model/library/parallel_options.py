@@ -29,7 +29,8 @@ _DDP_OPTIONS = (
     "gradient_as_bucket_view",
     "static_graph",
 )
-_FSDP_OPTIONS = ("manual_prefetch", "reshard_after_forward")
+_FSDP_OPTIONS = ("expert_parallel", "manual_prefetch", "reshard_after_forward")
+_EXPERT_OPTIONS = ("enabled", "ep_size", "ignore_shared_experts", "keep_router_logits", "router_dtype")
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32", "no": "fp32"}
 
 
@@ -61,7 +62,7 @@ def check_parallel_options(
         note_once("memory_efficient_init: no effect; every process reads the weights itself")
     if grad_scaler_config:
         note_once("grad_scaler_config: no effect; gradients are scaled for fp16 only, which is not used here")
-    return _reshards(fsdp_config or {})
+    return _reshards(fsdp_config or {}, device_mesh)
 
 
 def _check_ddp(ddp_config: Mapping[str, Any]) -> None:
@@ -73,16 +74,58 @@ def _check_ddp(ddp_config: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"ddp_config.comm_hook: got {hook!r}; gradients are added up without compression")
 
 
-def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
+def _reshards(fsdp_config: Mapping[str, Any], device_mesh: DeviceMesh | None) -> bool:
     for name in fsdp_config:
         if name not in _FSDP_OPTIONS:
             raise UnknownNameError("fsdp_config entry", name, _FSDP_OPTIONS)
+    if fsdp_config.get("expert_parallel") is not None:
+        _check_expert_parallel(fsdp_config["expert_parallel"], device_mesh)
     if fsdp_config.get("manual_prefetch"):
         note_once("fsdp_config.manual_prefetch: no effect; it is for experts that processes share")
     value = fsdp_config.get("reshard_after_forward", True)
     if not isinstance(value, bool):
         raise InvalidInputError("fsdp_config.reshard_after_forward", value, "True or False")
     return value
+
+
+def _check_expert_parallel(given: object, device_mesh: DeviceMesh | None) -> None:
+    """Check the options for experts that processes share.
+
+    Each process holds a part of every expert's weights, as of all others, and gathers a layer at a time. So the options
+    that say how tokens travel to other processes, and in which precision, have nothing to do.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidInputError("fsdp_config.expert_parallel", given, f"a mapping with {', '.join(_EXPERT_OPTIONS)}")
+    for name in given:
+        if name not in _EXPERT_OPTIONS:
+            raise UnknownNameError("fsdp_config.expert_parallel entry", name, _EXPERT_OPTIONS)
+    for name in ("enabled", "ignore_shared_experts", "keep_router_logits"):
+        if not isinstance(given.get(name, False), bool):
+            raise InvalidInputError(f"fsdp_config.expert_parallel.{name}", given[name], "True or False")
+    if given.get("ignore_shared_experts"):
+        raise UnsupportedError(
+            "fsdp_config.expert_parallel.ignore_shared_experts: shared experts are a part of a model"
+        )
+    if given.get("router_dtype") not in (None, "fp32", "bf16"):
+        allowed = "fp32, bf16 or None"
+        raise InvalidInputError("fsdp_config.expert_parallel.router_dtype", given["router_dtype"], allowed)
+    size = given.get("ep_size")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise InvalidInputError("fsdp_config.expert_parallel.ep_size", size, "an integer ≥ 1 or None")
+    if not given.get("enabled", True):
+        return
+    processes = 1 if device_mesh is None else device_mesh.world_size
+    if processes % (size or 1):
+        raise InvalidInputError("fsdp_config.expert_parallel.ep_size", size, f"a divisor of {processes}, the processes")
+    if processes > 1 and device_mesh is not None and device_mesh.fsdp_world_size <= 1:
+        raise UnsupportedError(
+            "fsdp_config.expert_parallel: experts are divided over processes by fsdp_size of the device_mesh, which "
+            "must be above 1"
+        )
+    note_once(
+        "fsdp_config.expert_parallel: each process holds a part of all experts, and gathers a layer at a time, as "
+        "fsdp_size does it for all weights; routers compute as their family's code does, whatever router_dtype says"
+    )
 
 
 def choose_precision(mixed_precision: str | None, device: torch.device) -> str:

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens of one sequence, L tokens of the longest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.loss.interface import IGNORE_INDEX
-from twinkle.model.types import FloatArray, IntArray
+from twinkle.model.types import FloatArray, Image, IntArray, VisionSpec
+from twinkle.model.vision.patches import UNREAD_MEDIA, place_patches, read_patches
 
 # The fields that a processor's batch of text may have, with the values of their padding.
 _PADDING = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0, "position_ids": 0, "completion_mask": 0}
@@ -26,6 +27,14 @@ _BOUNDS = frozenset(
 )
 
 
+_TYPES = "mm_token_type_ids"  # 1 for the tokens of images, 0 for text
+_PIXELS = ("pixel_values", "image_grid_thw")
+_MEDIA = (*_PIXELS, *UNREAD_MEDIA)
+_KNOWN = frozenset({*_PADDING, *_BOUNDS, *_PIXELS, _TYPES, "routed_experts"})
+ROUTES = "routed_experts"  # (T, layers, K): the experts of each token
+# The key of a row whose images are placed already: a tuple of Images, instead of the two fields above.
+PLACED = "placed_images"
+
 _HOST = torch.device("cpu")
 
 
@@ -33,12 +42,13 @@ _HOST = torch.device("cpu")
 class SequenceBatch:
     """B sequences, each a dict of (T,) tensors in host memory: input_ids, and the other fields of the batch.
 
-    ``device`` is where losses are computed.
+    ``device`` is where losses are computed. ``images``: those of each sequence; empty for a batch of text.
     """
 
     rows: tuple[Mapping[str, Tensor], ...]
     pooled_labels: Tensor | None = None  # (B,), one label per text, if labels are not per token
     device: torch.device = _HOST
+    images: tuple[tuple[Image, ...], ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -91,7 +101,20 @@ class SequenceBatch:
     def reordered(self, order: Sequence[int]) -> "SequenceBatch":
         """Return the batch whose sequence number i is number ``order[i]`` of this one."""
         labels = None if self.pooled_labels is None else self.pooled_labels[list(order)]
-        return SequenceBatch(tuple(self.rows[i] for i in order), labels, self.device)
+        images = tuple(self.images[i] for i in order) if self.images else ()
+        return SequenceBatch(tuple(self.rows[i] for i in order), labels, self.device, images)
+
+    def part(self, start: int, stop: int) -> "SequenceBatch":
+        """Return the sequences from number ``start`` up to ``stop``."""
+        images = self.images[start:stop]
+        return replace(self, rows=self.rows[start:stop], images=images if any(images) else ())
+
+    def with_images(self, images: Sequence[tuple[Image, ...]]) -> "SequenceBatch":
+        """Return the batch with the images of each sequence."""
+        if len(images) != len(self.rows):
+            given = f"{len(images)} rows with images, of {len(self.rows)} sequences"
+            raise InvalidInputError(f"inputs.{PLACED}", given, "one sequence in a row")
+        return replace(self, images=tuple(images) if any(images) else ())
 
     def padded(self, values: Sequence[FloatArray]) -> Tensor:
         """Return values per token, one array per sequence, as a tensor (B, L) with 0 in the padding."""
@@ -117,9 +140,13 @@ def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
 
 
 def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -> list[Mapping[str, Any]]:
-    """Return features: encode trajectories with the template, or add positions to features that have none."""
+    """Return features: encode trajectories with the template, or add to features what they lack.
+
+    Features may lack positions, and what their images become, if they have ``images`` beside their tokens.
+    """
     encoded = ["input_ids" in feature for feature in features]
     if all(encoded):
+        features = [template().add_images(each) if _has_raw_images(each) else each for each in features]
         return [_with_positions(feature) for feature in features]
     if any(encoded):
         raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
@@ -133,6 +160,10 @@ def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -
     if not all("input_ids" in row for row in rows):
         raise InvalidInputError("inputs", sorted(rows[0]), "one sequence each: put 'positive' and 'negative' in turn")
     return rows
+
+
+def _has_raw_images(feature: Mapping[str, Any]) -> bool:
+    return bool(feature.get("images")) and feature.get("pixel_values") is None and PLACED not in feature
 
 
 def _with_positions(feature: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,12 +188,25 @@ def check_micro_batch_size(micro_batch_size: object) -> None:
         raise InvalidInputError("micro_batch_size", micro_batch_size, "an integer ≥ 1: sequences computed at a time")
 
 
-def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
-    """Split the batch of a processor, padded (B, L) or packed (1, ΣT), into sequences without padding."""
+def take_placed(features: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[tuple[Image, ...]]]:
+    """Return features without images that are placed already, and these images of each; no images if none has some."""
+    if not any(PLACED in feature for feature in features):
+        return list(features), []
+    dropped = {PLACED, *_PIXELS}  # grids of such images may be there as well
+    images = [tuple(feature.get(PLACED, ())) for feature in features]
+    return [{name: each[name] for name in each if name not in dropped} for each in features], images
+
+
+def split_batch(batch: Mapping[str, Any], vision: VisionSpec | None = None) -> SequenceBatch:
+    """Split the batch of a processor, padded (B, L) or packed (1, ΣT), into sequences without padding.
+
+    ``vision``: what the model wants of images; None: it reads text only.
+    """
+    patches = read_patches({name: _numpy(batch[name]) for name in _MEDIA if name in batch}, vision, "inputs")
     for name, value in batch.items():
-        if value is not None and name not in _PADDING and name not in _BOUNDS:
-            raise UnsupportedError(f"inputs hold {name!r}: only text is supported here yet ({', '.join(_PADDING)})")
-    columns = {name: _host(batch[name]) for name in _PADDING if batch.get(name) is not None}
+        if value is not None and name not in _KNOWN:
+            raise UnsupportedError(f"inputs hold {name!r}, which is not read here ({', '.join(_PADDING)} are)")
+    columns = {name: _host(batch[name]) for name in (*_PADDING, _TYPES, ROUTES) if batch.get(name) is not None}
     ids_BL = columns.get("input_ids")
     if ids_BL is None or ids_BL.is_floating_point():
         raise InvalidInputError("inputs.input_ids", "none" if ids_BL is None else ids_BL.dtype, "token ids, integers")
@@ -170,17 +214,24 @@ def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
     if "labels" in columns and columns["labels"].shape != ids_BL.shape:
         pooled = columns.pop("labels").reshape(-1)
     positions = columns.get("position_ids")
-    if positions is not None and positions.dim() == 3:  # positions along several axes, which are equal for text
+    if positions is not None and positions.dim() == 3:  # the text's axis is the first of four, and images' follow
         columns["position_ids"] = positions[0]
+        if len(positions) == 3 and patches is not None:  # no text's axis; without images all three are as the text's
+            del columns["position_ids"]
     for name, column in columns.items():
-        if column.shape != ids_BL.shape:
-            raise InvalidInputError(f"inputs.{name}", f"shape {tuple(column.shape)}", f"{tuple(ids_BL.shape)}")
+        if column.shape[:2] != ids_BL.shape or column.dim() != (4 if name == ROUTES else 2):
+            allowed = f"{tuple(ids_BL.shape)}" + (", then layers and experts" if name == ROUTES else "")
+            raise InvalidInputError(f"inputs.{name}", f"shape {tuple(column.shape)}", allowed)
     rows: list[Mapping[str, Tensor]] = []
     for index in range(len(ids_BL)):
         rows += _sequences({name: column[index] for name, column in columns.items()})
     if not rows:
         raise InvalidInputError("inputs", "only padding", "at least one token")
-    return SequenceBatch(tuple(rows), pooled)
+    made = SequenceBatch(tuple(rows), pooled)
+    if patches is None or vision is None:
+        return made
+    types = [row[_TYPES].numpy() for row in rows] if _TYPES in columns else None
+    return made.with_images(place_patches(made.tokens, types, patches, vision, ""))
 
 
 def _sequences(row: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
@@ -204,6 +255,10 @@ def _sequences(row: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
             raise InvalidInputError("inputs.position_ids", positions[start:stop].tolist(), "0, 1, 2 … in each sequence")
         parts.append({name: column[start:stop] for name, column in real.items()})
     return parts
+
+
+def _numpy(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
 
 
 def _host(value: Any) -> Tensor:

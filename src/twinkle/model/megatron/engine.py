@@ -11,13 +11,15 @@ cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twinkle.errors import CapacityError
+from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.head import STATISTICS, ChunkedHead
 from twinkle.model.decoder.layers import GiveWay
@@ -26,7 +28,7 @@ from twinkle.model.megatron.mcore import ModelType, get_forward_backward_func
 from twinkle.model.megatron.on_cpu import megatron_on_cpu
 from twinkle.model.megatron.stage import Stage
 from twinkle.model.parallel import Ranks, in_step
-from twinkle.model.trainer.batch import Block, DeviceBatch, GradientRows, Part, build_batch, harvest
+from twinkle.model.trainer.batch import Block, DeviceBatch, GradientRow, GradientRows, Part, build_batch, harvest
 from twinkle.model.trainer.engine import Computed, head_pass, head_values
 from twinkle.model.trainer.lockstep import one_token
 
@@ -51,8 +53,11 @@ class Runs(Protocol):
 class MegatronEngine:
     """Runs one micro-batch after another (:class:`~twinkle.model.trainer.call.Passes`)."""
 
-    def __init__(self, stage: Stage, stage_runs: "StageRuns", runs: Runs) -> None:
+    def __init__(
+        self, stage: Stage, stage_runs: "StageRuns", runs: Runs, remote: "ExpertLockstep | None" = None
+    ) -> None:
         self.stage = stage
+        self.remote = remote  # what computes for requests of other ranks; None: nothing does
         self._stage_runs = stage_runs
         self._runs = runs
 
@@ -111,11 +116,12 @@ def make_engine(stage: Stage, head: ChunkedHead | None) -> MegatronEngine:
     """Return the engine of this process. ``head``: None on all stages but the last."""
     stage_runs = StageRuns(stage, head)
     mesh = stage.mesh
-    if mesh.ep.size == 1:
+    if not mesh.spreads_experts:
         return MegatronEngine(stage, stage_runs, stage_runs)
     if mesh.is_first:  # all ranks of an expert group must go back through all layers, whatever adapters they have
         stage.layers[0].opens_gradient = True
-    return MegatronEngine(stage, stage_runs, ExpertLockstep(stage_runs, mesh.dp))
+    lockstep = ExpertLockstep(stage_runs, mesh.dp, mesh.data_block)
+    return MegatronEngine(stage, stage_runs, lockstep, remote=lockstep)
 
 
 class StageRuns:
@@ -307,41 +313,155 @@ def _send_values(entries: Sequence[_Entry], stage: Stage) -> None:
         entry.values = [next(pieces) for _ in entry.shapes]
 
 
+@dataclass(frozen=True, order=True)
+class _OnExperts:
+    """A request whose adapter is on experts: those of one layout are neighbours in this order."""
+
+    layout: str  # the digest of the whole adapter's
+    index: int
+    adapter_id: str
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a rank asks for in one micro-batch: whether it is recomputed, and the requests with adapters on experts."""
+
+    recompute: bool
+    requests: tuple[_OnExperts, ...]
+
+
 class ExpertLockstep:
     """Runs micro-batches together with ranks that have other sequences, but some of this model's experts.
 
     The experts of a layer need all ranks that hold some of them, so all must run the same number of micro-batches. A
     rank that has fewer runs dummy ones and discards their results. Before each run the ranks agree on what comes next:
     first all forward runs, then all forward-backward runs.
+
+    A rank computes its experts for the requests of other ranks, with their adapters. So that each rank has these
+    adapters in its micro-batch, and room for their gradients, it has one dummy token of each such request there
+    (:class:`~twinkle.model.trainer.call.RemoteRequests`).
     """
 
-    def __init__(self, runs: StageRuns, ranks: Ranks) -> None:
-        """``ranks``: those with different data. The ranks of one model take the same decisions."""
+    def __init__(self, runs: StageRuns, ranks: Ranks, block: int) -> None:
+        """``ranks``: those with different data. The ranks of one model take the same decisions.
+
+        ``block``: how many neighbours of ``ranks`` need each other's experts.
+        """
+        self.block = block
         self._runs = runs
         self._ranks = ranks
+        self._pool: AdapterPool | None = None
+        self._gradients: dict[int, GradientRow] = {}  # by request; of micro-batches that only other ranks had
+
+    def begin(self, pool: AdapterPool) -> None:
+        self._pool = pool
+        self._gradients = {}
+
+    def gradients(self) -> list[GradientRow]:
+        found, self._gradients = self._gradients, {}
+        return list(found.values())
 
     def run(self, batches: Batches, recompute: Sequence[bool] | None, give_way: GiveWay | None) -> list[Computed]:
         kind = _FORWARD if recompute is None else _FORWARD_BACKWARD
-        flags = self._wait_for(kind, list(recompute or [False] * len(batches)))
-        filled = [*batches, *([[one_token()]] * (len(flags) - len(batches)))]
-        return self._runs.run(filled, None if recompute is None else flags, give_way)[: len(batches)]
+        flags = recompute or [False] * len(batches)
+        own = [_Turn(flag, _on_experts(parts)) for flag, parts in zip(flags, batches, strict=True)]
+        turns = self._wait_for(kind, own)
+        padded = [*batches, *([()] * (len(turns) - len(batches)))]
+        filled = [self._filled(parts, turn) for parts, turn in zip(padded, turns, strict=True)]
+        computed = self._run(kind, filled, turns, give_way)
+        self._keep(computed[len(batches) :])
+        pairs = zip(computed, batches, filled, strict=False)
+        return [each.only(_places(parts, among)) for each, parts, among in pairs]
 
     def finish(self) -> None:
         """Run dummy micro-batches for as long as other ranks have some left."""
         self._wait_for(_NOTHING, [])
 
-    def _wait_for(self, kind: int, own: list[bool]) -> list[bool]:
-        """Run dummies until all ranks agree that a run of this kind comes next.
+    def _wait_for(self, kind: int, own: list[_Turn]) -> list[_Turn]:
+        """Run dummies until all ranks agree that a run of this kind comes next. Return the micro-batches of that run.
 
-        Return for each micro-batch of that run whether activations are recomputed. All ranks recompute the same ones,
-        because the layers of a recomputed micro-batch communicate again.
+        All ranks recompute the same ones, because the layers of a recomputed micro-batch communicate again.
         """
         while True:
-            turns = self._ranks.gather((kind, own))
-            turn = min(each for each, _ in turns)
-            asked = [flags for each, flags in turns if each == turn]
-            flags = [any(flags[k : k + 1] == [True] for flags in asked) for k in range(max(map(len, asked)))]
-            if turn == kind:
-                return flags
-            dummies = [[one_token()]] * len(flags)
-            self._runs.run(dummies, None if turn == _FORWARD else flags, None)
+            everyone = self._ranks.gather((kind, own))
+            next_kind = min(each for each, _ in everyone)
+            asked = [turns if each == next_kind else [] for each, turns in everyone]
+            blocks = [asked[start : start + self.block] for start in range(0, len(asked), self.block)]
+            merged = self._merged(blocks)
+            if next_kind == kind:
+                return merged
+            self._keep(self._run(next_kind, [self._filled((), turn) for turn in merged], merged, None))
+
+    def _merged(self, blocks: Sequence[Sequence[Sequence[_Turn]]]) -> list[_Turn]:
+        """Return what this rank runs: what the ranks of its own block ask for. All blocks recompute alike.
+
+        Raise on all ranks if a rank of any block has no room for the adapters that it needs.
+        """
+        count = max(len(turns) for block in blocks for turns in block)
+        for block in blocks:
+            self._bring({request.adapter_id for turns in block for turn in turns for request in turn.requests}, False)
+        own = blocks[self._ranks.number // self.block]
+        merged = []
+        for place in range(count):
+            recompute = any(turn.recompute for block in blocks for turns in block for turn in turns[place : place + 1])
+            requests = {request for turns in own for turn in turns[place : place + 1] for request in turn.requests}
+            merged.append(_Turn(recompute, tuple(sorted(requests))))
+        self._bring({request.adapter_id for turn in merged for request in turn.requests}, True)
+        return merged
+
+    def _bring(self, adapter_ids: set[str], now: bool) -> None:
+        """Raise CapacityError if these adapters do not fit together; with ``now`` bring them to the device."""
+        if not adapter_ids:
+            return
+        assert self._pool is not None, "a call begins with begin()"
+        adapters = [self._pool.get(each) for each in sorted(adapter_ids)]
+        if not self._pool.fit(adapters):
+            raise CapacityError(
+                f"{len(adapters)} adapters on experts, which {self.block} data parallel ranks need at the same time, "
+                "do not fit the memory for adapters; allowed: smaller ranks, or an ep_size that divides tp_size"
+            )
+        if now:
+            self._pool.make_resident(adapters)
+
+    def _run(self, kind: int, filled: Batches, turns: Sequence[_Turn], give_way: GiveWay | None) -> list[Computed]:
+        recompute = None if kind == _FORWARD else [turn.recompute for turn in turns]
+        return self._runs.run(filled, recompute, give_way)
+
+    def _keep(self, computed: Sequence[Computed]) -> None:
+        for row in (row for each in computed for row in each.gradients):
+            self._gradients[row.index] = row.added_to(self._gradients.get(row.index))
+
+    def _filled(self, parts: Sequence[Part], turn: _Turn) -> list[Part]:
+        """Return a micro-batch in which all ranks of a block have the same adapters on experts, in the same order."""
+        own = {_key(part): part for part in parts}
+        filled = [part for part in parts if not _is_on_experts(part)]
+        for request in turn.requests:
+            filled.append(own[request] if request in own else self._stand_in(request))
+        return filled or [one_token()]
+
+    def _stand_in(self, request: _OnExperts) -> Part:
+        assert self._pool is not None, "a call begins with begin()"
+        return replace(one_token(), index=request.index, adapter=self._pool.get(request.adapter_id))
+
+
+def _is_on_experts(part: Part) -> bool:
+    return part.adapter is not None and part.adapter.whole.has_experts
+
+
+def _key(part: Part) -> _OnExperts | None:
+    if part.adapter is None or not _is_on_experts(part):
+        return None
+    return _OnExperts(part.adapter.whole.digest, part.index, part.adapter.adapter_id)
+
+
+def _on_experts(parts: Sequence[Part]) -> tuple[_OnExperts, ...]:
+    return tuple(key for part in parts if (key := _key(part)) is not None)
+
+
+def _places(parts: Sequence[Part], among: Sequence[Part]) -> list[int]:
+    """Return the places of the parts' sequences among those of other parts, which contain them."""
+    starts, start = {}, 0
+    for part in among:
+        starts[id(part)] = start
+        start += len(part.data)
+    return [starts[id(part)] + number for part in parts for number in range(len(part.data))]

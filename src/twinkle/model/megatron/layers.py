@@ -74,7 +74,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.transpose(0, 1) for each in (q, k, v))
         q, k = _rotated(q, rotary), _rotated(k, rotary)
-        out = attend_packed(q[None], k[None], v[None], packing, self._head_dim**-0.5, self._window, None)
+        out = attend_packed(q[None], k[None], v[None], packing, self._head_dim**-0.5, self._window, None, None)
         return self.o_proj(out[0].flatten(1))
 
 

@@ -8,7 +8,7 @@ mesh; :func:`join_mesh` refuses another one.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,16 @@ class MegatronMesh:
     def is_last(self) -> bool:
         """Return whether this process runs the last pipeline stage, which has the head."""
         return self.pp.number == self.pp.size - 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Return whether the experts of a layer are divided among ranks with different data."""
+        return self.sizes.tp % self.sizes.ep > 0
+
+    @property
+    def data_block(self) -> int:
+        """Return how many neighbours of ``dp`` compute each other's experts: those whose groups of experts overlap."""
+        return lcm(self.sizes.tp, self.sizes.ep) // self.sizes.tp
 
     def process_groups(self) -> ProcessGroupCollection:
         """Return the groups that megatron-core's modules ask for."""

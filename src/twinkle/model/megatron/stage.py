@@ -200,4 +200,5 @@ def _architecture(config: PreTrainedConfig, dtype: torch.dtype) -> Architecture:
     register()
     model = meta_model(config, dtype)
     model.set_attn_implementation(PACKED)
+    # On Megatron, adapters are on attention alone.
     return read_architecture(model)

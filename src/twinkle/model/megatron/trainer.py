@@ -13,7 +13,7 @@ from twinkle import hub
 from twinkle.errors import InvalidInputError
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.adapters.cuts import AdapterCuts, ModelCuts, place_targets
+from twinkle.model.adapters.cuts import AdapterCuts, ExpertRanks, ModelCuts, place_targets
 from twinkle.model.decoder.head import ChunkedHead, HeadGradient, HeadSpec
 from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.precision import read_dtype
@@ -139,6 +139,7 @@ def prepare_stage(
         cuts=cuts,
         memory=memory,
         has_budget=memory_budget_bytes is not None or device.type != "cpu",
+        remote=engine.remote,
     )
 
 
@@ -153,7 +154,11 @@ def make_cuts(stage: Stage) -> AdapterCuts:
     size = count // mesh.pp.size
     stages = [range(start, start + size) for start in range(0, count, size)]
     place = place_targets(stage.architecture, stages)
-    return ModelCuts(place, tensor=mesh.tp, pipeline=mesh.pp, model=mesh.model, data=mesh.dp)
+    spread = mesh.spreads_experts
+    counted = mesh.same_experts.number == 0 if spread else mesh.tp.number < mesh.ep.size
+    holders = mesh.world if spread else mesh.model
+    experts = ExpertRanks(mesh.ep, mesh.same_experts, holders, counted, spread)
+    return ModelCuts(place, tensor=mesh.tp, pipeline=mesh.pp, model=mesh.model, data=mesh.dp, experts=experts)
 
 
 def make_head(stage: Stage, gradient: HeadGradient | None = None) -> ChunkedHead:

@@ -45,7 +45,7 @@ class AdapterLimits:
         if len(present) >= self.max_loras and adapter_name not in present:
             raise CapacityError(f"max_loras: {self.max_loras} adapters exist; remove one, or construct with more")
         config = config_fields("config_or_dir", config_or_dir)
-        if config.get("target_modules") is None:
+        if config.get("target_modules") is None and not config.get("target_parameters"):
             config["target_modules"] = self.target_modules
         spec = spec_from_peft(config)
         allowed = f"at most {self.max_r}; construct the model with a larger max_r"

@@ -59,6 +59,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
         max_logits_per_request: int = MAX_LOGITS,
+        enable_router_replay: bool = False,
         **load_options: Any,
     ) -> None:
         mixed_precision = read_load_options(load_options, mixed_precision)
@@ -88,6 +89,10 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             device_mesh=device_mesh,
             reshard_after_forward=reshards,
         )
+        if enable_router_replay and self.trainer.architecture.routing is None:
+            raise UnsupportedError(
+                f"enable_router_replay: {model_id} has no routers to experts whose choice can be recorded"
+            )
         self.weights_device = self.trainer.device
         super().__init__(
             self.trainer,
@@ -98,6 +103,7 @@ class MultiLoraTransformersModel(LoraVerbs, WeightChannel):
             device_mesh=device_mesh,
             ranks=self.trainer.ranks,
             max_logits=check_limit("max_logits_per_request", max_logits_per_request),
+            vision=self.trainer.vision,
         )
         self.base_id = pretrained_id(self.model_id) or uuid4().hex
 

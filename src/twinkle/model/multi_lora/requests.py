@@ -11,7 +11,8 @@ from twinkle.errors import InvalidInputError
 from twinkle.loss import GKDLoss
 from twinkle.metric import Accuracy
 from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus
-from twinkle.model.library.sequences import SequenceBatch
+from twinkle.model.library.router_replay import padded_routes, routes_of
+from twinkle.model.library.sequences import ROUTES, SequenceBatch
 from twinkle.model.multi_lora.library_objective import (
     LibraryObjective,
     TopkObjective,
@@ -58,6 +59,7 @@ class LoraRequests:
         *,
         without_adapter: bool,
         training: bool,
+        records_routes: bool = False,
     ) -> TrainItem:
         """Return the request of a forward pass. ``training``: with dropout, as the backward pass that may follow."""
         return TrainItem(
@@ -69,6 +71,7 @@ class LoraRequests:
             output=output,
             max_logits=self._max_logits,
             training=training and not without_adapter,
+            records_routes=records_routes,
         )
 
     def train_request(
@@ -80,6 +83,7 @@ class LoraRequests:
         output: OutputKind,
         *,
         returned: bool = False,
+        records_routes: bool = False,
     ) -> TrainRequest:
         """Return the request. ``returned``: the caller asked for the output, so it is computed in any case."""
         loss, statistics = group.loss_instance, _needs_statistics(group, group.train_status)
@@ -102,6 +106,7 @@ class LoraRequests:
             statistics=statistics,
             output=output,
             max_logits=self._max_logits,
+            records_routes=records_routes,
         )
 
         def num_tokens() -> float:
@@ -127,7 +132,8 @@ class LoraRequests:
         logprobs = [each if each.ndim == 1 else np.ascontiguousarray(each[:, 0]) for each in result.logprobs]
         values = result.values or [TokenValues(each, _NONE, _NO_IDS) for each in logprobs]
         entropy = group.loss_instance.require_entropy
-        return {**outputs_of(batch, values, output, entropy=entropy, predictions=_has_accuracy(status))}
+        outputs = outputs_of(batch, values, output, entropy=entropy, predictions=_has_accuracy(status))
+        return {**outputs, ROUTES: padded_routes(list(result.routes))} if result.routes else {**outputs}
 
     def _data(
         self, batch: SequenceBatch, weights: list[FloatArray] | None = None, teacher: TopkTeacher | None = None
@@ -141,7 +147,13 @@ class LoraRequests:
         if teacher is not None:
             tokens = batch.unpadded(teacher.tokens_BLK)
             targets = [np.column_stack([own, more]) for own, more in zip(targets, tokens, strict=True)]
-        return list(map(Datum, batch.tokens, targets, each))
+        images = batch.images or [()] * len(targets)
+        return [
+            Datum(own_tokens, own_targets, own_weights, images=own_images, routes=own_routes)
+            for own_tokens, own_targets, own_weights, own_images, own_routes in zip(
+                batch.tokens, targets, each, images, routes_of(batch), strict=True
+            )
+        ]
 
 
 def _needs_statistics(group: OptimizerGroup, status: TrainStatus) -> bool:

@@ -28,6 +28,7 @@ from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_a
 from twinkle.model.library.parallel_options import describe
 from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.router_replay import RouterReplayAction, read_action
 from twinkle.model.library.sequences import SequenceBatch, check_micro_batch_size
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due, say_missing
 from twinkle.model.multi_lora.library_objective import check_task, needs_logits, wanted_output
@@ -36,7 +37,16 @@ from twinkle.model.multi_lora.requests import LoraRequests
 from twinkle.model.multi_lora.state import LoraState, PutGradient, StateTrainer
 from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.parallel import ALONE, Ranks, first_does, together
-from twinkle.model.types import MAX_LOGITS, AdamParams, FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import (
+    MAX_LOGITS,
+    AdamParams,
+    FloatArray,
+    OutputKind,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+    VisionSpec,
+)
 from twinkle.utils.logger import note_once
 
 
@@ -98,13 +108,14 @@ class LoraVerbs(TwinkleModel):
         data_ranks: Ranks | None = None,
         guard: Guard = nullcontext,
         max_logits: int = MAX_LOGITS,
+        vision: VisionSpec | None = None,
     ) -> None:
         """process_state: whether checkpoints include the tokenizer and the states of random generators.
 
         It is False where tenants share this process. max_logits: the most logits that one request may compute. ranks
-        and data_ranks: see :class:`TwinkleModel`.
+        and data_ranks, vision: see :class:`TwinkleModel`.
         """
-        super().__init__(model_id, tokenizer_id, device_mesh, ranks, data_ranks)
+        super().__init__(model_id, tokenizer_id, device_mesh, ranks, data_ranks, vision)
         self._max_length, self._max_logits = max_length, max_logits
         self._process_state = process_state
         self._guard = guard
@@ -147,16 +158,25 @@ class LoraVerbs(TwinkleModel):
         disable_lora: bool = False,
         training: bool = False,
         micro_batch_size: int | None = None,
+        router_replay_action: object = None,
         **kwargs: Any,
     ) -> PreparedPass:
         """Prepare a forward pass. ``training``: a backward pass may follow."""
         _accept_micro_batch_size(micro_batch_size)
+        action = read_action(router_replay_action)
         group = self._group(adapter_name)
         output = wanted_output(group.loss_instance, task, return_logits=return_logits)
-        status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        status, batch = self._begin_forward(group, inputs, kwargs, training=training, action=action)
         _check_labels(batch, output)
         item = self._requests.forward_item(
-            group, status, batch, temperature, output, without_adapter=disable_lora, training=training
+            group,
+            status,
+            batch,
+            temperature,
+            output,
+            without_adapter=disable_lora,
+            training=training,
+            records_routes=action is RouterReplayAction.RECORD,
         )
 
         def absorb(result: TrainResult) -> dict[str, Any]:
@@ -177,16 +197,21 @@ class LoraVerbs(TwinkleModel):
         task: str = "causal_lm",
         gradient_accumulation_steps: int | None = None,
         micro_batch_size: int | None = None,
+        router_replay_action: object = None,
         **kwargs: Any,
     ) -> PreparedPass:
         _accept_micro_batch_size(micro_batch_size)
+        action = read_action(router_replay_action)
         group = self._group(adapter_name)
         output = wanted_output(group.loss_instance, task, return_logits=return_logits)
         check_task(group.loss_instance, task)
         check_accumulation(gradient_accumulation_steps)
-        status, batch = self._begin_forward(group, inputs, kwargs, training=True)
+        status, batch = self._begin_forward(group, inputs, kwargs, training=True, action=action)
         _check_labels(batch, output)
-        request = self._requests.train_request(group, batch, temperature, kwargs, output, returned=return_logits)
+        records = action is RouterReplayAction.RECORD
+        request = self._requests.train_request(
+            group, batch, temperature, kwargs, output, returned=return_logits, records_routes=records
+        )
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             group.set_accumulation(gradient_accumulation_steps)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from twinkle.errors import InvalidInputError
-from twinkle.images.decoding import EncodedImage
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.csr import Csr, dense, listed
 from twinkle.model.types import (
     Datum,
@@ -22,14 +21,18 @@ from twinkle.model.types import (
     IntArray,
     Objective,
     OutputKind,
+    RouteArray,
+    RoutingSpec,
     TrainItem,
     VisionSpec,
 )
+from twinkle.model.vision.checks import check_images
 
 if TYPE_CHECKING:
     from twinkle.loss import TokenLoss
 
 NO_COLUMNS: Mapping[OutputKind, int] = MappingProxyType({})
+_NO_ROUTES = "this model has no routers to experts whose choice can be recorded and replayed"
 _HOTTEST = 1e4  # the highest temperature; above it distributions are flat, and the value is probably a mistake
 
 
@@ -61,6 +64,7 @@ class CheckedDatum:
     inputs: Mapping[str, FloatArray | Csr]
     target_shape: tuple[int, ...]
     images: tuple[Image, ...] = ()
+    routes: RouteArray | None = None
 
     @property
     def width(self) -> int:
@@ -83,6 +87,7 @@ class CheckedItem:
     columns: int = (
         0  # numbers of the output for each of its rows: the vocabulary for logits, hidden size for embeddings
     )
+    records_routes: bool = False
 
     @property
     def width(self) -> int:
@@ -97,10 +102,12 @@ def check_item(
     max_length: int,
     columns: Mapping[OutputKind, int] = NO_COLUMNS,
     vision: VisionSpec | None = None,
+    routing: RoutingSpec | None = None,
 ) -> CheckedItem:
     """Check a request. ``columns``: how many numbers the outputs of the model have, see :class:`CheckedItem`.
 
-    ``vision``: what the model wants of images; None: it reads text only.
+    ``vision``: what the model wants of images; None: it reads text only. ``routing``: what its routes look like; None:
+    routes are refused.
     """
     from twinkle.loss import get_loss, resolve_config  # imports torch, which check_data does not need
 
@@ -109,8 +116,9 @@ def check_item(
             raise InvalidInputError(field, vars(item)[field], f"a {expected.__name__}")
     loss = get_loss(item.loss)
     config = resolve_config(loss, item.loss_config)
-    data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length, vision=vision)
+    data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length, vision=vision, routing=routing)
     _check_options(item, data)
+    check_recording(item.records_routes, routing, "records_routes")
     _check_output(item, data, columns)
     return CheckedItem(
         item.adapter_id,
@@ -122,17 +130,25 @@ def check_item(
         bool(item.statistics),
         item.output,
         columns.get(item.output, 0),
+        item.records_routes,
     )
 
 
 def check_data(
-    data: Sequence[Datum], loss: LossInputs, *, vocab_size: int, max_length: int, vision: VisionSpec | None = None
+    data: Sequence[Datum],
+    loss: LossInputs,
+    *,
+    vocab_size: int,
+    max_length: int,
+    vision: VisionSpec | None = None,
+    routing: RoutingSpec | None = None,
 ) -> tuple[CheckedDatum, ...]:
     """Check the data of a request for a loss. This does not import torch."""
     if not isinstance(data, Sequence) or len(data) == 0:
         raise InvalidInputError("data", data, "a sequence of at least one datum")
     return tuple(
-        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length, vision) for index, datum in enumerate(data)
+        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length, vision, routing)
+        for index, datum in enumerate(data)
     )
 
 
@@ -160,7 +176,13 @@ def _check_output(item: TrainItem, data: Sequence[CheckedDatum], columns: Mappin
 
 
 def _check_datum(
-    datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int, vision: VisionSpec | None
+    datum: Datum,
+    where: str,
+    loss: LossInputs,
+    vocab_size: int,
+    max_length: int,
+    vision: VisionSpec | None,
+    routing: RoutingSpec | None,
 ) -> CheckedDatum:
     if not isinstance(datum, Datum):
         raise InvalidInputError(where, datum, "a Datum")
@@ -180,63 +202,34 @@ def _check_datum(
             f"{where}.targets", f"{targets.shape[1]} per token", f"at most {vocab_size}, the vocabulary size"
         )
     inputs = _loss_inputs(datum, where, loss, targets.shape)
-    images = _check_images(datum.images, where, tokens, vision)
-    return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape, images)
+    images = check_images(datum.images, tokens, vision, field=f"{where}.images")
+    routes = None if datum.routes is None else check_routes(datum.routes, length, routing, f"{where}.routes")
+    return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape, images, routes)
 
 
-def _check_images(
-    images: Sequence[Image], where: str, tokens: IntArray, vision: VisionSpec | None
-) -> tuple[Image, ...]:
-    """Check the images of a sequence: the tokens of all images, and no others, are the model's image token."""
-    if not isinstance(images, Sequence) or not all(isinstance(image, Image) for image in images):
-        raise InvalidInputError(f"{where}.images", images, "a sequence of Images")
-    if vision is None:
-        if images:
-            raise InvalidInputError(f"{where}.images", f"{len(images)} images", "none: this model reads text only")
-        return ()
-    end = 0
-    for number, image in enumerate(images):
-        field = f"{where}.images[{number}]"
-        _check_image(image, field, vision)
-        if not end <= image.first <= len(tokens) - image.tokens:
-            allowed = f"an index from {end} on that leaves room for {image.tokens} tokens, of {len(tokens)}"
-            raise InvalidInputError(f"{field}.first", image.first, allowed)
-        _check_text(tokens[end : image.first], where, end, vision)
-        end = image.first + image.tokens
-        if (tokens[image.first : end] != vision.image_token).any():
-            raise InvalidInputError(
-                f"{field}.first", image.first, f"the first of {image.tokens} tokens {vision.image_token} in a row"
-            )
-    _check_text(tokens[end:], where, end, vision)
-    return tuple(images)
+def check_recording(asked: object, routing: RoutingSpec | None, field: str) -> bool:
+    """Return whether routes are asked for. InvalidInputError or UnsupportedError: they cannot be."""
+    if not isinstance(asked, bool):
+        raise InvalidInputError(field, asked, "True or False")
+    if asked and routing is None:
+        raise UnsupportedError(f"{field}: {_NO_ROUTES}")
+    return asked
 
 
-def _check_image(image: Image, field: str, vision: VisionSpec) -> None:
-    for name in ("first", "rows", "columns"):
-        least, value = (0 if name == "first" else 1), getattr(image, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InvalidInputError(f"{field}.{name}", value, f"an integer ≥ {least}")
-    if not isinstance(image.digest, str) or not image.digest:
-        raise InvalidInputError(f"{field}.digest", image.digest, "a string that names the image")
-    if isinstance(image.pixels, EncodedImage):
-        return
-    patches = _array(image.pixels, f"{field}.pixels")
-    shape = image.tokens * vision.merge**2, vision.patch_width
-    if patches.dtype.kind != "f" or patches.shape != shape:
-        given = f"{patches.dtype} of shape {patches.shape}"
-        raise InvalidInputError(
-            f"{field}.pixels", given, f"floats of shape {shape}, the patches of {image.tokens} tokens"
-        )
-    if not np.isfinite(listed(patches)).all():
-        raise InvalidInputError(f"{field}.pixels", "NaN or infinity", "finite numbers")
-
-
-def _check_text(tokens: IntArray, where: str, first: int, vision: VisionSpec) -> None:
-    """Refuse image tokens outside images: the model would look for an image there."""
-    stray = np.flatnonzero(tokens == vision.image_token)
-    if len(stray):
-        place = first + int(stray[0])
-        raise InvalidInputError(f"{where}.tokens[{place}]", vision.image_token, "other tokens where there is no image")
+def check_routes(values: object, length: int, routing: RoutingSpec | None, field: str) -> RouteArray:
+    """Return the experts of a sequence's first tokens, at most ``length``, as an array (T, layers, K)."""
+    if routing is None:
+        raise UnsupportedError(f"{field}: {_NO_ROUTES}")
+    array = _array(values, field)
+    shape = f"(T, {routing.layers}, {routing.chosen}) with 1 ≤ T ≤ {length}: all layers of the decoder, and top-k"
+    if isinstance(array, Csr) or array.dtype.kind not in "iu":
+        raise InvalidInputError(field, f"dtype {array.dtype}", f"an integer array {shape}")
+    if array.ndim != 3 or array.shape[1:] != (routing.layers, routing.chosen) or not 1 <= len(array) <= length:
+        raise InvalidInputError(field, f"shape {array.shape}", shape)
+    if array.min() < 0 or array.max() >= routing.experts:
+        worst = array.min() if array.min() < 0 else array.max()
+        raise InvalidInputError(field, int(worst), f"numbers of experts in [0, {routing.experts})")
+    return array.astype(np.int16)
 
 
 def _loss_inputs(datum: Datum, where: str, loss: LossInputs, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:
@@ -297,7 +290,8 @@ def _rows_of(array: NDArray[Any] | Csr) -> NDArray[Any] | Csr:
     return array if isinstance(array, Csr) else array.reshape(array.shape[0], -1)
 
 
-_DATUM_FIELD = re.compile(r"data\[(\d+)\]\.(tokens|targets)")
+_DATUM_FIELD = re.compile(r"data\[(\d+)\]\.(tokens|targets|routes)")
+_ROW_FIELDS = {"tokens": "input_ids", "targets": "labels", "routes": "routed_experts"}
 
 
 def in_terms_of_rows(error: Exception) -> Exception:
@@ -308,4 +302,4 @@ def in_terms_of_rows(error: Exception) -> Exception:
     of_datum = _DATUM_FIELD.fullmatch(error.field) if isinstance(error, InvalidInputError) else None
     if of_datum is None or not isinstance(error, InvalidInputError):
         return error
-    return error.renamed(f"{'input_ids' if of_datum[2] == 'tokens' else 'labels'} of sequence {of_datum[1]}")
+    return error.renamed(f"{_ROW_FIELDS[of_datum[2]]} of sequence {of_datum[1]}")

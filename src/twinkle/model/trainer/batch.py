@@ -19,9 +19,11 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.csr import Csr
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.experts.replay import PassRoutes
 from twinkle.model.decoder.head import HeadQuery, clip_lora
-from twinkle.model.decoder.image_rows import ImageRows
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, bind_layers
+from twinkle.model.decoder.linear_attention.bounds import Bounds
+from twinkle.model.decoder.linear_attention.layer import PackedRows
 from twinkle.model.decoder.lora.dropout import DropoutDraw, RowDropout
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
@@ -32,6 +34,7 @@ from twinkle.model.objectives.objective import LossPart
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.types import OutputKind
 from twinkle.model.vision.feature_store import FeatureStore
+from twinkle.model.vision.splice import ImagePart, image_rows
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,14 @@ class DeviceBatch:
     blocks: tuple[Block, ...]
     gradients: tuple["GradientRows", ...]
 
+    def recorded_routes(self, layers: int) -> Tensor | None:
+        """Return the routes of the rows that hold tokens, after a pass that has recorded them; None: it has not."""
+        routes = self.layer_batch.routes
+        if routes is None or not routes.records:
+            return None
+        recorded_TLK = routes.recorded(layers)
+        return recorded_TLK if self.real_rows_T is None else recorded_TLK[self.real_rows_T]
+
 
 @dataclass(frozen=True)
 class GradientRows:
@@ -174,15 +185,24 @@ def build_batch(
     tokens = [datum.tokens for datum in data]
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.from_lengths(lengths, device)
+    rows = PackedRows(Bounds.from_lengths(lengths, device)) if architecture.has_linear_attention else None
     images = None
     if features is not None and any(datum.images for datum in data):
-        images = _image_rows(data, rows_per_sequence, features)
+        images = image_rows(features, _image_parts(data, rows_per_sequence))
         positions = _axes(data, positions, rows_per_sequence)
     return DeviceBatch(
         to_device(ids, device),
         to_device(positions, device),
         None if mask is None else to_device(mask, device),
-        LayerBatch(packing, bind_layers(adapters, architecture), recompute, give_way, images=images),
+        LayerBatch(
+            packing,
+            bind_layers(adapters, architecture),
+            recompute,
+            give_way,
+            images=images,
+            routes=_routes(parts, architecture, rows_per_sequence, device),
+            rows=rows,
+        ),
         None if real_rows is None else to_device(real_rows, device),
         sum(lengths),
         tuple(_blocks(parts, head_lora, _query(parts, device), device)),
@@ -215,6 +235,13 @@ class GradientRow:
     index: int
     row_P: Tensor
     finite: bool
+
+    def added_to(self, before: "GradientRow | None") -> "GradientRow":
+        """Return the sum of two gradients of one request. That of finite ones may overflow."""
+        if before is None:
+            return self
+        row_P = before.row_P + self.row_P
+        return GradientRow(self.index, row_P, before.finite and self.finite and bool(row_P.sum().isfinite()))
 
 
 @dataclass(frozen=True)
@@ -345,19 +372,32 @@ def _padded(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, Tenso
     return torch.from_numpy(ids), positions, torch.from_numpy(mask), torch.from_numpy(mask.reshape(-1).nonzero()[0])
 
 
-def _image_rows(data: Sequence[CheckedDatum], rows_per_sequence: int | None, features: FeatureStore) -> ImageRows:
-    """Return the features of all images, and their rows. ``rows_per_sequence``: of a padded batch; else None."""
-    images, places, start = [], [], 0
+def _routes(
+    parts: Sequence[Part], architecture: Architecture, rows_per_sequence: int | None, device: torch.device
+) -> PassRoutes | None:
+    """Return the routes that a pass replays or records; None if its routers choose, and nobody asks what they chose."""
+    data = [datum for part in parts for datum in part.data]
+    records = any(part.item.records_routes for part in parts)
+    if all(datum.routes is None for datum in data):
+        return PassRoutes(None, records) if records else None
+    spec = architecture.routing
+    assert spec is not None, "requests with routes are refused without it"
+    lengths = [len(datum.tokens) if rows_per_sequence is None else rows_per_sequence for datum in data]
+    given_TLK, start = np.full((sum(lengths), spec.layers, spec.chosen), -1, np.int16), 0
+    for datum, length in zip(data, lengths, strict=True):
+        if datum.routes is not None:
+            given_TLK[start : start + len(datum.routes)] = datum.routes
+        start += length
+    return PassRoutes(to_device(torch.from_numpy(given_TLK), device), records)
+
+
+def _image_parts(data: Sequence[CheckedDatum], rows_per_sequence: int | None) -> list[ImagePart]:
+    """Return all images, each with its first row. ``rows_per_sequence``: of a padded batch; else None."""
+    parts, start = [], 0
     for datum in data:
-        for image in datum.images:
-            images.append(image)
-            places.append(np.arange(start + image.first, start + image.first + image.tokens))
+        parts += [ImagePart.whole(image, start + image.first) for image in datum.images]
         start += len(datum.tokens) if rows_per_sequence is None else rows_per_sequence
-    found = features.get(images)
-    embeddings_nH = torch.cat([each.embeddings_nH for each in found])
-    layers = zip(*(each.added for each in found), strict=True)
-    rows_n = to_device(torch.from_numpy(np.concatenate(places)), embeddings_nH.device)
-    return ImageRows(rows_n, embeddings_nH, tuple(torch.cat(layer) for layer in layers))
+    return parts
 
 
 def _axes(data: Sequence[CheckedDatum], positions: Tensor, rows_per_sequence: int | None) -> Tensor:

@@ -30,12 +30,14 @@ from twinkle.model.objectives.objective import evaluate
 from twinkle.model.objectives.validation import CheckedItem, check_item
 from twinkle.model.parallel import SINGLE, Parallelism
 from twinkle.model.trainer.agreement import Plan, RankReport, agree, agree_on_plan, contents_digest
-from twinkle.model.trainer.batch import Part
+from twinkle.model.trainer.batch import GradientRow, Part
 from twinkle.model.trainer.engine import Computed
 from twinkle.model.trainer.packing import Budget, MicroBatch, cut, halves, plan, schedules
 from twinkle.model.trainer.request import Request, describe, ordered_sequences
-from twinkle.model.types import FloatArray, OutputKind, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import FloatArray, Image, OutputKind, TrainFailure, TrainItem, TrainResult
 from twinkle.model.vision.feature_store import FeatureStore
+
+_NOT_FINITE = "the gradient holds NaN or infinity: it was not kept"
 
 StepLimit = Callable[[], int | None]  # returns the most tokens of the next micro-batch; None: as many as fit
 
@@ -75,6 +77,23 @@ class Pipeline(Protocol):
     def forward_backward(self, batches: Sequence[Sequence[Part]], recompute: Sequence[bool]) -> list[Computed]: ...
 
 
+class RemoteRequests(Protocol):
+    """What computes a part of the requests of other ranks, which have other data but use this rank's experts."""
+
+    @property
+    def block(self) -> int:
+        """Return how many ranks with different data compute for each other."""
+        ...
+
+    def begin(self, pool: AdapterPool) -> None:
+        """Note that a call begins. It takes the adapters of other ranks' requests from ``pool``."""
+        ...
+
+    def gradients(self) -> list[GradientRow]:
+        """Return gradients of micro-batches that only other ranks had. Called once, at the end of a call."""
+        ...
+
+
 class TrainerCall:
     """Runs the requests of one call. ``budget`` shrinks when the device turns out to hold less than was measured."""
 
@@ -91,6 +110,7 @@ class TrainerCall:
         leaves_half: bool = True,
         trains_base: bool = False,
         features: FeatureStore | None = None,
+        remote: RemoteRequests | None = None,
     ) -> None:
         """``trains_base``: requests train the weights of the model itself, and all of them are for the base model.
 
@@ -99,6 +119,9 @@ class TrainerCall:
         ``features``: those of images; None: images are refused.
 
         ``pipeline``: computes the micro-batches instead of ``engine``, several at once.
+
+        ``remote``: computes in these micro-batches for requests of other ranks, too. Their gradients come with those of
+        this rank's requests.
 
         ``give_way`` is called between layers of micro-batches that leave enough memory.
 
@@ -115,18 +138,28 @@ class TrainerCall:
         self._parallel = parallel
         self._pipeline = pipeline
         self._features = features
+        self._remote = remote
+        self._elsewhere: dict[int, GradientRow] = {}  # of requests that have no sequences on this rank
         self._requests: dict[int, Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
         self._begun: Counter[str] = Counter()  # requests of each adapter that passed their checks
+        self._held: list[Image] = []  # images whose features are kept until the end of the call
 
     def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
-        for index, item in enumerate(items):
-            self._check(index, item)
-        if self._parallel.model.size > 1:
-            self._agree_on_requests(items)
-        for _ in self._compute_all(None):
-            pass
+        try:
+            for index, item in enumerate(items):
+                self._check(index, item)
+            if self._parallel.model.size > 1:
+                self._agree_on_requests(items)
+            if self._remote is not None:
+                self._remote.begin(self._pool)
+            for _ in self._compute_all(None):
+                pass
+        finally:
+            self._release_images()
         self._engine.finish()
+        if self._remote is not None:
+            self._absorb_remote(self._remote)
         if self._parallel.ranks.size > 1:
             self._agree_on_results(items)
         return [self._results[index] for index in range(len(items))]
@@ -141,9 +174,12 @@ class TrainerCall:
         only when all sequences of its request are done.
         """
         assert self._parallel.ranks.size == 1, "ranks compute in step with each other"
-        for index, item in enumerate(items):
-            self._check(index, item)
-        yield from self._compute_all(limit)
+        try:
+            for index, item in enumerate(items):
+                self._check(index, item)
+            yield from self._compute_all(limit)
+        finally:
+            self._release_images()
         self._engine.finish()
         return [self._results[index] for index in range(len(items))]
 
@@ -217,8 +253,9 @@ class TrainerCall:
                 max_length=longest,
                 columns=columns,
                 vision=None if self._features is None else architecture.vision,
+                routing=architecture.routing,
             )
-            checked = self._with_patches(checked)
+            checked = self._decoded_images(checked)
             self._check_logits(checked)
             dropout = None if adapter is None else self._draw(item, adapter)
             self._begun[item.adapter_id] += 1
@@ -232,11 +269,17 @@ class TrainerCall:
             keeps_values = checked.statistics or evaluation is not None or checked.output != "logps"
             self._requests[index] = Request(checked, adapter, evaluation, keeps_values, dropout)
 
-    def _with_patches(self, item: CheckedItem) -> CheckedItem:
-        """Return a request with the patches of its images. An image that cannot be decoded fails its request here."""
+    def _decoded_images(self, item: CheckedItem) -> CheckedItem:
+        """Return a request whose images are decoded, except those whose features are known, which are held.
+
+        An image that cannot be decoded fails its request here.
+        """
         features = self._features
         if features is None or not any(datum.images for datum in item.data):
             return item
+        images = [image for datum in item.data for image in datum.images]
+        features.hold(images)
+        self._held += images
         data = [
             dataclasses.replace(
                 datum,
@@ -248,6 +291,11 @@ class TrainerCall:
             for index, datum in enumerate(item.data)
         ]
         return dataclasses.replace(item, data=tuple(data))
+
+    def _release_images(self) -> None:
+        if self._features is not None:
+            self._features.release(self._held)
+            self._held = []
 
     def _draw(self, item: TrainItem, adapter: Adapter) -> DropoutDraw | None:
         """Return what decides the dropout of a request; None if the request has none.
@@ -284,7 +332,9 @@ class TrainerCall:
         )
 
     def _fits(self, indices: frozenset[int]) -> bool:
-        return self._pool.fit(self._adapters(indices))
+        """Return whether the adapters of these requests fit, beside as many that other ranks may need at that time."""
+        times = 1 if self._remote is None or len(indices) == 1 else self._remote.block
+        return self._pool.fit(self._adapters(indices), times)
 
     def _make_plan(self, most: int) -> Plan:
         """Cut all requests into micro-batches. ``most``: the most requests of a group that runs together."""
@@ -324,14 +374,15 @@ class TrainerCall:
 
         Other calls need memory, too: if kept activations leave too little, they are recomputed; if that still leaves
         too little, the batch is not interrupted. A sampler needs next to nothing, and nothing is recomputed for it; but
-        without a cache, as in padded architectures, it computes whole sequences and needs as much as other calls.
+        without a cache it computes whole sequences and needs as much as other calls.
         """
         if self._give_way is None:
             return None, batch.recompute
-        lean, padded = dataclasses.replace(batch, recompute=True), self._engine.architecture.padded
+        architecture = self._engine.architecture
+        lean, padded = dataclasses.replace(batch, recompute=True), architecture.padded
         if not self._leaves_half:
-            fits = not padded or self.budget.leaves_room(batch, train=self._train, padded=padded)
-            return self._give_way if fits else None, batch.recompute
+            room = self.budget.leaves_room(batch, train=self._train, padded=padded)
+            return self._give_way if room or architecture.samples_with_cache else None, batch.recompute
         if not batch.recompute and self.budget.leaves_room(batch, train=self._train, padded=padded):
             return self._give_way, False
         if self.budget.leaves_room(lean, train=self._train, padded=padded):
@@ -365,8 +416,9 @@ class TrainerCall:
             leaves_half=self._leaves_half,
             parallel=Parallelism(model=self._parallel.model),
             pipeline=self._pipeline,
+            remote=self._remote,
         )
-        plain = dataclasses.replace(item, objective=None)
+        plain = dataclasses.replace(item, objective=None, records_routes=False)
         first._requests[0] = Request(plain, request.adapter, keeps_values=True, dropout=request.dropout)
         yield from first._compute_all(limit)
         self.budget = first.budget
@@ -395,10 +447,13 @@ class TrainerCall:
     def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
         """Take the results of a micro-batch from the device, and finish the requests that are complete now."""
         values = iter(computed.values)
+        routes = iter(computed.routes([sequence.length for sequence in batch.sequences]))
         for index, sequences in batch.by_item.items():
             request = self._requests[index]
             for sequence in sequences:
-                rows_TM = next(values)
+                rows_TM, own_routes = next(values), next(routes, None)
+                if request.item.records_routes and own_routes is not None:
+                    request.routes[sequence.datum] = own_routes
                 datum = request.item.data[sequence.datum]
                 request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.width])
                 if request.keeps_values:
@@ -408,16 +463,30 @@ class TrainerCall:
             if request.complete:
                 self._evaluate(request)
         for gradient in computed.gradients:
-            request = self._requests[gradient.index]
-            request.finite = request.finite and gradient.finite
-            if request.gradient_P is None:
-                request.gradient_P = gradient.row_P
-            else:  # the sum of finite parts may overflow
-                request.gradient_P = request.gradient_P + gradient.row_P
-                request.finite = request.finite and bool(request.gradient_P.sum().isfinite())
+            self._add_gradient(gradient)
         for index in batch.items:
             if self._requests[index].complete and index not in self._results:
                 self._finish(index, self._requests[index])
+
+    def _add_gradient(self, gradient: GradientRow) -> None:
+        """Add a gradient to what its request has so far."""
+        index, request = gradient.index, self._requests.get(gradient.index)
+        if request is None:
+            self._elsewhere[index] = gradient.added_to(self._elsewhere.get(index))
+            return
+        before = None if request.gradient_P is None else GradientRow(index, request.gradient_P, request.finite)
+        total = gradient.added_to(before)
+        request.gradient_P, request.finite = total.row_P, request.finite and total.finite
+
+    def _absorb_remote(self, remote: RemoteRequests) -> None:
+        """Take the rest of the gradients, and fail requests of which a part is not finite."""
+        for gradient in remote.gradients():
+            self._add_gradient(gradient)
+        finite = {index: request.finite for index, request in self._requests.items()}
+        finite |= {index: each.finite for index, each in self._elsewhere.items()}
+        for index, each in finite.items():
+            if not each and not isinstance(self._results.get(index), TrainFailure):
+                self._fail(index, NonFiniteError(_NOT_FINITE))
 
     def _evaluate(self, request: Request) -> None:
         evaluation = request.evaluation
@@ -443,7 +512,7 @@ class TrainerCall:
             # The loss may ignore the target, for example because its weight is 0, and be finite nevertheless.
             self._fail(index, NonFiniteError(f"{_first_not_finite(logprobs)}: no gradient was kept"))
         elif not request.finite:
-            self._fail(index, NonFiniteError("the gradient holds NaN or infinity: it was not kept"))
+            self._fail(index, NonFiniteError(_NOT_FINITE))
         else:
             if self._parallel.ranks.size == 1:
                 request.keep_gradient()
@@ -455,7 +524,8 @@ class TrainerCall:
             else:
                 logprobs = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, item.data, strict=True)]
             values = tuple(request.ordered_values) if item.statistics or item.output != "logps" else ()
-            self._results[index] = TrainResult(logprobs, metrics, values)
+            routes = tuple(request.routes[number] for number in sorted(request.routes))
+            self._results[index] = TrainResult(logprobs, metrics, values, routes)
 
     def _agree_on_requests(self, items: Sequence[TrainItem]) -> None:
         """Before the ranks of one model compute together: fail requests on all ranks whose check failed on any."""
@@ -479,7 +549,7 @@ class TrainerCall:
         reports = [self._report(index, item) for index, item in enumerate(items)]
         for index, error in enumerate(agree(self._parallel.ranks, reports)):
             if error is None:
-                self._keep_part(items[index], self._requests.get(index))
+                self._keep_part(index, items[index])
             else:
                 self._fail(index, error)
 
@@ -490,13 +560,16 @@ class TrainerCall:
             return RankReport(name, 0, result.error, data=number)
         return RankReport(name, 0 if result is None else len(result.logprobs), data=number)
 
-    def _keep_part(self, item: TrainItem, request: Request | None) -> None:
+    def _keep_part(self, index: int, item: TrainItem) -> None:
         if self._train and not self._trains_base:
             adapter = self._pool.get(item.adapter_id)
             adapter.divide_gradient(keeps=self._parallel.data.number == 0)
             adapter.passes += 1  # on all ranks, also on those that have none of its sequences
+            request = self._requests.get(index)
             if request is not None:
                 request.keep_gradient()
+            elif index in self._elsewhere:
+                adapter.add_gradient(self._elsewhere[index].row_P)
 
     def _fail(self, index: int, error: TwinkleError) -> None:
         self._results[index] = TrainFailure(error)

@@ -30,7 +30,7 @@ from twinkle.model.trainer.batch import (
     build_head_batch,
     harvest,
 )
-from twinkle.model.types import FloatArray
+from twinkle.model.types import FloatArray, RouteArray
 from twinkle.model.vision.feature_store import FeatureStore
 
 T = TypeVar("T")
@@ -46,12 +46,27 @@ class Computed:
     _values: tuple[HostCopy, ...]  # one per block
     _lengths: tuple[tuple[int, ...], ...]  # per block, the lengths of its sequences
     _gradients: Gradients | None
+    _places: tuple[int, ...] | None = None  # of the sequences whose values are returned; None: all
+    _routes: HostCopy | None = None  # (T, layers, K) of the tokens of all sequences, if a request asked for them
 
     @classmethod
     def from_values(
-        cls, blocks: Sequence[Block], values: Sequence[Tensor], gradients: Gradients | None = None
+        cls,
+        blocks: Sequence[Block],
+        values: Sequence[Tensor],
+        gradients: Gradients | None = None,
+        routes: Tensor | None = None,
     ) -> "Computed":
-        return cls(tuple(map(HostCopy.start, values)), tuple(block.lengths for block in blocks), gradients)
+        copied = None if routes is None else HostCopy.start(routes)
+        lengths = tuple(block.lengths for block in blocks)
+        return cls(tuple(map(HostCopy.start, values)), lengths, gradients, _routes=copied)
+
+    def routes(self, lengths: Sequence[int]) -> list[RouteArray]:
+        """Return the routes of each sequence, in row order; empty if no request of the batch asked for them.
+
+        ``lengths``: those of the sequences.
+        """
+        return [] if self._routes is None else np.split(self._routes.array(), np.cumsum(lengths)[:-1])
 
     @property
     def values(self) -> list[FloatArray]:
@@ -61,7 +76,12 @@ class Computed:
         entropy and most likely token.
         """
         blocks = zip(self._values, self._lengths, strict=True)
-        return [rows for values, lengths in blocks for rows in np.split(values.array(), np.cumsum(lengths)[:-1])]
+        rows = [rows for values, lengths in blocks for rows in np.split(values.array(), np.cumsum(lengths)[:-1])]
+        return rows if self._places is None else [rows[place] for place in self._places]
+
+    def only(self, places: Sequence[int]) -> "Computed":
+        """Return the same with the values of the sequences at these places, in this order. Gradients are all there."""
+        return replace(self, _places=tuple(places))
 
     @property
     def gradients(self) -> list[GradientRow]:
@@ -104,6 +124,9 @@ class Engine:
         self.device = device
         fuse_norms(model)
         self.layers: list[TenantLayer] = install(model, architecture)
+        routers = self.layers[0].routers
+        if routers is not None:
+            self.architecture = replace(architecture, routing=routers.spec)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self.sharded_head: nn.Module | None = None  # in a sharded model, the module with the head's weights
         self.model = model
@@ -126,7 +149,7 @@ class Engine:
             batch = self._batch(parts, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
             values = self._all_values(batch.blocks, hidden_TH, give_way)
-        return Computed.from_values(batch.blocks, values)
+        return Computed.from_values(batch.blocks, values, routes=batch.recorded_routes(len(self.layers)))
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
         """Compute log-probabilities and gradients. Adapters do not change; the caller adds the gradients to them.
@@ -143,7 +166,8 @@ class Engine:
             with torch.no_grad():
                 detached_TH = hidden_TH.detach()
                 values, dhidden_TH = self._head_pass(batch.blocks, detached_TH, give_way)
-                computed = Computed.from_values(batch.blocks, values)
+                routes = batch.recorded_routes(len(self.layers))
+                computed = Computed.from_values(batch.blocks, values, routes=routes)
             if hidden_TH.requires_grad:  # False if all adapters of the batch are on the head alone
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
@@ -151,8 +175,8 @@ class Engine:
         return replace(computed, _gradients=gradients)
 
     def _captured(self, parts: Sequence[Part]) -> CapturedPass | None:
-        """Return the captured pass for these parts; None if there is none, or there are images."""
-        if self.graphs is None or any(datum.images for part in parts for datum in part.data):
+        """Return the captured pass for these parts; None if there is none, or there are images or routes."""
+        if self.graphs is None or any(map(_needs_eager_pass, parts)):
             return None
         return self.graphs.find(parts)
 
@@ -221,6 +245,11 @@ class Engine:
         self, blocks: Sequence[Block], hidden_TH: Tensor, give_way: GiveWay | None
     ) -> tuple[list[Tensor], Tensor]:
         return self._with_head(lambda head: head_pass(head, blocks, hidden_TH, give_way))
+
+
+def _needs_eager_pass(part: Part) -> bool:
+    routed = part.item.records_routes or any(datum.routes is not None for datum in part.data)
+    return routed or any(datum.images for datum in part.data)
 
 
 def head_values(

@@ -147,11 +147,12 @@ def capture_passes(engine: Engine, dtype: torch.dtype, most_rows: int) -> PassGr
     """Capture the passes of up to ``most_rows`` rows. Return None, with a warning in the log, if that fails.
 
     Return None without a warning where passes are never captured: on devices other than Hopper GPUs, for models that
-    are padded, sharded or not in bf16, and where there is no memory for the smallest bucket.
+    are padded, have linear attention, are sharded or not in bf16, and where there is no memory for the smallest bucket.
     """
     buckets = [bucket for bucket in BUCKETS if bucket.rows <= most_rows]
     can_run = runs_own_kernels(engine.device) and dtype == torch.bfloat16
-    if not buckets or not can_run or engine.architecture.padded or engine.sharded_head is not None:
+    follows_lengths = engine.architecture.padded or engine.architecture.has_linear_attention
+    if not buckets or not can_run or follows_lengths or engine.sharded_head is not None:
         return None
     from triton.errors import TritonError  # comes with CUDA builds of torch
 

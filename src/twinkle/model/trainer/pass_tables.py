@@ -64,11 +64,11 @@ class Bucket:
 
 
 def can_be_captured(part: Part) -> bool:
-    """Return whether a captured pass can compute this part: no dropout, and one rank that is not too large."""
+    """Return whether a captured pass can compute this part: no dropout, no experts, one rank that is not too large."""
     if part.dropout is not None:
         return False
     layout = None if part.adapter is None else part.adapter.layout
-    return layout is None or (layout.ranks is None and layout.rank <= LARGEST_RANK)
+    return layout is None or (layout.ranks is None and layout.rank <= LARGEST_RANK and not layout.has_experts)
 
 
 class PassTables:

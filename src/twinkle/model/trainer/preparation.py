@@ -14,7 +14,7 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters.cuts import AdapterCuts, WholeAdapters
 from twinkle.model.decoder.architecture import Architecture, read_architecture
 from twinkle.model.parallel import Parallelism, own_device, read_mesh
-from twinkle.model.trainer.call import Passes, Pipeline
+from twinkle.model.trainer.call import Passes, Pipeline, RemoteRequests
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
@@ -62,6 +62,7 @@ class PreparedModel:
     engine: Engine | None = None  # None: no sampler can run on this model
     pipeline: Pipeline | None = None  # what runs several micro-batches at once, instead of ``passes``
     features: FeatureStore | None = None  # of images; None: the model reads text only
+    remote: RemoteRequests | None = None  # what computes for requests of other ranks; None: nothing does
 
 
 def prepare_model(
@@ -109,7 +110,7 @@ def prepare_model(
             Tower(model, architecture.vision),
             processing,
             device_bytes=feature_bytes,
-            host_bytes=feature_bytes if device.type == "cpu" else _MOST_FEATURE_BYTES,
+            host_bytes=feature_bytes if device.type == "cpu" else _host_feature_bytes(parallel.ranks.size),
         )
     progress.doing("the same pass with our layers")
     check_engine(engine, reference)
@@ -142,6 +143,11 @@ def prepare_model(
         engine=engine,
         features=engine.features,
     )
+
+
+def _host_feature_bytes(processes: int) -> int:
+    """Return how much host memory the features of images take at most, beside those on the GPU."""
+    return min(_MOST_FEATURE_BYTES, available_bytes(torch.device("cpu"), processes) // _FEATURE_PART)
 
 
 def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> int:

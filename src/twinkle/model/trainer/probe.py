@@ -38,8 +38,8 @@ class TokenCost:
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     small, large = PROBE_TOKENS[engine.device.type]
     if engine.device.type == "cuda":  # different lengths: compile the kernels for those now, not during a request
-        run_probe(engine, dtype, [PROBE_RANK, PROBE_RANK], [small, small // 2])
-    adapters = probe_adapters(engine.architecture, engine.device, dtype, [PROBE_RANK], head=True)
+        run_probe(engine, dtype, [PROBE_RANK, PROBE_RANK], [small, small // 2], experts=True)
+    adapters = probe_adapters(engine.architecture, engine.device, dtype, [PROBE_RANK], head=True, experts=True)
 
     def run(tokens: int, recompute: bool) -> None:
         engine.forward_backward(probe_parts(engine.architecture, adapters, [tokens]), recompute=recompute)
@@ -64,9 +64,11 @@ def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
         engine.head = head
 
 
-def run_probe(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
+def run_probe(
+    engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int], *, experts: bool = False
+) -> None:
     """Run one training batch and one scoring batch, with one sequence per adapter."""
-    adapters = probe_adapters(engine.architecture, engine.device, dtype, ranks)
+    adapters = probe_adapters(engine.architecture, engine.device, dtype, ranks, experts=experts)
     parts = probe_parts(engine.architecture, adapters, lengths)
     engine.forward_backward(parts, recompute=False)
     engine.forward(parts)
@@ -99,13 +101,21 @@ def probe_adapters(
     ranks: list[int],
     *,
     head: bool = False,
+    experts: bool = False,
     init: bool = True,
     cuts: AdapterCuts = WHOLE,
 ) -> list[Adapter]:
-    """Return temporary adapters on all linear layers; with ``head`` also on the head. ``cuts``: those of a trainer."""
+    """Return temporary adapters on all linear layers; with ``head`` and ``experts`` also on those.
+
+    ``cuts``: those of a trainer.
+    """
     adapters: list[Adapter] = []
     stacks: dict[int, Stack] = {}
-    targets = (*architecture.linear, architecture.head) if head else architecture.linear
+    targets = architecture.linear
+    if experts:
+        targets += architecture.shared_outer
+    if head:
+        targets += (architecture.head,)
     for number, rank in enumerate(ranks):
         whole = RowLayout(rank, targets)
         layout = cuts.own(whole)

@@ -11,7 +11,7 @@ from twinkle.model.decoder.lora.dropout import DropoutDraw
 from twinkle.model.objectives.custom_loss import Evaluation
 from twinkle.model.objectives.validation import CheckedItem
 from twinkle.model.trainer.packing import MicroBatch, SequenceRef
-from twinkle.model.types import FloatArray, TokenValues
+from twinkle.model.types import FloatArray, RouteArray, TokenValues
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Request:
     dropout: DropoutDraw | None = None  # None: nothing is dropped
     values: dict[int, TokenValues] = field(default_factory=dict)  # datum → its values; filled if keeps_values
     logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
+    routes: dict[int, RouteArray] = field(default_factory=dict)  # datum → (T, layers, K); filled if it asks for them
     metrics: dict[str, float] = field(default_factory=dict)  # once complete
     gradient_P: Tensor | None = None
     finite: bool = True

@@ -62,14 +62,17 @@ class RequestShards:
             return next(result for result in results if isinstance(result, TrainFailure))
         logprobs = [iter(part.logprobs) for part in parts]
         values = [iter(part.values) for part in parts]
+        routes = [iter(part.routes) for part in parts]
         joined = TrainResult(
             [next(logprobs[owner]) for owner in owners],
             parts[owners[0]].metrics,
             tuple(next(values[owner]) for owner in owners) if item.statistics or item.output != "logps" else (),
+            tuple(next(routes[owner]) for owner in owners) if item.records_routes else (),
         )
         if len(set(owners)) == 1:
             return joined
-        checked = check_item(item, vocab_size=_ANY, max_length=_ANY)
+        plain = [replace(datum, routes=None) for datum in item.data]
+        checked = check_item(replace(item, data=plain, records_routes=False), vocab_size=_ANY, max_length=_ANY)
         columns = [array.reshape(len(array), -1) for array in joined.logprobs]
         return replace(joined, metrics=evaluate(checked, columns))
 

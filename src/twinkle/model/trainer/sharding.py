@@ -62,11 +62,18 @@ def shard_engine(engine: Engine, model: PreTrainedModel, mesh: TorchMesh, reshar
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     for module in (*engine.layers, model.get_input_embeddings()):
         fully_shard(module, **options)
-    fully_shard(model.base_model, mesh=mesh)
+    for module in decoder_parts(model):
+        fully_shard(module, mesh=mesh)
     fully_shard(head, mesh=mesh, reshard_after_forward=True)
     engine.sharded_head = head
     engine.layers[0].opens_gradient = True  # the backward pass must go through all layers, on all ranks
     return held
+
+
+def decoder_parts(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Return the decoder and, if there is also a vision tower, what holds both: passes call the decoder alone."""
+    decoder, whole_model = model.get_decoder(), model.base_model
+    return (decoder, whole_model) if hasattr(whole_model, "language_model") else (whole_model,)
 
 
 def shard_trained(

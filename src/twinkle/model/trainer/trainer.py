@@ -59,15 +59,19 @@ from twinkle.model.types import (
     AdamParams,
     AdapterSnapshot,
     FloatArray,
+    Image,
     LoraSpec,
     TrainerNumbers,
     TrainFailure,
     TrainingSpec,
     TrainItem,
     TrainResult,
+    VisionSpec,
     check_adam_params,
 )
 from twinkle.utils.progress import Progress
+
+_REPORTED_RANKS = (8, 32)
 
 
 class Trainer:
@@ -137,6 +141,7 @@ class Trainer:
         self._passes = prepared.passes
         self._pipeline = prepared.pipeline
         self._features = prepared.features
+        self._remote = prepared.remote
         self._engine = prepared.engine
         self._parallel = prepared.parallel
         self._cuts = prepared.cuts
@@ -174,7 +179,7 @@ class Trainer:
         sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
         place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
         local = hub.resolve(model_id)
-        model = load_model(local, read_dtype(dtype, chosen), place)
+        model = load_model(local, read_dtype(dtype, chosen), place, images=not sharded)
         if place.type == "cuda":
             join_weights(model)  # before any pass is captured: it moves weights
         return cls(
@@ -202,9 +207,16 @@ class Trainer:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def check_adapter(self, spec: TrainingSpec) -> None:
-        """Raise for a spec that this model can never have. May be called from any thread."""
+        """Raise for a spec that this model can never have. May be called from any thread.
+
+        InvalidInputError, too, if such an adapter never fits the memory that is set aside for adapters.
+        """
         checked = check_spec(spec)
-        check_ranks(checked, select_targets(checked, self.architecture))
+        layout = self._cuts.own(self._layout(checked))
+        try:
+            self._pool.check_size("new", layout)
+        except CapacityError as error:
+            raise InvalidInputError("rank", checked.largest_rank, f"one with which it fits: {error}") from error
 
     def create_adapter(self, adapter_id: str, spec: TrainingSpec) -> LoraSpec:
         """Make a fresh adapter; returns its spec with the seed that was used."""
@@ -247,11 +259,41 @@ class Trainer:
         copy = self.dtype.itemsize if self.device.type == "cpu" else 0
         return (PAGED_BYTES_PER_PARAMETER + copy) * layout.largest_size
 
+    def memory_report(self) -> str:
+        """Describe how memory is divided, and how many adapters fit the device."""
+        if not self._has_budget:
+            return f"{self.memory}; the host's memory limits adapters"
+        counts = []
+        mlp = not self.architecture.has_other_experts
+        for rank in _REPORTED_RANKS:
+            whole, for_passes = self._pool.capacity(self._cuts.own(self._layout(LoraSpec(rank, train_mlp=mlp))))
+            counts.append(f"{whole} of rank {rank} with optimizer states, {for_passes} without")
+        where = "" if mlp else " (on attention alone)"
+        return f"{self.memory}; adapters that fit the device{where}: {'; '.join(counts)}; others are in host memory"
+
     def numbers(self) -> TrainerNumbers:
         resident = len(self._pool.resident_ids())
         rows = self._passes.token_rows, self._passes.padding_rows
-        images = (0, 0) if self._features is None else (self._features.computed, self._features.reused)
-        return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device), *images)
+        paged = len(self._pool.ids()) - resident
+        return TrainerNumbers(resident, paged, *rows, device_memory(self.device), *self.image_counts())
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """Return what the model wants of images; None: it is trained on text only."""
+        return None if self._features is None else self.architecture.vision
+
+    @property
+    def image_processing(self) -> ImageProcessing | None:
+        """Return the model's image processor; None: it has none, or the model is trained on text only."""
+        return None if self._features is None else self._features.processing
+
+    def wants_pixels(self, image: Image) -> bool:
+        """Return whether the next pass with an image would have to decode its file. May be called in any thread."""
+        return self._features is not None and not self._features.has(image)
+
+    def image_counts(self) -> tuple[int, int]:
+        """Return how many images the vision tower has seen, and how many were known. May be called in any thread."""
+        return (0, 0) if self._features is None else (self._features.computed, self._features.reused)
 
     def vocabulary_size(self) -> int:
         """Return how many token ids the model has."""
@@ -335,7 +377,7 @@ class Trainer:
         """
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
-        self._pool.make_resident([adapter])
+        self._pool.make_resident([adapter], whole=True)
         self._unite_gradient(adapter)
         return adam_step(adapter, params, decoupled=decoupled, cuts=self._cuts)
 
@@ -350,7 +392,7 @@ class Trainer:
         adapter = self._pool.get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
-        self._pool.make_resident([adapter])
+        self._pool.make_resident([adapter], whole=True)
         self._unite_gradient(adapter)
         return optimizer_step(adapter, name, settings, cuts=self._cuts)
 
@@ -417,7 +459,7 @@ class Trainer:
         """Put an adapter into the state of a snapshot, creating it if it does not exist."""
         fresh = self._blank(adapter_id, check_spec(snapshot.spec))
         whole = fresh.whole
-        if whole.digest != snapshot.layout:
+        if not whole.fits(snapshot.layout):
             raise InvalidInputError("snapshot.layout", snapshot.layout, f"{whole.digest} (another base model?)")
         for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
             array = vars(snapshot)[name]
@@ -466,10 +508,12 @@ class Trainer:
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         """Copy what :meth:`save` would write, and return a function that writes it to a directory.
 
-        The function may be called from any thread. It overwrites an existing directory.
+        The function may be called from any thread. It overwrites an existing directory. With ``synced=False`` it does
+        not wait until the files have reached the disk: they survive the death of this process, not a power failure.
         """
         adapter = self._gathered(self._pool.get(adapter_id), optimizer)
         return functools.partial(
@@ -481,6 +525,7 @@ class Trainer:
             overwrite=True,
             state=state,
             companions=companions,
+            synced=synced,
         )
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
@@ -569,6 +614,7 @@ class Trainer:
             parallel=self._parallel,
             pipeline=self._pipeline,
             features=self._features,
+            remote=self._remote,
         )
         results = call.run(items)
         self._budget = call.budget

@@ -7,6 +7,8 @@ log-probabilities chunk by chunk and recomputes them in the backward pass, so th
 asked for. Log-probabilities of any other family, and of a model that outputs router logits, come from its own forward,
 padded, with all logits.
 
+Sequences with images run padded: the vision tower sees the images, and its features take the places of embeddings.
+
 With sequence parallelism each rank of a sequence group computes a slice of the packed row, and gets the outputs of all
 sequences (:mod:`twinkle.model.transformers.sequence_parallel`). Otherwise the slice is the whole row.
 
@@ -19,20 +21,27 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from twinkle.model.decoder.architecture import TESTED_FAMILIES, logit_shape, mixes_by_attention_alone
+from twinkle.errors import UnsupportedError
+from twinkle.images import position_axes
+from twinkle.model.decoder.architecture import TESTED_FAMILIES, find_layers, logit_shape, mixes_by_attention_alone
 from twinkle.model.decoder.attention import PACKED
 from twinkle.model.decoder.attention import register as register_packed
-from twinkle.model.library.sequences import SequenceBatch
-from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.decoder.experts.replay import PassRoutes, WatchedRouters, watch_routers
+from twinkle.model.decoder.image_rows import ImageRows
+from twinkle.model.library.router_replay import routes_of
+from twinkle.model.library.sequences import ROUTES, SequenceBatch
+from twinkle.model.parallel import ALONE, Parallelism, Ranks
 from twinkle.model.trainer.memory import head_chunk_rows
 from twinkle.model.transformers.sequence_parallel import ADDED_TOKEN, SLICED, RowSlice, check_model
 from twinkle.model.transformers.sequence_parallel import register as register_sliced
+from twinkle.model.types import RouteArray, VisionSpec
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Asked:
     logits: bool = False
     embeddings: bool = False  # returned instead of log-probabilities
     values: bool = False  # outputs of a head with one output, returned instead of log-probabilities
+    records_routes: bool = False
 
 
 class CausalForward(nn.Module):
@@ -53,9 +63,26 @@ class CausalForward(nn.Module):
     If it runs packed, the model's attention is replaced: direct calls of the model (such as ``generate``) raise errors.
     """
 
-    def __init__(self, model: PreTrainedModel, sequence: Ranks = ALONE) -> None:
-        """sequence: the ranks that have the same rows, and share their computation."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sequence: Ranks = ALONE,
+        vision: VisionSpec | None = None,
+        routers: WatchedRouters | None = None,
+        *,
+        tower_always: bool = False,
+    ) -> None:
+        """sequence: the ranks that have the same rows, and share their computation. vision: see TwinkleModel.
+
+        routers: those whose routes passes record and replay.
+
+        tower_always: a trained vision tower is a part of every pass, also of one without images, because other ranks
+        may have images, and the gradients of shards are exchanged for all parameters or none.
+        """
         super().__init__()
+        self._vision = vision
+        self._routers = routers
+        self._tower_always = tower_always
         if sequence.size > 1:
             check_model(model, sequence.size)
         config = model.config.get_text_config()
@@ -76,22 +103,66 @@ class CausalForward(nn.Module):
         """Return (B, L) "logps" and, as asked, "entropies", "predictions" and (B, L, V) "logits".
 
         With ``asked.embeddings``, only (B, H) "embeddings" is returned; with ``asked.values``, only (B, L) "values". An
-        auxiliary loss of the model's own forward is returned as "aux_loss".
+        auxiliary loss of the model's own forward is returned as "aux_loss". With ``asked.records_routes``, (B, L,
+        layers, K) "routed_experts" is returned, too.
 
         A packed row is computed with its sequences in the order of their lengths: attention without a kernel for
         packed rows (fp32 on a GPU, and everything on a CPU) takes one call for neighbours of equal length.
         """
-        order = [] if asked.logits or not self.packed or self._sequence.size > 1 else _order_by_length(batch.lengths)
+        packed = self.packed and not batch.images
+        if self._tower_always and not batch.images:
+            return self._with_tower(self._outputs(batch, asked))
+        order = [] if asked.logits or not packed or self._sequence.size > 1 else _order_by_length(batch.lengths)
         if not order:
             return self._outputs(batch, asked)
         outputs = self._outputs(batch.reordered(order), asked)
         places_B = torch.tensor(order).argsort()
         return {name: value_B[places_B.to(value_B.device)] for name, value_B in outputs.items()}
 
+    def _with_tower(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return outputs that depend on the weights of the vision tower, which they would change by 0."""
+        tower = [each for each in self._model.base_model.visual.parameters() if each.requires_grad]
+        if not tower or not torch.is_grad_enabled():
+            return outputs
+        nothing = torch.stack([each.sum() for each in tower]).sum() * 0.0
+        return {name: value + nothing if value.is_floating_point() else value for name, value in outputs.items()}
+
     def _outputs(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
+        given = routes_of(batch)
+        if self._routers is None or not (asked.records_routes or any(each is not None for each in given)):
+            return self._without_routes(batch, asked)
+        padded = not self.packed or bool(batch.images)
+        routes = self._pass_routes(batch, given, padded=padded, records=asked.records_routes)
+        with self._routers.use(routes):
+            outputs = self._without_routes(batch, asked)
+        if asked.records_routes:
+            recorded_TLK = routes.recorded(self._routers.spec.layers)
+            mask_BL = batch.mask.to(recorded_TLK.device)
+            routes_BLLK = recorded_TLK.new_zeros(*mask_BL.shape, *recorded_TLK.shape[1:])
+            routes_BLLK[mask_BL] = recorded_TLK[mask_BL.flatten()] if padded else recorded_TLK
+            outputs[ROUTES] = routes_BLLK
+        return outputs
+
+    def _pass_routes(
+        self, batch: SequenceBatch, given: Sequence[RouteArray | None], *, padded: bool, records: bool
+    ) -> PassRoutes:
+        """Return the routes of a pass, whose rows are the tokens of all sequences, ``padded`` or one after another."""
+        assert self._routers is not None
+        spec = self._routers.spec
+        if all(each is None for each in given):
+            return PassRoutes(None, records)
+        lengths = [max(batch.lengths)] * len(given) if padded else batch.lengths
+        given_TLK, start = np.full((sum(lengths), spec.layers, spec.chosen), -1, np.int16), 0
+        for routes, length in zip(given, lengths, strict=True):
+            if routes is not None:
+                given_TLK[start : start + len(routes)] = routes
+            start += length
+        return PassRoutes(torch.from_numpy(given_TLK).to(self._model.device), records)
+
+    def _without_routes(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
         if asked.embeddings:
             return {"embeddings": self._embeddings(batch)}
-        if not self._known:
+        if not self._known and not batch.images:
             return self._through_its_own_forward(batch, asked)
         row = self._cut(batch)
         hidden_SH = self._hidden(batch, row)
@@ -114,6 +185,8 @@ class CausalForward(nn.Module):
     def _hidden(self, batch: SequenceBatch, row: RowSlice) -> Tensor:
         """Return hidden states (S, H), sequence after sequence."""
         device = self._model.device
+        if batch.images:
+            return self._hidden_with_images(batch)
         if self.packed:
             ids_T = torch.cat([each["input_ids"] for each in batch.rows])
             bounds = {"packing": row.packing} if self._sequence.size == 1 else {"row_slice": row}
@@ -131,6 +204,43 @@ class CausalForward(nn.Module):
             use_cache=False,
         )
         return output.last_hidden_state[batch.mask.to(device)]
+
+    def _hidden_with_images(self, batch: SequenceBatch) -> Tensor:
+        """Return hidden states (T, H) of sequences of which some have images."""
+        device, mask_BL = self._model.device, batch.mask
+        rows = self._image_rows(batch, mask_BL.shape[1])
+        positions = np.zeros((4, *mask_BL.shape), np.int64)
+        positions[0] = np.arange(mask_BL.shape[1])
+        seen_BL = torch.zeros_like(mask_BL)
+        for number, (images, length) in enumerate(zip(batch.images, batch.lengths, strict=True)):
+            placed = [(image.first, image.rows, image.columns) for image in images]
+            positions[1:, number, :length] = position_axes(length, placed)
+            for image in images:
+                seen_BL[number, image.first : image.first + image.tokens] = True
+        embeddings = self._model.get_input_embeddings()(batch.loss_inputs["input_ids"].to(device))
+        # only a decoder with DeepStack has these arguments
+        added = {"visual_pos_masks": seen_BL.to(device), "deepstack_visual_embeds": list(rows.added)}
+        output = self._model.get_decoder()(
+            inputs_embeds=rows.put(embeddings),
+            attention_mask=mask_BL.long().to(device),
+            position_ids=torch.from_numpy(positions).to(device),
+            use_cache=False,
+            **(added if rows.added else {}),
+        )
+        return output.last_hidden_state[mask_BL.to(device)]
+
+    def _image_rows(self, batch: SequenceBatch, longest: int) -> ImageRows:
+        """Run the vision tower, with autograd if it is trained, on all images of a batch."""
+        assert self._vision is not None, "the batch has images"
+        merge, tower = self._vision.merge, self._model.base_model
+        images = [(number * longest, image) for number, own in enumerate(batch.images) for image in own]
+        rows = np.concatenate([np.arange(image.tokens) + start + image.first for start, image in images])
+        patches = torch.from_numpy(np.concatenate([image.pixels for _, image in images])).to(self._model.device)
+        grids = torch.tensor([(1, image.rows * merge, image.columns * merge) for _, image in images])
+        seen = tower.get_image_features(patches, grids.to(self._model.device), return_dict=True)
+        layers = getattr(seen, "deepstack_features", None) or ()
+        rows_n = torch.from_numpy(rows).to(self._model.device)
+        return ImageRows(rows_n, torch.cat(list(seen.pooler_output)), tuple(torch.cat(list(each)) for each in layers))
 
     def _embeddings(self, batch: SequenceBatch) -> Tensor:
         """Return the hidden state of each sequence's last token, normalised to length 1."""
@@ -184,6 +294,20 @@ class CausalForward(nn.Module):
             outputs["logits"] = _padded_logits(batch, logits_TV)
         aux_loss = output.get("aux_loss")
         return outputs if aux_loss is None else {**outputs, "aux_loss": aux_loss}
+
+
+def watched_routers(model: PreTrainedModel, parallel: Parallelism) -> WatchedRouters:
+    """Return the routers of a model, whose routes passes can record and replay from now on."""
+    if parallel.sequence.size > 1:
+        raise UnsupportedError(
+            "enable_router_replay: ranks that divide sequences cannot replay routes; ulysses_size: 1"
+        )
+    routers = watch_routers(list(model.get_submodule(find_layers(model)).children()))
+    if routers is None:
+        raise UnsupportedError(
+            f"enable_router_replay: {model.config.model_type} has no routers to experts whose choice can be recorded"
+        )
+    return routers
 
 
 def _order_by_length(lengths: Sequence[int]) -> list[int]:

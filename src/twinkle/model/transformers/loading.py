@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.decoder.experts.mxfp4 import is_mxfp4, load_mxfp4
+from twinkle.model.decoder.loading import AUTO_CLASSES, auto_class
 from twinkle.utils.unsafe import trust_remote_code
 
 
@@ -40,6 +42,8 @@ def load_for_training(
     if config is None:
         config = AutoConfig.from_pretrained(local.path, **trust)
     chosen = model_class(model_cls, config)
+    if is_mxfp4(config) and set(options) <= {"dtype", "trust_remote_code"}:  # mxfp4 layers themselves cannot be trained
+        return load_mxfp4(auto_class(config), config, local.path, given["dtype"], device)
     if local.random_seed is None:
         return chosen.from_pretrained(local.path, config=config, **{**trust, **given}).to(device)
     cuda = [device] if device.type == "cuda" else []
@@ -53,26 +57,27 @@ def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any])
     if unused:
         raise UnsupportedError(f"{', '.join(unused)}: there is nothing to load; only dtype applies")
     options = {"dtype": options["dtype"]}
-    if model_cls is AutoModelForCausalLM:
-        return AutoModelForCausalLM.from_config(config, **options)
+    if model_cls in AUTO_CLASSES:
+        model: PreTrainedModel = model_cls.from_config(config, **options)
+        return model
     return model_cls._from_config(config, **options)
 
 
 def model_class(model_cls: object, config: PreTrainedConfig) -> Any:
     """Return the model class, given as a class or by name.
 
-    Without one it is the class that the config names, or AutoModelForCausalLM.
+    Without one it is the class that the config names, or else one of AUTO_CLASSES.
     """
     name = model_cls
     if name is None:
         architectures: list[str] = list(config.architectures or ())
         if not architectures:
-            return AutoModelForCausalLM
+            return auto_class(config)
         name = architectures[0]
     if isinstance(name, str):
         found = vars(transformers).get(name) or getattr(transformers, name, None)  # transformers loads names on demand
         if found is None and model_cls is None:  # a class defined in the model's repository
-            return AutoModelForCausalLM
+            return auto_class(config)
         name = found
     if not inspect.isclass(name):
         raise InvalidInputError("model_cls", model_cls, "a model class, or the name of one in transformers")

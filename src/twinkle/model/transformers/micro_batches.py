@@ -14,7 +14,7 @@ Shapes: B sequences, L tokens of the longest, b and l of a part.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def split(batch: SequenceBatch, micro_batch_size: int | None, ranks: Ranks) -> l
         return [Part(batch, 0)]
     check_micro_batch_size(micro_batch_size)
     starts = range(0, len(batch.rows), micro_batch_size)
-    parts = [Part(replace(batch, rows=batch.rows[at : at + micro_batch_size]), at) for at in starts]
+    parts = [Part(batch.part(at, at + micro_batch_size), at) for at in starts]
     count = max(-ranks.smallest(-len(parts)), 1)
     return parts + [Part(NO_SEQUENCES, len(batch.rows))] * (count - len(parts))
 

@@ -35,7 +35,7 @@ from twinkle.infra import adapter_seed, remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, Metric, TrainMetric
-from twinkle.model.decoder.architecture import find_layers
+from twinkle.model.decoder.architecture import find_layers, read_vision
 from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.decoder.products import bf16_is_slow
 from twinkle.model.library.components import check_no_values, guarded_loss_value
@@ -44,12 +44,14 @@ from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus, c
 from twinkle.model.library.parallel_options import check_parallel_options, choose_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.library.remote_verbs import at_once, gathered
-from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
+from twinkle.model.library.router_replay import RouterReplayAction, read_action, routes_of
+from twinkle.model.library.sequences import ROUTES, SequenceBatch, check_vocabulary
 from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
+from twinkle.model.objectives.validation import check_routes
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
 from twinkle.model.trainer.sharding import shard_trained, whole
 from twinkle.model.transformers import gradients
-from twinkle.model.transformers.causal_forward import Asked, CausalForward
+from twinkle.model.transformers.causal_forward import Asked, CausalForward, watched_routers
 from twinkle.model.transformers.loading import load_for_training
 from twinkle.model.transformers.micro_batches import Pass, Passes, split
 from twinkle.model.transformers.outgoing import OutgoingWeights
@@ -70,7 +72,8 @@ class TransformersModel(TwinkleModel, WeightChannel):
     """A Hugging Face model with the library's verbs. ``model`` is that model, or PEFT's wrapper if it has adapters.
 
     Without adapters all parameters are one group, named "". A verb without ``adapter_name`` uses ``active_group``, the
-    adapter that was added last. ``gradient_checkpointing`` saves memory and costs time. Further keywords go to
+    adapter that was added last. ``gradient_checkpointing`` saves memory and costs time. ``enable_router_replay``: its
+    passes take a ``router_replay_action`` (:mod:`twinkle.model.library.router_replay`). Further keywords go to
     ``from_pretrained``.
     """
 
@@ -94,6 +97,7 @@ class TransformersModel(TwinkleModel, WeightChannel):
         tokenizer_id: str | PathLike[str] | None = None,
         device: str | torch.device | None = None,
         gradient_checkpointing: bool = False,
+        enable_router_replay: bool = False,
         **load_options: Any,
     ) -> None:
         self._reshards = check_parallel_options(
@@ -120,12 +124,16 @@ class TransformersModel(TwinkleModel, WeightChannel):
         plain = self._load_model(model_id, model_cls, config, place, load_options)
         if model_id is None:
             copy_from_first(parallel.ranks, plain.parameters())
+        self._routers = watched_routers(plain, parallel) if enable_router_replay else None
         if gradient_checkpointing:
-            plain.gradient_checkpointing_enable({"use_reentrant": False})
+            replays = {} if self._routers is None else {"context_fn": self._routers.recomputation}
+            plain.gradient_checkpointing_enable({"use_reentrant": False, **replays})
         self.hf_config: PreTrainedConfig = plain.config
         self._plain = plain
         self._vocabulary = int(plain.get_input_embeddings().num_embeddings)
-        self._forward_pass = CausalForward(plain, parallel.sequence)
+        self._vision = read_vision(plain)
+        several = self._vision is not None and parallel.sharded
+        self._forward_pass = CausalForward(plain, parallel.sequence, self._vision, self._routers, tower_always=several)
         if attention is not None and self._forward_pass.packed:
             note_once("attn_implementation: no effect; this family runs on packed sequences with attention of our own")
         elif attention is not None:
@@ -189,10 +197,14 @@ class TransformersModel(TwinkleModel, WeightChannel):
         return_logits: bool = False,
         task: str = "causal_lm",
         micro_batch_size: int | None = None,
+        router_replay_action: object = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         group = self._group(adapter_name, activate=True)
-        one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=True)
+        action = read_action(router_replay_action)
+        one = self._begin(
+            group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, action, training=True
+        )
         group.begin(one.status, one.batch, self._passes.outputs(one), kwargs, temperature)
         return _detached(group.train_status.computed("forward")[1])
 
@@ -206,11 +218,15 @@ class TransformersModel(TwinkleModel, WeightChannel):
         task: str = "causal_lm",
         disable_lora: bool = False,
         micro_batch_size: int | None = None,
+        router_replay_action: object = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         group = self._group(adapter_name, activate=True)
+        action = read_action(router_replay_action)
         with torch.no_grad(), self._adapters.disabled() if disable_lora else nullcontext():
-            one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=False)
+            one = self._begin(
+                group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, action, training=False
+            )
             group.begin(one.status, one.batch, self._passes.outputs(one), kwargs, temperature)
         return _detached(group.eval_status.computed("forward_only")[1])
 
@@ -251,6 +267,7 @@ class TransformersModel(TwinkleModel, WeightChannel):
         task: str = "causal_lm",
         gradient_accumulation_steps: int | None = None,
         micro_batch_size: int | None = None,
+        router_replay_action: object = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Run forward, calculate_loss and backward.
@@ -259,7 +276,10 @@ class TransformersModel(TwinkleModel, WeightChannel):
         whole batch. It needs less memory, and one more forward pass (:mod:`twinkle.model.transformers.micro_batches`).
         """
         group = self._group(adapter_name, activate=True)
-        one = self._begin(group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, training=True)
+        action = read_action(router_replay_action)
+        one = self._begin(
+            group, inputs, temperature, return_logits, task, kwargs, micro_batch_size, action, training=True
+        )
         if len(one.parts) > 1:
             self._in_parts(group, one, kwargs, temperature, gradient_accumulation_steps)
             return dict(group.train_status.computed("forward_backward")[1])
@@ -489,14 +509,18 @@ class TransformersModel(TwinkleModel, WeightChannel):
         task: str,
         kwargs: dict[str, Any],
         micro_batch_size: int | None,
+        action: RouterReplayAction | None,
         *,
         training: bool,
     ) -> Pass:
         """Check the arguments of a forward pass, and prepare it."""
+        if action is not None and self._routers is None:
+            raise UserError("router_replay_action: construct the model with enable_router_replay=True")
         status = group.train_status if training else group.eval_status
         asked = self._asked(group.loss_instance, status, temperature, return_logits, task)
+        asked = replace(asked, records_routes=action is RouterReplayAction.RECORD)
         self._shard()
-        status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        status, batch = self._begin_forward(group, inputs, kwargs, training=training, action=action)
         if self._parallel.sequence.size > 1:
             check_same_rows(batch, self._parallel)
         self.model.train(training)
@@ -531,10 +555,18 @@ class TransformersModel(TwinkleModel, WeightChannel):
         group.after_backward()
         status.outputs = _detached(status.computed("forward_backward")[1])
 
+    def _checked(self, batch: SequenceBatch) -> SequenceBatch:
+        for number, (routes, length) in enumerate(zip(routes_of(batch), batch.lengths, strict=True)):
+            if routes is not None and self._routers is not None:
+                check_routes(routes, length, self._routers.spec, f"{ROUTES} of sequence {number}")
+        return batch
+
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         batch = super()._batch(group, inputs)
         check_vocabulary(batch, self._vocabulary)
         if self._parallel.sequence.size > 1:
+            if batch.images:
+                raise UnsupportedError("ulysses_size: sequences with images cannot be divided among ranks; allowed: 1")
             check_lengths(batch.lengths, self._plain)
         return replace(batch, device=self.device)
 

@@ -1,6 +1,7 @@
 """Adds, switches, saves and loads PEFT adapters on a plain model."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from twinkle.model.decoder.lora.stacks import initial_a
 from twinkle.model.library.training_state import find_checkpoint
 from twinkle.utils.logger import get_logger
 
+_TOWER = r"(?:.*\.)?visual\..*"  # the modules of a vision tower
 # The config fields that determine the factor on an adapter's product B A; r also shows in the weights' shapes.
 _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")
 
@@ -44,6 +46,7 @@ class PeftAdapters:
         base = list(self._model.parameters()) if self.wrapper is None else []
         is_directory = isinstance(config_or_dir, str | Path)
         source: Any = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        source = source if is_directory else self._without_tower(source)
         described = read_json(source / CONFIG) if is_directory else source.to_dict()
         self._check_biases(described)
         try:
@@ -60,6 +63,25 @@ class PeftAdapters:
         self._halve(base)
         self._trainable[name] = is_trainable
         self._set(name)
+
+    def _without_tower(self, config: Any) -> Any:
+        """Return a config that chooses no modules of a vision tower.
+
+        Adapters of servers and samplers are on the decoder alone, and features of images do not depend on them.
+        """
+        if getattr(self._model.base_model, "visual", None) is None:
+            return config
+        changed, given = copy.copy(config), config.exclude_modules
+        if config.target_modules == "all-linear":  # PEFT would write the names of the tower's layers into its config
+            decoder = self._model.get_decoder().named_modules()
+            names = {name.rpartition(".")[2] for name, module in decoder if isinstance(module, nn.Linear)}
+            changed.target_modules = names
+        if given is None or isinstance(given, str):
+            changed.exclude_modules = _TOWER if given is None else f"(?:{given})|(?:{_TOWER})"
+        else:
+            tower = (name for name, _ in self._model.named_modules() if re.fullmatch(_TOWER, name))
+            changed.exclude_modules = [*given, *tower]
+        return changed
 
     def _check_biases(self, added: Mapping[str, Any]) -> None:
         """Raise if one of several adapters trains biases of the base model, which the others would compute with."""
@@ -85,18 +107,22 @@ class PeftAdapters:
             self.wrapper.load_adapter(directory, name, is_trainable=is_trainable)
 
     def draw_weights(self, name: str, seed: int) -> None:
-        """Draw the initial A of all linear layers anew, by seed and module name, as a :class:`Trainer` does.
+        """Draw the initial A of all layers and parameters anew, by seed and name, as a :class:`Trainer` does.
 
         An adapter whose config asks for another initialisation keeps the weights that PEFT gave it.
         """
         if self.wrapper.peft_config[name].init_lora_weights is not True:
             return
-        linear = _peft().tuners.lora.Linear
+        linear, parameter = _peft().tuners.lora.Linear, _peft().tuners.lora.ParamWrapper
         for module_name, module in self.wrapper.base_model.model.named_modules():
-            if isinstance(module, linear) and name in module.lora_A:
+            if isinstance(module, linear | parameter) and name in module.lora_A:
+                target = module_name
+                if isinstance(module, parameter):  # PEFT wraps a module once for each of its parameters
+                    target = module_name.replace(".base_layer", "")
+                    target += "" if module.parameter_name == "weight" else f".{module.parameter_name}"
                 a_RI = module.lora_A[name].weight
                 with torch.no_grad():
-                    a_RI.copy_(initial_a(module_name, a_RI.shape[0], a_RI.shape[1], seed))
+                    a_RI.copy_(initial_a(target, a_RI.shape[0], a_RI.shape[1], seed))
 
     def is_trainable(self, name: str) -> bool:
         return self._trainable[name]

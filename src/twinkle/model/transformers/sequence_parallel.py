@@ -147,6 +147,7 @@ def sliced_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # Transformers' name for attention sinks, (H,)
     **_transformers: object,  # other arguments that model families pass to attention functions
 ) -> tuple[Tensor, None]:
     """Compute attention over whole sequences: query (1, H, S, D), key and value (1, J, S, D) → (1, S, H, D)."""
@@ -183,6 +184,7 @@ def sliced_attention(
         dropout=dropout,
         sliding_window=sliding_window,
         softcap=softcap,
+        s_aux=None if s_aux is None else s_aux[own.queries],
     )
     width = out_1PHD.shape[-1]
     back = _exchange(list(out_1PHD[0].split(size)), [size * each.query_count * width for each in heads], ranks)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.decoder.loading import AUTO_CLASSES
 from twinkle.model.transformers.loading import load_for_training, model_class
 from twinkle.utils.unsafe import trust_remote_code
 
@@ -74,7 +75,7 @@ def _with_value_head(chosen: Any, config: PreTrainedConfig) -> type[PreTrainedMo
 
     It has the name of its base class, which is the name that a checkpoint records.
     """
-    base: Any = AutoModelForCausalLM._model_mapping[type(config)] if chosen is AutoModelForCausalLM else chosen
+    base: Any = chosen._model_mapping[type(config)] if chosen in AUTO_CLASSES else chosen
 
     def construct(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -87,7 +88,7 @@ def _with_value_head(chosen: Any, config: PreTrainedConfig) -> type[PreTrainedMo
 def _has_value_head(folder: Path, chosen: Any, config: PreTrainedConfig) -> bool:
     """Return whether the head in a folder has one output. Only headers of the weights are read."""
     with torch.device("meta"):
-        from_config = chosen.from_config if chosen is AutoModelForCausalLM else chosen._from_config
+        from_config = chosen.from_config if chosen in AUTO_CLASSES else chosen._from_config
         skeleton = from_config(config)
     head = skeleton.get_output_embeddings()
     name = next((f"{name}.weight" for name, module in skeleton.named_modules() if module is head), "")

@@ -1,17 +1,21 @@
 """Keeps the features of images, so that the vision tower sees an image once and not in every epoch."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from twinkle.errors import InvalidInputError
-from twinkle.images import EncodedImage, ImageProcessing
+from twinkle.images import EncodedImage, ImageProcessing, ResizedImage
 from twinkle.model.types import FloatArray, Image
 from twinkle.model.vision.tower import ImageFeatures, Tower
 
 _Key = tuple[str, int, int]  # digest, rows and columns of an image
+_TowerBatch = list[tuple[FloatArray, tuple[int, int]]]  # patches, rows and columns of images
 
 _PATCHES_AT_ONCE = 16384  # of a pass through the tower; a single larger image is a pass of its own
 
@@ -19,96 +23,217 @@ _PATCHES_AT_ONCE = 16384  # of a pass through the tower; a single larger image i
 class FeatureStore:
     """Features by the digests of their images. Those used last are kept, within two limits.
 
-    A GPU holds the features of the images used last; others are in host memory. On a CPU there is only host memory.
+    A GPU holds the features of the images used last; others are in pinned host memory. On a CPU there is only host
+    memory.
     Digests of different tenants differ, so no tenant gets what was computed for another one.
     """
 
     def __init__(self, tower: Tower, processing: ImageProcessing | None, *, device_bytes: int, host_bytes: int) -> None:
         """``processing``: of the model; None: images must come as patches."""
         self._tower = tower
-        self._processing = processing
+        self.processing = processing
         on_gpu = tower.device.type != "cpu"
-        self._device = _Recent(device_bytes if on_gpu else host_bytes, self._page_out if on_gpu else None)
-        self._host = _Recent(host_bytes, None)
+        self._held: Counter[_Key] = Counter()  # how many calls need the features of an image
+        self._device = (
+            _Recent[ImageFeatures](device_bytes, leaving=self._page_out)
+            if on_gpu
+            else _Recent[ImageFeatures](host_bytes, held=self._held)
+        )
+        self._host = _Recent[HostCopy](host_bytes, held=self._held)
         self.computed = 0  # images that the tower has seen
         self.reused = 0  # images whose features were still here
 
-    def get(self, images: Sequence[Image]) -> list[ImageFeatures]:
+    def get(self, images: Sequence[Image], *, count_reused: bool = True) -> list[ImageFeatures]:
         """Return the features of images, on the device. What is missing is computed together."""
         found = {_key(image): self._find(_key(image)) for image in images}
         missing = {_key(image): image for image in images if found[_key(image)] is None}
-        self.computed += len(missing)
-        self.reused += len(found) - len(missing)
         made = self._compute(list(missing.values()))
+        self.computed += len(missing)
+        self.reused += len(found) - len(missing) if count_reused else 0
         features = {**found, **dict(zip(missing, made, strict=True))}
         for key, each in features.items():
             assert each is not None
             self._device.put(key, each)
         return [features[_key(image)] for image in images]  # type: ignore[misc]
 
+    def has(self, image: Image) -> bool:
+        """Return whether the features of an image are here. May be called in any thread."""
+        return _key(image) in self._device or _key(image) in self._host
+
+    def hold(self, images: Iterable[Image]) -> None:
+        """Keep the features of images, known or not yet known, until :meth:`release`, even beyond the limits.
+
+        A call holds the images of its batch: otherwise one that is known would be dropped for others of the same call,
+        and decoded again in the compute thread.
+        """
+        self._held.update(map(_key, images))
+
+    def release(self, images: Iterable[Image]) -> None:
+        """Let go of images that were held."""
+        self._held.subtract(map(_key, images))
+        for key in [key for key, count in self._held.items() if not count]:
+            del self._held[key]
+
+    def forget(self) -> None:
+        """Forget all features, because the tower has other weights now."""
+        self._device.clear()
+        self._host.clear()
+
     def decoded(self, image: Image, field: str) -> Image:
-        """Return an image with its patches, unless its features are here. Raises for one that cannot be decoded."""
-        if not isinstance(image.pixels, EncodedImage) or self._find(_key(image)) is not None:
+        """Return an image that is decoded, unless its features are here. Raises for one that cannot be decoded.
+
+        What was in a file stays resized until the tower sees it, because patches take eight times the memory.
+        """
+        if isinstance(image.pixels, EncodedImage) and self.has(image):
             return image
-        return replace(image, pixels=self._patches(image, field))
+        return replace(image, pixels=self._pixels(image, field))
 
     def _find(self, key: _Key) -> ImageFeatures | None:
         kept = self._device.get(key)
         if kept is not None:
             return kept
         paged = self._host.get(key)
-        return None if paged is None else paged.to(self._tower.device)
+        return None if paged is None else paged.on_device(self._tower.device)
 
     def _page_out(self, key: _Key, features: ImageFeatures) -> None:
         if self._host.get(key) is None:
-            self._host.put(key, features.to(torch.device("cpu")))
+            self._host.put(key, HostCopy(features))
 
     def _compute(self, images: Sequence[Image]) -> list[ImageFeatures]:
         made: list[ImageFeatures] = []
-        batch: list[tuple[FloatArray, tuple[int, int]]] = []
+        batch: _TowerBatch = []
         for image in images:
-            patches = self._patches(image, "images")
+            patches = self._patches(image)
             if batch and sum(len(each) for each, _ in batch) + len(patches) > _PATCHES_AT_ONCE:
-                made += self._tower.features(batch)
+                made += self._seen(batch)
                 batch = []
             batch.append((patches, (image.rows, image.columns)))
-        return made + self._tower.features(batch) if batch else made
+        return made + self._seen(batch) if batch else made
 
-    def _patches(self, image: Image, field: str) -> FloatArray:
-        if not isinstance(image.pixels, EncodedImage):
-            return image.pixels
-        if self._processing is None:
+    def _seen(self, batch: _TowerBatch) -> list[ImageFeatures]:
+        """Run the tower, in halves where the device has too little memory for all images at once.
+
+        The caller would take a lack of memory for one of the decoder, and make its batches smaller for good.
+        """
+        try:
+            return self._tower.features(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1 and not self._device.nbytes:
+                raise
+        if len(batch) > 1:
+            half = len(batch) // 2
+            return self._seen(batch[:half]) + self._seen(batch[half:])
+        self._device.drop_all()  # what the features of other images take is enough for many patches
+        return self._tower.features(batch)
+
+    def _patches(self, image: Image) -> FloatArray:
+        pixels = self._pixels(image, "images")
+        if not isinstance(pixels, ResizedImage):
+            return pixels
+        assert self.processing is not None, "without it _pixels raises"
+        return self.processing.patches_of(pixels)
+
+    def _pixels(self, image: Image, field: str) -> ResizedImage | FloatArray:
+        """Return the pixels of an image, decoded. Raises for a file that is damaged, or of another size."""
+        pixels, processing = image.pixels, self.processing
+        if not isinstance(pixels, EncodedImage | ResizedImage):
+            return pixels
+        if processing is None:
             raise InvalidInputError(field, "an image file", "patches: the model's folder has no image processor")
-        patches, size = self._processing.patches(image.pixels, field)
+        if isinstance(pixels, EncodedImage):
+            pixels = processing.resized(pixels, field)
+        size = processing.size_seen(pixels)
         if (size.rows, size.columns) != (image.rows, image.columns):
             given, allowed = f"{image.rows} × {image.columns} tokens", f"{size.rows} × {size.columns}, its size"
             raise InvalidInputError(field, given, allowed)
-        return patches
+        return pixels
 
 
-class _Recent:
-    """Features, up to a number of bytes. Those that were used longest ago leave first."""
+class HostCopy:
+    """Features in pinned host memory. Copies from and to the GPU run beside its other work, and nothing waits for them.
 
-    def __init__(self, most_bytes: int, leaving: Callable[[_Key, ImageFeatures], None] | None) -> None:
-        self._most, self._leaving = most_bytes, leaving
-        self._kept: OrderedDict[_Key, ImageFeatures] = OrderedDict()
+    A stream that reads the copy waits for the one that writes it.
+    """
+
+    def __init__(self, features: ImageFeatures) -> None:
+        self._pinned = features.changed(_to_pinned)
+        self._written = torch.cuda.Event()
+        self._written.record(torch.cuda.current_stream(features.embeddings_nH.device))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that the copy takes. torch rounds pinned memory up to the next power of two."""
+        tensors = (self._pinned.embeddings_nH, *self._pinned.added)
+        return sum(1 << (each.nbytes - 1).bit_length() for each in tensors)
+
+    def on_device(self, device: torch.device) -> ImageFeatures:
+        torch.cuda.current_stream(device).wait_event(self._written)
+        return self._pinned.changed(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+F = TypeVar("F", bound=_Sized)
+
+
+class _Recent(Generic[F]):
+    """Features, up to a number of bytes. Those that were used longest ago leave first; those that are held stay."""
+
+    def __init__(
+        self,
+        most_bytes: int,
+        *,
+        leaving: Callable[[_Key, F], None] | None = None,
+        held: Mapping[_Key, int] = MappingProxyType({}),
+    ) -> None:
+        self._most, self._leaving, self._held = most_bytes, leaving, held
+        self._kept: OrderedDict[_Key, F] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: _Key) -> ImageFeatures | None:
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._kept
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    def get(self, key: _Key) -> F | None:
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def put(self, key: _Key, features: ImageFeatures) -> None:
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+    def put(self, key: _Key, features: F) -> None:
         if key not in self._kept:
             self._kept[key] = features
             self._bytes += features.nbytes
         self._kept.move_to_end(key)
-        while self._bytes > self._most:
-            oldest, left = self._kept.popitem(last=False)
+        self._shrink(self._most)
+
+    def drop_all(self) -> None:
+        """Let all features leave that are not held."""
+        self._shrink(0)
+
+    def _shrink(self, most: int) -> None:
+        if self._bytes <= most:
+            return
+        for key in [key for key in self._kept if key not in self._held]:
+            left = self._kept.pop(key)
             self._bytes -= left.nbytes
             if self._leaving is not None:
-                self._leaving(oldest, left)
+                self._leaving(key, left)
+            if self._bytes <= most:
+                return
 
 
 def _key(image: Image) -> _Key:

@@ -1,6 +1,6 @@
 """Runs the vision tower of a model, which no adapter changes: the features of an image are constants."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ class ImageFeatures:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.embeddings_nH, *self.added))
 
-    def to(self, device: torch.device) -> "ImageFeatures":
-        return ImageFeatures(self.embeddings_nH.to(device), tuple(each.to(device) for each in self.added))
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "ImageFeatures":
+        """Return the features with each of their tensors changed."""
+        return ImageFeatures(change(self.embeddings_nH), tuple(map(change, self.added)))
 
 
 class Tower:
@@ -38,7 +39,9 @@ class Tower:
     @torch.no_grad()
     def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
         """Compute the features of images together. Each is its patches, and its (rows, columns) in tokens."""
-        patches = torch.from_numpy(np.concatenate([patches for patches, _ in images])).to(self.device)
+        patches = torch.from_numpy(np.concatenate([patches for patches, _ in images]))
+        if self.device.type == "cuda":  # from pinned memory the copy does not wait for what the GPU computes now
+            patches = patches.pin_memory().to(self.device, non_blocking=True)
         grids = [(1, rows * self._merge, columns * self._merge) for _, (rows, columns) in images]
         seen = self._model.get_image_features(patches, torch.tensor(grids, device=self.device), return_dict=True)
         layers = getattr(seen, "deepstack_features", None) or ()

@@ -2,7 +2,7 @@
 
 The model's own tensors are never changed: an adapter is merged into the numbers that are read.
 
-Shapes: O output and I input features of a linear layer, R rank of an adapter.
+Shapes: O output and I input features of a linear layer, R rank of an adapter, E experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,10 @@ _NUMBERS_AT_ONCE = 1 << 18  # numbers of a merged weight that are computed at on
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter of one weight: it adds ``scaling`` · B A."""
+    """An adapter of one weight: it adds ``scaling`` · B A.
+
+    That of the weights of all experts, (E, O, I), has an A and a B for each: (E, R, I) and (E, O, R).
+    """
 
     a_RI: Tensor
     b_OR: Tensor
@@ -140,6 +143,9 @@ def _gather(tensor: DTensor, start: int, piece: Tensor) -> None:
 
 def merge(piece: Tensor, lora: LowRank, start: int) -> None:
     """Add the adapter in fp32 to ``piece``, which begins at number ``start`` of its weight."""
+    if lora.a_RI.dim() == 3:
+        _merge_experts(piece, lora, start)
+        return
     columns = lora.a_RI.shape[1]
     a_RI = lora.a_RI.to(piece.device, torch.float32)
     rows_at_once = max(1, _NUMBERS_AT_ONCE // columns)
@@ -150,3 +156,11 @@ def merge(piece: Tensor, lora: LowRank, start: int) -> None:
         added = (b_oR @ a_RI).reshape(-1)[low - row * columns : high - row * columns]
         part = slice(low - start, high - start)
         piece[part] = torch.add(piece[part].float(), added, alpha=lora.scaling)
+
+
+def _merge_experts(piece: Tensor, lora: LowRank, start: int) -> None:
+    size, stop = lora.b_OR.shape[1] * lora.a_RI.shape[2], start + len(piece)
+    for expert in range(start // size, -(-stop // size)):
+        low, high = max(start, expert * size), min(stop, (expert + 1) * size)
+        one = LowRank(lora.a_RI[expert], lora.b_OR[expert], lora.scaling)
+        merge(piece[low - start : high - start], one, low - expert * size)

@@ -11,7 +11,7 @@ import numpy as np
 
 from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError
-from twinkle.model.types import FloatArray
+from twinkle.model.types import FloatArray, Image
 from twinkle.sampler import types as engine_types
 
 __all__ = [
@@ -52,8 +52,9 @@ def engine_request(
     request_id: str,
     *,
     stream: bool = False,
+    images: Sequence[Image] = (),
 ) -> engine_types.SampleRequest:
-    """Return the request for input number ``index``.
+    """Return the request for input number ``index``. ``images``: those of its prompt.
 
     A seed is increased by ``index``, so that equal inputs get different samples.
     """
@@ -81,6 +82,8 @@ def engine_request(
         topk_prompt_logprobs=params.prompt_logprobs or 0,
         topk_sample_logprobs=0 if params.logprobs is None or params.logprobs <= 1 else params.logprobs,
         stream=stream,
+        images=images,
+        routed_experts=params.routed_experts,
     )
 
 
@@ -113,12 +116,16 @@ def sequence_of(
         logprobs = _pairs(sequence.topk_logprobs)
     elif params.logprobs is not None:
         logprobs = [[pair] for pair in zip(tokens, sequence.logprobs.tolist(), strict=True)]
+    grown = template.concat_input_feature(feature, tokens)
+    if sequence.routed_experts is not None:
+        grown = {**grown, "routed_experts": sequence.routed_experts}
     return SampledSequence(
         stop_reason=sequence.stop_reason,
         tokens=tokens,
         logprobs=logprobs,
         decoded=template.decode(tokens),
-        new_input_feature=cast("InputFeature", template.concat_input_feature(feature, tokens)),
+        new_input_feature=cast("InputFeature", grown),
+        routed_experts=sequence.routed_experts,
     )
 
 

@@ -19,6 +19,8 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
 from twinkle.model.library.sequences import as_feature_list
 from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.types import VisionSpec
+from twinkle.model.vision.patches import images_in_row
 from twinkle.sampler import types as engine_types
 from twinkle.sampler.script.features import as_sampling_params, engine_request, response_of
 
@@ -174,12 +176,21 @@ class AdapterVersions:
 
 
 def sample_in_one_call(
-    engine: engine_types.Sampler, template: "Template", inputs: Inputs, params: SamplingParams, chosen: Chosen
+    engine: engine_types.Sampler,
+    template: "Template",
+    inputs: Inputs,
+    params: SamplingParams,
+    chosen: Chosen,
+    vision: VisionSpec | None = None,
 ) -> list[SampleResponse]:
-    """Return one response for each trajectory or feature, in the same order."""
+    """Return one response for each trajectory or feature, in the same order.
+
+    vision: what the model wants of images; None: it reads text only.
+    """
     features = _encoded(template, as_feature_list(inputs), generation_prompt=params.max_tokens != 0)
+    images = [images_in_row(each, vision, field=f"inputs[{index}]") for index, each in enumerate(features)]
     requests = [
-        engine_request(feature, params, index, chosen.version, f"local-{next(_request_numbers)}")
+        engine_request(feature, params, index, chosen.version, f"local-{next(_request_numbers)}", images=images[index])
         for index, feature in enumerate(features)
     ]
     results = _run(engine, requests)
@@ -194,7 +205,7 @@ def _encoded(
     if len(encoded) > 1:
         raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
     if encoded == {True}:
-        return list(inputs)
+        return [template.add_images(each) for each in inputs]
     return list(template.batch_encode(inputs, add_generation_prompt=generation_prompt))
 
 

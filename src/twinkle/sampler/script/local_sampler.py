@@ -82,6 +82,7 @@ class LocalSampler(WeightChannel):
         self._turn = Lock()
         made = _base_for(model, dtype, memory_budget_bytes)
         self._tokenizer_id = made.tokenizer_id
+        self._vision = made.trainer.vision
         self.set_template(template)
         self.engine = TorchSampler(
             made.trainer, self.template.tokenizer, kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences
@@ -152,7 +153,7 @@ class LocalSampler(WeightChannel):
                 adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name
             )
             with named as chosen:
-                responses = sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+                responses = sample_in_one_call(self.engine, self.template, inputs, params, chosen, self._vision)
             self._receiver.require_usable()  # another thread may have trained the shared weights meanwhile
             return responses
 
@@ -199,11 +200,13 @@ class LocalSampler(WeightChannel):
 
     @_at_once
     def reset_encoder_cache(self) -> None:
-        """Do nothing: there is no cache of encoded images, because images are not supported."""
+        """Forget the features of images that the vision tower has seen. Results do not depend on it."""
+        with self._turn:
+            self.engine.reset_encoder_cache()
 
     @_at_once
     def reset_mm_cache(self) -> None:
-        """Do nothing: there is no cache of preprocessed images, because images are not supported."""
+        """Do nothing: prepared images are not kept, only their features are (:meth:`reset_encoder_cache`)."""
 
     @_at_once
     def sleep(self, level: int = 1) -> None:

@@ -61,6 +61,8 @@ class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
     ``gpu_memory_utilization`` is required: it is the share that vLLM takes, and the copy of the model gets the rest.
     With ``memory_budget_bytes``, ``kv_cache_memory_bytes`` may be given instead. ``enable_lora``, ``logprobs_mode`` and
     ``max_logprobs``: see :class:`~twinkle.sampler.script.vllm_options.VllmOptions`.
+    For a vision model, ``limit_mm_per_prompt`` says how many images a prompt may have, and ``mm_processor_kwargs`` must
+    not change their sizes.
     device_mesh: how workers share the inputs; every worker has its own engine on all devices that it sees.
     template: encodes trajectories, and joins prompt and completion.
     dtype: "bf16" or "fp32", like the trainer's.
@@ -160,7 +162,7 @@ class vLLMSampler(WeightChannel):  # noqa: N801 - the name that scripts use
         base_name = self._receiver.base_name
         named = self._versions.chosen(adapter_name, adapter_path, use_base_model=use_base_model, base_name=base_name)
         with named as chosen:
-            return sample_in_one_call(self.engine, self.template, inputs, params, chosen)
+            return sample_in_one_call(self.engine, self.template, inputs, params, chosen, vision=self.engine.vision)
 
     # --- weight synchronisation: CheckpointEngineManager calls these, in this order -----------------------------------
 

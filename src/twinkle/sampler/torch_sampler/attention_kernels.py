@@ -28,10 +28,12 @@ def attend_one_token(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention outputs, (n, H, D).
 
     keys and values are (blocks, BLOCK, J, D). The lengths include the new token, whose key is already in the cache.
+    sinks_H: one more score of each head in the softmax, whose weight is dropped.
     """
     count, heads, width = q_nHD.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
@@ -46,6 +48,7 @@ def attend_one_token(
         values,
         table_nB,
         lengths_n,
+        q_nHD if sinks_H is None else sinks_H,  # without sinks it is not read
         partial,
         weights,
         scale,
@@ -70,6 +73,7 @@ def attend_one_token(
         KEYS=_KEYS_AT_ONCE,
         BLOCK=BLOCK,
         CAPPED=softcap is not None,
+        SINKS=sinks_H is not None,
         WHOLE=parts == 1,
         PRECISION="ieee" if q_nHD.dtype == torch.float32 else "tf32",
         num_warps=4,
@@ -98,6 +102,7 @@ def _attend(
     values,
     table,
     lengths,
+    sinks,
     partial,
     weights,
     scale,
@@ -122,6 +127,7 @@ def _attend(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -143,6 +149,10 @@ def _attend(
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # the first part counts them; they have no values
+        sink = tl.load(sinks + head, mask=is_member, other=0.0).to(tl.float32)
+        highest = tl.where(part == 0, sink, highest)
+        total += tl.where(part == 0, 1.0, 0.0)
     sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     for at in range(start, stop, KEYS):
         token = at + tl.arange(0, KEYS)

@@ -20,6 +20,7 @@ from torch import Tensor
 from twinkle.errors import CapacityError
 from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
+from twinkle.sampler.torch_sampler.states.pool import StatePool
 
 BLOCK = 16  # tokens
 _USUAL_LENGTH = 1024  # tokens of a sequence, prompt and sample: the default cache has room for so many, where it can
@@ -77,14 +78,21 @@ class KeyValueCache:
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, budget_bytes: int
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int,
+        states: StatePool | None = None,
     ) -> None:
+        """``states``: those of layers with linear attention, in a model that has some. They are not in the budget."""
         per_block = BLOCK * token_bytes(shapes, dtype)
         count = budget_bytes // per_block
         if count < 2:
             raise CapacityError(
                 f"kv_budget_bytes: got {budget_bytes}, allowed: at least {2 * per_block}, two blocks of {BLOCK} tokens"
             )
+        self.states = states
         self._shapes = shapes
         self._buffer = torch.empty(count, per_block // dtype.itemsize, dtype=dtype, device=device)
         self._size = self._buffer.shape
@@ -113,23 +121,31 @@ class KeyValueCache:
         self._owners = [0] * len(self._owners)
         self._unclean: list[int] = []
         self._set_aside = 1
+        if self.states is not None:
+            self.states.reset()
 
     def free_memory(self) -> None:
         """Free the memory of all blocks. The cache can be used again after :meth:`take_memory`."""
         self.keys.clear()
         self.values.clear()
         self._buffer = self._buffer.new_empty(0)
+        if self.states is not None:
+            self.states.free_memory()
 
     def take_memory(self) -> None:
         """Take memory again after :meth:`free_memory`, with nothing in it."""
         self._buffer = self._buffer.new_empty(self._size)
         self._cut()
+        if self.states is not None:
+            self.states.take_memory()
         self.reset()
 
     def forget_all(self) -> None:
         """Forget the remembered blocks of all versions, so that no request finds them again."""
         for version in self._prefixes.versions():
             self.forget(version)
+        if self.states is not None:
+            self.states.forget_all()
 
     @property
     def capacity(self) -> int:
@@ -138,7 +154,7 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        return self._buffer.nbytes
+        return self._buffer.nbytes + (0 if self.states is None else self.states.nbytes)
 
     @property
     def remembered(self) -> int:
@@ -196,6 +212,8 @@ class KeyValueCache:
 
     def forget(self, version: int) -> None:
         """Forget all remembered blocks of a version, so that no request finds them again."""
+        if self.states is not None:
+            self.states.forget(version)
         for block in self._prefixes.forget(version):
             if block in self._idle:
                 del self._idle[block]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.model.decoder.attention import Packing, attend_packed, softcapped_attention
+from twinkle.model.decoder.attention import Packing, attend_packed, plain_attention
 from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
 
@@ -25,11 +25,15 @@ _MOST_PADDING = 2  # a padded group may read at most this many times its real ke
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``start``…``stop`` of a sequence, and the cache blocks of that sequence."""
+    """Tokens ``start``…``stop`` of a sequence, and the cache blocks of that sequence.
+
+    shift: position − index of the tokens, for rotary embeddings; it is not 0 behind images. The cache is by index.
+    """
 
     start: int
     stop: int
     blocks: Sequence[int]
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,23 +120,36 @@ class CachedLayer:
     values: Tensor
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         rows = self.rows
         for kept, new in ((self.keys, key), (self.values, value)):
             kept.index_put_((rows.block_T, rows.offset_T), new[0].transpose(0, 1))
         if rows.fresh is not None and rows.fresh_rows is None:
-            return attend_packed(query, key, value, rows.fresh, scale, window, softcap)
+            return attend_packed(query, key, value, rows.fresh, scale, window, softcap, sinks_H)
         out_THD = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
         if rows.fresh is not None:
             q, k, v = (x[:, :, rows.fresh_rows] for x in (query, key, value))
-            out_THD[rows.fresh_rows] = attend_packed(q, k, v, rows.fresh, scale, window, softcap)[0]
+            out_THD[rows.fresh_rows] = attend_packed(q, k, v, rows.fresh, scale, window, softcap, sinks_H)[0]
         for group in rows.groups:
-            out_THD[group.rows_nC.flatten()] = self._attend_group(query[0], group, scale, window, softcap)
+            out_THD[group.rows_nC.flatten()] = self._attend_group(query[0], group, scale, window, softcap, sinks_H)
         return out_THD.unsqueeze(0)
 
     def _attend_group(
-        self, q_HTD: Tensor, group: Group, scale: float | None, window: int | None, softcap: float | None
+        self,
+        q_HTD: Tensor,
+        group: Group,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """Return the attention outputs of one group's rows, (n·C, H, D)."""
         count, steps = group.rows_nC.shape
@@ -143,10 +160,13 @@ class CachedLayer:
             q = q.reshape(count, k.shape[1], -1, q.shape[3])
         if q.device.type == "cpu":  # compute in fp32, as in training
             q, k, v = q.float(), k.float(), v.float()
-        if softcap is None:
+        if softcap is None and sinks_H is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=steps > 1)
         else:
-            out = softcapped_attention(q, k, v, mask, scale, softcap)
+            sinks = None
+            if sinks_H is not None:  # with one step the heads of a key/value head are rows, otherwise there is one row
+                sinks = sinks_H.view(k.shape[1], -1, 1) if steps == 1 else sinks_H[:, None, None]
+            out = plain_attention(q, k, v, mask, scale, softcap, sinks)
         out_nHCD = out.to(q_HTD.dtype).reshape(count, q_HTD.shape[0], steps, v.shape[3])
         return out_nHCD.transpose(1, 2).flatten(0, 1)
 
@@ -184,7 +204,14 @@ class ShapeProbe:
     shape: LayerShape | None = None
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         self.shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        return attend_packed(query, key, value, self.packing, scale, window, softcap)
+        return attend_packed(query, key, value, self.packing, scale, window, softcap, sinks_H)

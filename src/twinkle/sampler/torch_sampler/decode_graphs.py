@@ -34,11 +34,15 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """The newest token of a sequence, its position, and the sequence's blocks."""
+    """The newest token of a sequence, its index (``position``), and the sequence's blocks.
+
+    shift: what rotary embeddings add to the index; it is not 0 behind images.
+    """
 
     token: int
     position: int
     blocks: Sequence[int]
+    shift: int = 0
 
 
 class WeightSets(Protocol):
@@ -73,7 +77,10 @@ class DecodeGraphs:
         self._cache = cache
         self._nobodys = cache.set_aside()  # the reserved block that padding rows write to
         self.sizes = sorted({size for size in _ROWS if size < max_rows} | {max_rows})
-        self._ids_and_positions_2N = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        # Tokens, and their indices. In a model that sees images, the third row has the positions for rotary embeddings;
+        # in others indices are positions, and the last row is both.
+        self._rows = 2 if engine.architecture.vision is None else 3
+        self._inputs_RN = torch.zeros(self._rows, max_rows, dtype=torch.int64, device=device)
         self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
         self._table_NB.fill_(self._nobodys)
         self._lora = SlotLora(engine.architecture, max_rows, device)
@@ -127,7 +134,7 @@ class DecodeGraphs:
             self._lora.bind(runs, size)
         self._fill(rows, size, uniform_nS.shape[1])
         graph = self._graphs[self.weights, size, lora]
-        ids_n, positions_n = self._ids_and_positions_2N[:, : len(rows)]
+        ids_n, positions_Pn = self._inputs_RN[0, : len(rows)], self._inputs_RN[1:, : len(rows)]
         if carried is not None:
             ids_n.index_copy_(0, *carried)
         plans = [(part, DrawPlan.for_draws(draws[part], ids_n.device)) for part in self._together(draws)]
@@ -137,7 +144,7 @@ class DecodeGraphs:
             for part, plan in plans:
                 parts.append(plan.draw(self._logits_NV[: len(rows)][part], uniform_nS[part, step : step + 1], choices))
                 ids_n[part].copy_(parts[-1].values_3M[0])
-            positions_n += 1
+            positions_Pn += 1
         return parts
 
     def _together(self, draws: Sequence[Draw]) -> list[slice]:
@@ -150,10 +157,12 @@ class DecodeGraphs:
     def _fill(self, rows: Sequence[DecodeRow], size: int, steps: int) -> None:
         device = self._table_NB.device
         width = blocks_for(max(row.position for row in rows) + steps)  # stale entries further on are never read
-        inputs = np.zeros((2, size), np.int64)
-        inputs[:, : len(rows)] = [row.token for row in rows], [row.position for row in rows]
+        inputs = np.zeros((self._rows, size), np.int64)
+        inputs[:2, : len(rows)] = [row.token for row in rows], [row.position for row in rows]
+        if self._rows > 2:
+            inputs[2, : len(rows)] = [row.position + row.shift for row in rows]
         table = block_table([row.blocks for row in rows], size, width, self._nobodys)
-        self._ids_and_positions_2N[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
+        self._inputs_RN[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
         self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
 
     def _capture_all(self, weights: int) -> None:
@@ -179,17 +188,18 @@ class DecodeGraphs:
 
     def _pass(self, size: int, lora: bool) -> None:
         """Compute logits from the token buffers, all on the device. This is the work that a graph captures."""
-        ids, positions = self._ids_and_positions_2N[:, :size]
-        hidden_nH = self._hidden(ids, positions, self._table_NB[:size], lora)
+        hidden_nH = self._hidden(self._inputs_RN[:, :size], self._table_NB[:size], lora)
         self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None, self._logits_NV[:size])
 
-    def _hidden(self, ids_n: Tensor, positions_n: Tensor, table_nB: Tensor, lora: bool) -> Tensor:
+    def _hidden(self, inputs_Rn: Tensor, table_nB: Tensor, lora: bool) -> Tensor:
+        ids_n, indices_n, positions_n = inputs_Rn[0], inputs_Rn[1], inputs_Rn[-1]
         if self._fused is not None:
             from twinkle.sampler.torch_sampler.fused_layers import Inputs
 
-            return self._fused.hidden_states(Inputs(ids_n, positions_n, table_nB), self._lora if lora else None)
-        block_n = table_nB.gather(1, (positions_n // BLOCK)[:, None]).squeeze(1).long()
-        rows = _Rows(block_n, positions_n % BLOCK, table_nB, (positions_n + 1).int())
+            inputs = Inputs(ids_n, indices_n, positions_n, table_nB)
+            return self._fused.hidden_states(inputs, self._lora if lora else None)
+        block_n = table_nB.gather(1, (indices_n // BLOCK)[:, None]).squeeze(1).long()
+        rows = _Rows(block_n, indices_n % BLOCK, table_nB, (indices_n + 1).int())
         attention = tuple(
             _DecodeLayer(rows, keys, values) for keys, values in zip(self._cache.keys, self._cache.values, strict=True)
         )
@@ -227,7 +237,14 @@ class _DecodeLayer:
     values: Tensor
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 
@@ -236,7 +253,9 @@ class _DecodeLayer:
             kept.index_put_((rows.block_n, rows.offset_n), new[0].transpose(0, 1))
         q_nHD = query[0].transpose(0, 1)
         scale = q_nHD.shape[2] ** -0.5 if scale is None else scale
-        out_nHD = attend_one_token(q_nHD, self.keys, self.values, rows.table_nB, rows.lengths_n, scale, window, softcap)
+        out_nHD = attend_one_token(
+            q_nHD, self.keys, self.values, rows.table_nB, rows.lengths_n, scale, window, softcap, sinks_H
+        )
         return out_nHD.unsqueeze(0)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.joined import joint
 from twinkle.model.decoder.layers import LayerBatch, TenantLayer, bind_layers
 from twinkle.model.decoder.lora.lora import LoraLinear
@@ -29,7 +30,16 @@ from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Projected, Tile
 
 logger = logging.getLogger(__name__)
 
-_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+_LAYERS = frozenset(
+    {
+        "LlamaDecoderLayer",
+        "MistralDecoderLayer",
+        "Qwen2DecoderLayer",
+        "Qwen2_5_VLDecoderLayer",
+        "Qwen3DecoderLayer",
+        "Qwen3VLTextDecoderLayer",
+    }
+)
 _SILU = frozenset({"SiLU", "SiLUActivation"})  # by torch and by Transformers
 _HEAD_SIZES = (32, 64, 128, 256)
 _COMPARED = 4  # tokens of the sequence that both decoders compute
@@ -38,9 +48,13 @@ _CLOSE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # ‖
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a pass reads beside the weights: the new token of each row, its position, and the row's cache blocks."""
+    """What a pass reads beside the weights: the new token of each row, its index, and the row's cache blocks.
+
+    positions_n: what rotary embeddings read. They are the indices, except behind images.
+    """
 
     ids_n: Tensor
+    indices_n: Tensor
     positions_n: Tensor
     table_nB: Tensor
 
@@ -125,7 +139,7 @@ class _Layer:
         x_nH = add_and_norm(residual_nH, delta_nH, self._first_norm.weight_H, self._first_norm.eps)
         qkv_nO, qkv_lora = _with_projection(x_nH, self._qkv, lora)
         q_nHD = rotate_and_store(
-            qkv_nO, *rotation, keys, values, inputs.positions_n, inputs.table_nB, self._norms(), qkv_lora
+            qkv_nO, *rotation, keys, values, inputs.indices_n, inputs.table_nB, self._norms(), qkv_lora
         )
         scale = q_nHD.shape[2] ** -0.5 if options.scale is None else options.scale
         attended_nHD = attend_one_token(
@@ -187,7 +201,7 @@ class FusedDecoder:
         residual_nH = self._embed(inputs.ids_n)
         cos, sin = self._rotary(residual_nH[None], position_ids=inputs.positions_n[None])
         rotation = cos[0].contiguous(), sin[0].contiguous()
-        lengths_n = (inputs.positions_n + 1).int()
+        lengths_n = (inputs.indices_n + 1).int()
         tiles = None if lora is None else lora.tiles(len(residual_nH))
         delta_nH = None
         for layer, prefix in zip(self._layers, self._prefixes, strict=True):
@@ -208,6 +222,7 @@ def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLo
     passes = [
         Inputs(
             torch.tensor([7 * place + 3], device=engine.device),
+            torch.tensor([place], device=engine.device),
             torch.tensor([place], device=engine.device),
             torch.tensor([[block]], dtype=torch.int32, device=engine.device),
         )
@@ -250,8 +265,17 @@ class _Recorder:
         self.options: AttentionOptions | None = None
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
+        if sinks_H is not None:
+            raise UnsupportedError("fused layers compute attention without sinks")
         self.options = AttentionOptions(scale, window, softcap)
         for kept, new in ((self._keys, key), (self._values, value)):
             kept[self._length] = new[0, :, 0]

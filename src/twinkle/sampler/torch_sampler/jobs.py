@@ -13,11 +13,12 @@ import numpy as np
 
 from twinkle.errors import NonFiniteError
 from twinkle.model.adapters.adapter import Adapter
-from twinkle.model.types import FloatArray, IntArray
+from twinkle.model.types import FloatArray, IntArray, RouteArray
 from twinkle.sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.drawing import Draw, Drawn, Penalties
 from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, Piece
 from twinkle.sampler.torch_sampler.prefix_cache import BASE
+from twinkle.sampler.torch_sampler.prompts.prompt_images import PromptImages
 from twinkle.sampler.torch_sampler.prompts.prompt_scores import PromptScores
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
@@ -40,8 +41,8 @@ class Sequence:
     """One sample of a job: its tokens (prompt and generated) and its cache blocks.
 
     The keys and values of the first ``cached`` tokens are in ``blocks``. Only the schedule changes these two, and the
-    fields ``running``, ``turn``, ``length_class`` (how positions are encoded) and ``names`` (of its full blocks, see
-    ``prefix_cache``).
+    fields ``running``, ``turn``, ``length_class`` (how positions are encoded), ``names`` (of its full blocks, see
+    ``prefix_cache``) and ``state``.
     """
 
     job: "Job"
@@ -57,6 +58,9 @@ class Sequence:
     turn: int = 0  # when it was computed last; only used without a cache
     length_class: int = 0
     names: list[bytes] = field(default_factory=list)
+    routes: list[RouteArray] = field(default_factory=list)  # of its first tokens, if the request asks for them
+    routed: int = 0  # how many tokens these are
+    state: int | None = None  # in a model with linear attention: the slot of the state behind the cached tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -72,6 +76,14 @@ class Sequence:
             self.stop_reason = "stop"
         elif len(self.logprobs) >= self.job.request.max_tokens:
             self.stop_reason = "length"
+
+    def keep_routes(self, start: int, routes: RouteArray) -> None:
+        """Store the routes of tokens from index ``start`` on; those that are known since an earlier pass stay."""
+        known = self.routed - start
+        assert known >= 0, "the tokens of a request that asks for routes are computed one after another"
+        if known < len(routes):
+            self.routes.append(routes[known:])
+            self.routed = start + len(routes)
 
     def generated(self, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
         """Return what has been drawn from generated token ``start`` on: tokens, log-probabilities, likeliest tokens."""
@@ -94,14 +106,17 @@ class Job:
     tokenizer: Tokenizer | None
     sequences: list[Sequence] = field(default_factory=list)
     stem: list[int] = field(default_factory=list)  # the prompt's blocks, kept for samples that have not begun
+    stem_state: int | None = None  # and the slot of the state behind the prompt
     prompt_done: bool = False
     prompt_reached: int = 0  # how many of the prompt's tokens have been in the cache at least once
     prompt_reused: int = 0  # how many of those were found there, computed earlier
     scores: PromptScores = field(init=False)
+    images: PromptImages = field(init=False)
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self, 0, self.request.prompt.tolist()))
         self.scores = PromptScores(self.request)
+        self.images = PromptImages(len(self.request.prompt), self.request.images)
 
     @cached_property
     def draw(self) -> Draw:
@@ -114,6 +129,11 @@ class Job:
     def prompt_tokens(self) -> IntArray:
         """Return the different tokens of the prompt. A long prompt is searched for them once, not at every draw."""
         return np.unique(self.request.prompt)
+
+    @cached_property
+    def _shift(self) -> int:
+        """Return position − index of all generated tokens."""
+        return self.images.shift(self.prompt_length)
 
     @property
     def prompt_length(self) -> int:
@@ -146,10 +166,13 @@ class Job:
     def reusable(self, sequence: Sequence) -> int:
         """Return how many of the sequence's first tokens may come from the cache instead of being computed.
 
-        The last token must be computed, because the next one is drawn from it, and so must rows that are scored.
+        The last token must be computed, because the next one is drawn from it, and so must rows that are scored, and
+        rows whose routes are recorded.
         """
         if self.prompt_done:
             return len(sequence.tokens) - 1
+        if self.request.routed_experts:
+            return 0
         return min(self.prompt_length, self.scores.first) - 1
 
     def reached(self, tokens: int, *, reused: bool) -> None:
@@ -172,6 +195,10 @@ class Job:
             sequence.blocks,
             draws=self._draws(sequence) if stop == len(sequence.tokens) else (),
             scoring=None if self.prompt_done else self.scores.scoring(start, stop),
+            shift=self.images.shift(start),
+            seen=self.images.seen(start, stop),
+            records_routes=self.request.routed_experts,
+            state=sequence.state,
         )
 
     def ahead(self, sequence: Sequence, pending: int = 0, follows: int | None = None) -> Ahead:
@@ -191,6 +218,7 @@ class Job:
             sequence.index,
             len(sequence.logprobs) + pending,
             follows,
+            self._shift,
         )
 
     def absorb(self, sequence: Sequence, start: int, stop: int, computed: Computed) -> list[Sequence]:
@@ -199,6 +227,8 @@ class Job:
             self.scores.absorb(start, stop, computed.scores)
         if not all(drawn.finite for drawn in computed.drawn):
             raise _not_finite()
+        if computed.routes is not None:
+            sequence.keep_routes(start, computed.routes)
         if not computed.drawn:
             return []
         if self.prompt_done:
@@ -206,7 +236,10 @@ class Job:
             return []
         self.prompt_done = True
         prompt = list(sequence.tokens)
-        fresh = [Sequence(self, index, list(prompt)) for index in range(1, self.request.num_samples)]
+        fresh = [
+            Sequence(self, index, list(prompt), routes=list(sequence.routes), routed=sequence.routed)
+            for index in range(1, self.request.num_samples)
+        ]
         self.sequences += fresh
         for each, drawn in zip(self.sequences, computed.drawn, strict=True):
             each.add(drawn)
@@ -254,7 +287,8 @@ class Job:
         for sequence in self.sequences:
             assert sequence.stop_reason is not None, "every sample of a result has ended"
             tokens, logprobs, top = sequence.generated()
-            sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason, top))
+            routes = np.concatenate(sequence.routes) if sequence.routes else None
+            sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason, top, routes))
         return SampleResult(
             sequences,
             prompt_logprobs=self.scores.logprobs,

@@ -2,13 +2,14 @@
 
 This module knows nothing of requests or scheduling. Earlier tokens are seen in one of two ways. Where tokens influence
 each other only through attention, their keys and values are read from the cache. Architectures that carry other state
-along the sequence compute the whole sequence again each time, padded as in training, which is slow but correct.
+along the sequence compute the whole sequence again each time, padded as in training, which is slow but correct; except
+linear attention of Qwen3.5, whose states are kept beside the cache.
 
 Shapes: T rows, S scored rows, C rows of a chunk, H hidden features, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
 
 import numpy as np
@@ -18,14 +19,20 @@ from torch import Tensor
 from twinkle.errors import UnsupportedError
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.experts.replay import PassRoutes
+from twinkle.model.decoder.image_rows import ImageRows
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
-from twinkle.model.decoder.transfer import to_device
+from twinkle.model.decoder.linear_attention.bounds import Bounds
+from twinkle.model.decoder.linear_attention.layer import DeltaNet, PackedRows
+from twinkle.model.decoder.transfer import HostCopy, to_device
 from twinkle.model.trainer.engine import Engine
-from twinkle.model.types import IntArray
+from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.types import IntArray, RouteArray
+from twinkle.model.vision.splice import image_rows
 from twinkle.sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.binding import LoraBinder, RowsOf
-from twinkle.sampler.torch_sampler.cache import KeyValueCache, LayerShape
-from twinkle.sampler.torch_sampler.cached_attention import CachedRows, ShapeProbe, Span
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, LayerShape, default_budget, token_bytes
+from twinkle.sampler.torch_sampler.cached_attention import CachedLayer, CachedRows, ShapeProbe, Span
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, DecodeRow
 from twinkle.sampler.torch_sampler.drawing import (
     MEMORY_OF_A_DRAW,
@@ -36,12 +43,20 @@ from twinkle.sampler.torch_sampler.drawing import (
     draw_tokens,
 )
 from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, PromptPlan
+from twinkle.sampler.torch_sampler.prompts.prompt_images import SeenTokens
 from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
+from twinkle.sampler.torch_sampler.states.pool import StatePool, StateShape, slots_for
+from twinkle.sampler.torch_sampler.states.rows import StatePlan, StateRows
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one sequence to compute, from position ``start`` on. ``draws`` are made from the last row."""
+    """Tokens of one sequence to compute, from index ``start`` on. ``draws`` are made from the last row.
+
+    shift: position − index of the tokens. seen: what images among the tokens change, their positions included.
+    records_routes: return the experts of the tokens.
+    state: the slot of the sequence's state, in a model with linear attention.
+    """
 
     version: Adapter | None
     tokens: IntArray
@@ -49,27 +64,33 @@ class Piece:
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
+    shift: int = 0
+    seen: SeenTokens | None = None
+    records_routes: bool = False
+    state: int | None = None
 
     @property
     def span(self) -> Span:
-        return Span(self.start, self.start + len(self.tokens), self.blocks)
+        return Span(self.start, self.start + len(self.tokens), self.blocks, self.shift)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of one :class:`Piece`: a token for each of its draws, and the scores if it asks for them."""
+    """The results of one :class:`Piece`: a token for each of its draws, and the scores and routes it asks for."""
 
     drawn: tuple[Drawn, ...] = ()
     scores: Scores | None = None
+    routes: RouteArray | None = None  # (T, layers, K)
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """The newest token of a sequence, at ``position``, from which several more tokens are drawn in a row.
+    """The newest token of a sequence, at index ``position``, from which several more tokens are drawn in a row.
 
     Random numbers depend on the seed of the request, the number of the sample, and the number of the generated token;
     ``drawn`` is the number of the first token to draw. ``follows``: a row of the run before this one. If it is given,
-    the newest token is that row's, which only the device knows yet, and ``token`` is not used.
+    the newest token is that row's, which only the device knows yet, and ``token`` is not used. ``shift``: what rotary
+    embeddings add to the index; it is not 0 behind images.
     """
 
     version: Adapter | None
@@ -81,6 +102,7 @@ class Ahead:
     sample: int
     drawn: int
     follows: int | None = None
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +127,16 @@ class _Part:
     draws: Sequence[int]  # how many tokens each piece draws
     pending: PendingDraws | None  # None: no piece draws
     scores: dict[int, Scores]  # by place in ``indices``
+    routes: HostCopy | None = None  # of all rows
+    rows: Sequence[slice | None] = ()  # where each piece has its rows; None: it does not ask for routes
 
     def results(self) -> Iterator[tuple[int, Computed]]:
         drawn = iter(() if self.pending is None else self.pending.drawn())
+        routes_TLK = None if self.routes is None else self.routes.array()
         for place, (index, count) in enumerate(zip(self.indices, self.draws, strict=True)):
-            yield index, Computed(tuple(islice(drawn, count)), self.scores.get(place))
+            rows = None if routes_TLK is None else self.rows[place]
+            own = None if rows is None or routes_TLK is None else routes_TLK[rows].copy()
+            yield index, Computed(tuple(islice(drawn, count)), self.scores.get(place), own)
 
 
 @dataclass(frozen=True)
@@ -159,11 +186,13 @@ class ModelPass:
         if self._prompts is None:
             yield order, None
             return
-        taken = [index for index in order if self._prompts.takes(pieces[index].version)]
+        prompts = self._prompts
+        taken = [index for index in order if _may_be_captured(pieces[index]) and prompts.takes(pieces[index].version)]
         if len(taken) < len(order):
-            yield [index for index in order if not self._prompts.takes(pieces[index].version)], None
+            captured = set(taken)
+            yield [index for index in order if index not in captured], None
         if taken:
-            yield from self._captured(self._prompts, taken, pieces)
+            yield from self._captured(prompts, taken, pieces)
 
     def _captured(
         self, prompts: PromptGraphs, order: list[int], pieces: Sequence[Piece]
@@ -180,6 +209,7 @@ class ModelPass:
 
     def _start(self, indices: Sequence[int], pieces: Sequence[Piece], plan: PromptPlan | None) -> _Part:
         drawing = [place for place, piece in enumerate(pieces) if piece.draws]
+        routes = PassRoutes(records=True) if any(piece.records_routes for piece in pieces) else None
         logits: Iterable[tuple[slice, Tensor]] = ()
         if plan is not None:
             assert self._prompts is not None and self._cache is not None, "plans come from the captured graphs"
@@ -189,13 +219,24 @@ class ModelPass:
             if drawing:
                 logits = [(slice(0, len(drawing)), self._prompts.logits(plan))]
         else:
-            hidden_TH, firsts = self._padded(pieces) if self._cache is None else self._cached(pieces, self._cache)
+            if self._cache is None:
+                hidden_TH, firsts = self._padded(pieces, routes)
+            else:
+                hidden_TH, firsts = self._cached(pieces, self._cache, routes)
             if drawing:
                 logits = self._logits(pieces, drawing, hidden_TH, firsts)
         parts = self._draw([pieces[place] for place in drawing], logits)
         pending = PendingDraws.start(parts) if parts else None
         scores = self._score(pieces, hidden_TH, firsts)
-        return _Part(indices, [len(piece.draws) for piece in pieces], pending, scores)
+        draws = [len(piece.draws) for piece in pieces]
+        if routes is None:
+            return _Part(indices, draws, pending, scores)
+        recorded = HostCopy.start(routes.recorded(self._engine.architecture.layer_count))
+        rows = [
+            slice(first, first + len(piece.tokens)) if piece.records_routes else None
+            for piece, first in zip(pieces, firsts, strict=True)
+        ]
+        return _Part(indices, draws, pending, scores, recorded, rows)
 
     @torch.no_grad()
     def start_ahead(self, rows: Sequence[Ahead], steps: int, before: PendingAhead | None = None) -> PendingAhead:
@@ -211,7 +252,7 @@ class ModelPass:
         seeds, samples, drawn = (words(*values)[:, None] for values in zip(*map(_key, ordered), strict=True))
         uniform_nS = uniforms(seeds, samples, drawn + words(*range(steps)))
         parts = self._graphs.decode(
-            [DecodeRow(row.token, row.position, row.blocks) for row in ordered],
+            [DecodeRow(row.token, row.position, row.blocks, row.shift) for row in ordered],
             _runs([row.version for row in ordered], [1] * len(ordered)),
             [row.draw for row in ordered],
             to_device(torch.from_numpy(uniform_nS), device),
@@ -223,19 +264,39 @@ class ModelPass:
         newest_n = torch.cat([part.tokens for part in parts[-len(parts) // steps :]])
         return PendingAhead(newest_n, places.tolist(), PendingDraws.start(parts))
 
-    def _cached(self, pieces: Sequence[Piece], cache: KeyValueCache) -> tuple[Tensor, list[int]]:
+    def _cached(
+        self, pieces: Sequence[Piece], cache: KeyValueCache, routes: PassRoutes | None
+    ) -> tuple[Tensor, list[int]]:
         """Return the hidden states, and the index of each piece's first row in them."""
         cache.clean()
         device, lengths = self._engine.device, [len(piece.tokens) for piece in pieces]
         spans = [piece.span for piece in pieces]
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        firsts = list(accumulate(lengths, initial=0))[:-1]
+        positions = torch.from_numpy(_joined_positions(pieces)).to(device)
         layers = self._binder.layers(_runs([piece.version for piece in pieces], lengths))
-        batch = LayerBatch(None, layers, False, cached=CachedRows.for_spans(spans, device).layers(cache))
+        cached = self._layers(CachedRows.for_spans(spans, device).layers(cache), pieces, cache)
+        images = self._image_rows(pieces, firsts)
+        batch = LayerBatch(None, layers, False, cached=cached, images=images, routes=routes)
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces])).to(device)
-        hidden_TH = self._engine.hidden_states(ids[None], torch.from_numpy(positions).to(device)[None], None, batch)
-        return hidden_TH, list(accumulate(lengths, initial=0))[:-1]
+        hidden_TH = self._engine.hidden_states(ids[None], positions.unsqueeze(-2), None, batch)
+        return hidden_TH, firsts
 
-    def _padded(self, pieces: Sequence[Piece]) -> tuple[Tensor, list[int]]:
+    def _layers(
+        self, attention: Sequence[CachedLayer], pieces: Sequence[Piece], cache: KeyValueCache
+    ) -> tuple[CachedLayer | StateRows, ...]:
+        """Return one entry for each decoder layer: attention with a cache, or linear attention with states."""
+        states = cache.states
+        if states is None:
+            return tuple(attention)
+        slots = [piece.state for piece in pieces if piece.state is not None]
+        lengths, starts = [len(piece.tokens) for piece in pieces], [piece.start for piece in pieces]
+        columns = states.columns[0].shape[1]
+        plan = StatePlan.for_spans(lengths, starts, slots, columns, self._engine.device)
+        stateful = (StateRows(plan, *each) for each in zip(states.matrices, states.columns, strict=True))
+        rest = iter(attention)
+        return tuple(next(stateful) if layer.delta_nets else next(rest) for layer in self._engine.layers)
+
+    def _padded(self, pieces: Sequence[Piece], routes: PassRoutes | None) -> tuple[Tensor, list[int]]:
         device, longest = self._engine.device, max(len(piece.tokens) for piece in pieces)
         ids = np.zeros((len(pieces), longest), np.int64)
         mask = np.zeros((len(pieces), longest), np.int64)
@@ -243,14 +304,29 @@ class ModelPass:
             assert piece.start == 0, "without a cache a sequence is computed whole"
             ids[row, : len(piece.tokens)] = piece.tokens
             mask[row, : len(piece.tokens)] = 1
-        batch = LayerBatch(
-            None, self._binder.layers(_runs([piece.version for piece in pieces], [longest] * len(pieces))), False
-        )
+        firsts = [row * longest for row in range(len(pieces))]
+        layers = self._binder.layers(_runs([piece.version for piece in pieces], [longest] * len(pieces)))
+        batch = LayerBatch(None, layers, False, images=self._image_rows(pieces, firsts), routes=routes)
         positions = torch.arange(longest, device=device).expand(ids.shape)
+        if batch.images is not None:
+            positions = torch.from_numpy(_padded_positions(pieces, longest)).to(device)
         hidden_TH = self._engine.hidden_states(
             torch.from_numpy(ids).to(device), positions, torch.from_numpy(mask).to(device), batch
         )
-        return hidden_TH, [row * longest for row in range(len(pieces))]
+        return hidden_TH, firsts
+
+    def _image_rows(self, pieces: Sequence[Piece], firsts: Sequence[int]) -> ImageRows | None:
+        """Return the features of the images of all pieces; None if there are none."""
+        parts = [
+            replace(part, row=first + part.row)
+            for piece, first in zip(pieces, firsts, strict=True)
+            if piece.seen is not None
+            for part in piece.seen.parts
+        ]
+        if not parts:
+            return None
+        assert self._engine.features is not None, "requests with images are refused without it"
+        return image_rows(self._engine.features, parts, repeated=True)
 
     def _logits(
         self, pieces: Sequence[Piece], drawing: Sequence[int], hidden_TH: Tensor, firsts: Sequence[int]
@@ -297,18 +373,56 @@ class ModelPass:
         return scores
 
 
+def _may_be_captured(piece: Piece) -> bool:
+    """Return whether a captured pass can compute a piece: it has no images, and records no routes."""
+    return piece.seen is None and not piece.records_routes
+
+
 def probe_shapes(engine: Engine) -> list[LayerShape]:
     """Return the shape of one token's keys and values in each layer, found by running one token through the model."""
-    packing = Packing.from_lengths((1,), engine.device)
-    probes = tuple(ShapeProbe(packing) for _ in range(engine.architecture.layer_count))
+    packing, rows = Packing.from_lengths((1,), engine.device), PackedRows(Bounds.from_lengths((1,), engine.device))
+    cached = tuple(rows if layer.delta_nets else ShapeProbe(packing) for layer in engine.layers)
+    probes = [each for each in cached if isinstance(each, ShapeProbe)]
     token = torch.zeros(1, 1, dtype=torch.long, device=engine.device)
     with torch.no_grad():
-        batch = LayerBatch(None, bind_layers((), engine.architecture), False, cached=probes)
+        batch = LayerBatch(None, bind_layers((), engine.architecture), False, cached=cached)
         engine.hidden_states(token, token, None, batch)
     shapes = [probe.shape for probe in probes if probe.shape is not None]
     if len(shapes) != len(probes):
         raise UnsupportedError(f"{engine.architecture.family}: {len(probes) - len(shapes)} layers have no attention")
     return shapes
+
+
+def make_states(trainer: Trainer, max_sequences: int) -> StatePool | None:
+    """Return the slots for states of linear attention, if the model has such layers.
+
+    They take up to a quarter of what the trainer set aside for adapters. With fewer slots fewer sequences run at once.
+    """
+    nets = [net for layer in trainer.engine.layers for net in layer.delta_nets]
+    if not nets:
+        return None
+    shapes = [state_shape(net) for net in nets]
+    state_bytes = sum(shape.size(trainer.dtype) for shape in shapes)
+    slots = slots_for(max_sequences, state_bytes, trainer.memory.adapters // 4)
+    trainer.set_aside(slots * state_bytes)
+    return StatePool(shapes, trainer.dtype, trainer.device, slots)
+
+
+def state_shape(net: DeltaNet) -> StateShape:
+    """Return the shape of a sequence's state in one layer."""
+    features, _, width = net.conv1d.weight.shape
+    return StateShape(len(net.A_log), net.key_width, net.value_width, features, width - 1)
+
+
+def make_cache(trainer: Trainer, budget_bytes: int | None, max_sequences: int) -> KeyValueCache:
+    """Return a cache for the trainer's model. Its memory is taken from what the trainer set aside for adapters."""
+    shapes, states = probe_shapes(trainer.engine), make_states(trainer, max_sequences)
+    per_block = BLOCK * token_bytes(shapes, trainer.dtype)
+    if budget_bytes is None:
+        longest = trainer.architecture.max_length
+        budget_bytes = default_budget(trainer.memory.adapters, per_block, max_sequences, longest)
+    trainer.set_aside(budget_bytes)
+    return KeyValueCache(shapes, trainer.dtype, trainer.device, budget_bytes, states)
 
 
 def _place(version: Adapter | None) -> tuple[int, str, int]:
@@ -317,6 +431,31 @@ def _place(version: Adapter | None) -> tuple[int, str, int]:
         return 2**31, "", 0
     assert version.slot is not None, "versions of a pass must be resident"
     return version.layout.rank, version.layout.digest, version.slot
+
+
+def _joined_positions(pieces: Sequence[Piece]) -> IntArray:
+    """Return the positions of all tokens: (T,), or with images (4, T): index, time, row and column."""
+    if all(piece.seen is None for piece in pieces):
+        return np.concatenate([_indices(piece) + piece.shift for piece in pieces])
+    return np.concatenate([_axes(piece) for piece in pieces], 1)
+
+
+def _padded_positions(pieces: Sequence[Piece], longest: int) -> IntArray:
+    """Return the positions of pieces with images among them, one row each, (4, pieces, longest)."""
+    axes = np.stack([np.pad(_axes(piece), ((0, 0), (0, longest - len(piece.tokens)))) for piece in pieces], 1)
+    axes[0] = np.arange(longest)
+    return axes
+
+
+def _axes(piece: Piece) -> IntArray:
+    """Return the positions of a piece's tokens on four axes: index, time, row and column."""
+    indices_T = _indices(piece)
+    axes_3T = np.tile(indices_T + piece.shift, (3, 1)) if piece.seen is None else piece.seen.axes_3T
+    return np.concatenate([indices_T[None], axes_3T])
+
+
+def _indices(piece: Piece) -> IntArray:
+    return np.arange(piece.start, piece.start + len(piece.tokens))
 
 
 def _carried(rows: Sequence[Ahead], before: PendingAhead) -> tuple[Tensor, Tensor] | None:

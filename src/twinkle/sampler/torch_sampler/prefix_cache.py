@@ -1,14 +1,17 @@
 """The names of full cache blocks, by which a later request with the same beginning finds them.
 
-The name of a full block is a digest of its tokens and of the name of the block before it, so it stands for everything
-up to the block's end. Names are kept apart by version, because a version decides which keys and values a token has.
-Length classes (ways to encode positions) and scopes have separate chains of names. Scopes are separate for privacy: the
-response time of a prompt must not reveal whether another tenant has sent the same prompt.
+The name of a full block is a digest of its tokens, of the images that begin among them, and of the name of the block
+before it, so it stands for everything up to the block's end. Names are kept apart by version, because a version decides
+which keys and values a token has. Length classes (ways to encode positions) and scopes have separate chains of names.
+Scopes are separate for privacy: the response time of a prompt must not reveal whether another tenant has sent the same
+prompt.
 """
 
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+
+from twinkle.model.types import Image
 
 BASE = 0  # the version key of the base model
 
@@ -18,9 +21,17 @@ def first_name(length_class: int, scope: str) -> bytes:
     return length_class.to_bytes(8, "little") + scope.encode()
 
 
-def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the name of the block that holds ``tokens`` and follows the block named ``before``."""
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+def next_name(before: bytes, tokens: Sequence[int], images: Sequence[Image] = ()) -> bytes:
+    """Return the name of the block that holds ``tokens`` and follows the block named ``before``.
+
+    images: those that begin in the block. Where they begin is not in their tokens: two images side by side look like
+    one.
+    """
+    key = b""
+    if images:
+        seen = repr([(image.first, image.rows, image.columns, image.digest) for image in images])
+        key = blake2b(seen.encode(), digest_size=16).digest()
+    return blake2b(before + array("q", tokens).tobytes(), digest_size=16, key=key).digest()
 
 
 class PrefixCache:

@@ -8,8 +8,9 @@ Between turns only the tokens and the cache remain. The sampler is used from one
 with training.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
 
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, default_budget, default_places, token_bytes
+from twinkle.sampler.torch_sampler.cache import BLOCK, default_places
 from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
-from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, ModelPass, PendingAhead, PendingPass, probe_shapes
+from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, ModelPass, PendingAhead, PendingPass, make_cache
 from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, capture_prompts
+from twinkle.sampler.torch_sampler.prompts.prompt_images import decoded_images
 from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.torch_sampler.versions import AdapterVersions, Versions
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplerNumbers
@@ -87,7 +89,7 @@ class TorchSampler:
         own = None if tokenizer is None else tokenizer.eos_token_id
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         architecture = trainer.architecture
-        self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
+        self._cache = make_cache(trainer, kv_budget_bytes, places) if architecture.samples_with_cache else None
         if max_sequences is None and self._cache is not None:
             places = default_places(places, self._cache.capacity)
         self._versions: Versions = AdapterVersions(trainer, publisher) if versions is None else versions
@@ -98,7 +100,17 @@ class TorchSampler:
         self._prompts: PromptGraphs | None = None
         self._capture()
         tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
-        self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
+        # Images are for one tower. Complete sets of weights may each bring another.
+        self._features = trainer.engine.features if versions is None else None
+        vision = None if self._features is None else architecture.vision
+        self._limits = Limits(
+            architecture.vocab_size,
+            architecture.max_length,
+            tokens,
+            stop_strings=tokenizer is not None,
+            vision=vision,
+            routing=architecture.routing,
+        )
         self._schedule = Schedule(
             self._cache,
             max_sequences=places,
@@ -120,6 +132,9 @@ class TorchSampler:
         cache = "no cache, every token computes its whole sequence again"
         if self._cache is not None:
             cache = f"cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
+            states = self._cache.states
+            if states is not None:
+                cache += f" and the states of {states.running} sequences ({states.nbytes / 2**30:.2f} GiB)"
         return ", ".join(filter(None, (f"sampler: {cache}", self._versions.memory)))
 
     # --- the base model and the cache ---------------------------------------------------------------------------------
@@ -146,13 +161,15 @@ class TorchSampler:
         """
         assert not self._jobs, "the weights of requests under way never change"
         self.reset_prefix_cache()
+        self._forget_features()
         self._pass.forget_versions()
         if moved and self._graphs is not None and self.cache_bytes:
             self._recapture()
 
     def free_cache(self) -> None:
-        """Free the memory of the cache and of captured graphs until :meth:`restore_cache`. No request may run."""
+        """Free the memory of cache, captured graphs and features until :meth:`restore_cache`. No request may run."""
         assert not self._jobs, "requests under way need the cache"
+        self._forget_features()
         self._graphs = self._prompts = None
         self._pass = ModelPass(self._trainer.engine, self._cache, None)
         if self._cache is not None:
@@ -162,6 +179,14 @@ class TorchSampler:
         if self._cache is not None:
             self._cache.take_memory()
             self._recapture()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the features of images. They are computed again when they are needed."""
+        self._forget_features()
+
+    def _forget_features(self) -> None:
+        if self._features is not None:
+            self._features.forget()
 
     def _recapture(self) -> None:
         if self._cache is not None:
@@ -174,6 +199,8 @@ class TorchSampler:
         if self._cache is not None:
             longest = self._trainer.architecture.max_length + _AHEAD
             engine = self._trainer.engine
+            if engine.architecture.has_linear_attention:  # its passes are not captured yet
+                return
             self._graphs = capture_decoding(engine, self._cache, self._places, longest, self._versions)
             if self._graphs is not None:  # otherwise prompts cannot be captured either
                 self._prompts = capture_prompts(engine, self._cache, self._chunk_tokens, self._versions)
@@ -210,6 +237,8 @@ class TorchSampler:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
         checked = check_request(request, self._limits)
+        if self._features is not None:
+            checked = replace(checked, images=decoded_images(checked.images, self._features))
         ends = frozenset(checked.params.stop_tokens)
         if checked.params.stop_at_eos:
             ends |= self._end_tokens
@@ -294,8 +323,10 @@ class TorchSampler:
         their next flight do not overlap, because the sequences of the prompts should take part in the flight.
         """
 
-        def captured(job: Job) -> bool:  # penalties need the tokens before each draw on the host
-            return eligible(job) and graphs.takes(job.adapter) and not job.request.params.penalises
+        def captured(job: Job) -> bool:
+            # Penalties need the tokens before each draw on the host, and captured passes do not record routes.
+            eager = job.request.params.penalises or job.request.routed_experts
+            return eligible(job) and graphs.takes(job.adapter) and not eager
 
         if self._flight is None:
             tokens = _AHEAD_OF_PROMPTS if self._schedule.mostly_prompts else _AHEAD
@@ -418,6 +449,8 @@ class TorchSampler:
                 )
             except torch.OutOfMemoryError:
                 self._free_memory()
+                if any(step.start > 0 for step in steps) and self._cache is not None and self._cache.states is not None:
+                    break  # see Schedule.restart
         return None
 
     def _finish_pass(self, steps: list[Step], pending: PendingPass | None) -> None:
@@ -425,6 +458,8 @@ class TorchSampler:
         if pending is not None:
             for step, result in zip(steps, pending.results(), strict=True):
                 self._absorb(step, result)
+        elif len(steps) > 1 and self._schedule.restart(steps):
+            logging.getLogger(__name__).warning("a pass ran out of memory; its %d sequences begin anew", len(steps))
         elif len(steps) > 1:
             self._compute(steps[: len(steps) // 2])
             self._compute(steps[len(steps) // 2 :])
@@ -480,13 +515,3 @@ class TorchSampler:
         del self._jobs[job.request.request_id]
         if job.version is not None:
             self._versions.give_back(job.version)
-
-
-def _make_cache(trainer: Trainer, budget_bytes: int | None, max_sequences: int) -> KeyValueCache:
-    shapes = probe_shapes(trainer.engine)
-    per_block = BLOCK * token_bytes(shapes, trainer.dtype)
-    if budget_bytes is None:
-        longest = trainer.architecture.max_length
-        budget_bytes = default_budget(trainer.memory.adapters, per_block, max_sequences, longest)
-    trainer.set_aside(budget_bytes)
-    return KeyValueCache(shapes, trainer.dtype, trainer.device, budget_bytes)

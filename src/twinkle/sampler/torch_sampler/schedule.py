@@ -22,6 +22,9 @@ from itertools import count, zip_longest
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for
 from twinkle.sampler.torch_sampler.jobs import Job, Sequence
 from twinkle.sampler.torch_sampler.prefix_cache import first_name, next_name
+from twinkle.sampler.torch_sampler.states.pool import StatePool
+
+_SHORTEST_STORED = 4 * BLOCK  # tokens: computing fewer again costs less than a copy of the state behind them
 
 Eligible = Callable[[Job], bool]
 
@@ -55,7 +58,8 @@ class Schedule:
         pass. length_class: maps a length to the way in which positions are encoded at that length.
         """
         self._cache = cache
-        self._max_sequences = max_sequences
+        self._states = None if cache is None else cache.states
+        self._max_sequences = max_sequences if self._states is None else min(max_sequences, self._states.running)
         self._chunk_tokens = chunk_tokens
         self._length_class = length_class
         self._waiting: dict[Job, list[Sequence]] = {}  # no list is empty; sorted by ``order``, as is _running
@@ -79,9 +83,27 @@ class Schedule:
             self._cache.forget(version_key)
 
     def keep_stem(self, sequence: Sequence) -> None:
-        """Keep the prompt's blocks for samples that have not begun. The sequence must hold its whole prompt."""
+        """Keep the prompt's blocks for samples that have not begun. The sequence must hold its whole prompt.
+
+        Where there is no room for the state behind the prompt, samples find the prompt in the prefix cache, in part.
+        """
+        job, states = sequence.job, self._states
+        if states is not None and sequence.state is not None:
+            job.stem_state = states.hold(sequence.state)
+            if job.stem_state is None:
+                return
         if self._cache is not None:
-            sequence.job.stem = self._cache.share(sequence.blocks[: blocks_for(sequence.job.prompt_length)])
+            job.stem = self._cache.share(sequence.blocks[: blocks_for(job.prompt_length)])
+
+    def restart(self, steps: Iterable[Step]) -> bool:
+        """Begin anew the sequences of a pass that failed. Return False if the pass can be repeated as it was.
+
+        A failed pass may have changed the states of some layers. Sequences that begin in it do so with the state 0.
+        """
+        touched = [step.sequence for step in steps if step.start > 0] if self._states is not None else []
+        for sequence in touched:
+            self._release(sequence)
+        return bool(touched)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -141,6 +163,8 @@ class Schedule:
 
     def _begin(self, sequence: Sequence) -> None:
         """Start from what the cache holds: the prompt's blocks, or more if the sequence ran before."""
+        if self._states is not None:
+            sequence.state = self._states.take()
         self._follow_length(sequence)
         self._adopt(sequence)
         job, cache = sequence.job, self._cache
@@ -149,6 +173,7 @@ class Schedule:
             self._release(sequence)
             sequence.blocks = cache.share(job.stem)
             sequence.cached = job.prompt_length
+            self._go_on_from(sequence, job.stem_state)
         if job not in self._waiting:
             self._drop_stem(job)
 
@@ -161,6 +186,9 @@ class Schedule:
         if sequence.running:
             self._running.remove(sequence)
             sequence.running = False
+            if self._states is not None and sequence.state is not None:
+                self._states.release(sequence.state)
+                sequence.state = None
         elif sequence in (samples := self._waiting.get(sequence.job, [])):
             samples.remove(sequence)
             if not samples:
@@ -231,6 +259,9 @@ class Schedule:
         sequence.job.reached(step.stop, reused=False)
         for index in range(step.start // BLOCK, step.stop // BLOCK):
             cache.remember(sequence.job.version_key, self._name(sequence, index), sequence.blocks[index])
+        if self._states is not None and sequence.state is not None and self._stores(step):
+            name = self._name(sequence, step.stop // BLOCK - 1)
+            self._states.store(sequence.job.version_key, name, sequence.state)
 
     def _in_turn_of_scopes(self) -> list[Sequence]:
         """Return the running sequences round robin by scope, first the scope whose prompts have waited longest."""
@@ -262,7 +293,16 @@ class Schedule:
         stop = min(length, (sequence.cached // self._chunk_tokens + 1) * self._chunk_tokens)
         if self._length_class(stop) != sequence.length_class:
             stop = length
+        if self._states is not None:
+            # A piece ends behind the last full block that another request can share, so that the state there is stored.
+            shared = (length - 1) // BLOCK * BLOCK
+            if shared >= _SHORTEST_STORED and sequence.cached < shared < stop:
+                stop = shared
         return sequence.cached, stop
+
+    def _stores(self, step: Step) -> bool:
+        """Return whether to store the state behind a piece. Single tokens are drawn ones, and change it every time."""
+        return step.stop % BLOCK == 0 and step.stop >= _SHORTEST_STORED and step.stop - step.start > 1
 
     # --- contents of the cache ----------------------------------------------------------------------------------------
 
@@ -282,6 +322,9 @@ class Schedule:
         cache, job, blocks = self._cache, sequence.job, sequence.blocks
         if cache is None or sequence.cached != len(blocks) * BLOCK:
             return
+        if self._states is not None:
+            self._adopt_with_state(sequence, cache, self._states)
+            return
         while (len(blocks) + 1) * BLOCK <= job.reusable(sequence):
             block = cache.find(job.version_key, self._name(sequence, len(blocks)))
             if block is None:
@@ -290,12 +333,38 @@ class Schedule:
         sequence.cached = len(blocks) * BLOCK
         job.reached(sequence.cached, reused=True)
 
+    def _adopt_with_state(self, sequence: Sequence, cache: KeyValueCache, states: StatePool) -> None:
+        """Share remembered blocks up to the last one behind which a state is stored, and copy that state."""
+        job, key, found = sequence.job, sequence.job.version_key, list[int]()
+        first, best, state = len(sequence.blocks), 0, None
+        while (first + len(found) + 1) * BLOCK <= job.reusable(sequence):
+            name = self._name(sequence, first + len(found))
+            block = cache.find(key, name)
+            if block is None:
+                break
+            found.append(block)
+            slot = states.find(key, name)
+            if slot is not None:
+                best, state = len(found), slot
+        if best:
+            sequence.blocks += cache.share(found[:best])
+            sequence.cached = len(sequence.blocks) * BLOCK
+            self._go_on_from(sequence, state)
+            job.reached(sequence.cached, reused=True)
+
+    def _go_on_from(self, sequence: Sequence, state: int | None) -> None:
+        """Copy a state into the sequence's slot; in models without linear attention there is none."""
+        if self._states is not None:
+            assert sequence.state is not None and state is not None, "running sequences and stems have states"
+            self._states.copy(state, sequence.state)
+
     def _name(self, sequence: Sequence, index: int) -> bytes:
         """Return the name of the sequence's full block number ``index``."""
         names = sequence.names
         for number in range(len(names), index + 1):
             before = names[-1] if names else first_name(sequence.length_class, sequence.job.request.scope)
-            names.append(next_name(before, sequence.tokens[number * BLOCK : (number + 1) * BLOCK]))
+            start, stop = number * BLOCK, (number + 1) * BLOCK
+            names.append(next_name(before, sequence.tokens[start:stop], sequence.job.images.beginning_in(start, stop)))
         return names[index]
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -351,6 +420,9 @@ class Schedule:
         if self._cache is not None:
             self._cache.release(job.stem)
             job.stem = []
+        if self._states is not None and job.stem_state is not None:
+            self._states.drop(job.stem_state)
+            job.stem_state = None
 
     def _release(self, sequence: Sequence) -> None:
         if self._cache is not None:

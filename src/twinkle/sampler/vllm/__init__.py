@@ -7,6 +7,7 @@ samplers        this drawing in place of vLLM's own, in both of its model runner
 gpu_worker      vLLM's worker processes on GPUs, with our drawing
 cpu_worker      the same on CPUs
 worker          methods of worker processes that replace the weights of the base model
+prompts         prompts as vLLM takes them, with pictures for a vision model
 engine          vLLM's asynchronous engine on a thread of its own
 versions        adapter versions as files in memory, each under its own name
 requests        an active request: the tokens of its samples, stop strings, streaming

@@ -11,11 +11,28 @@ import torch
 from safetensors.torch import save_file
 
 from twinkle import hub
+from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.trainer.trainer import Trainer
 
 _FILE_BYTES = 2**30  # weights in one file
 _SPARE_BYTES = 2**28
+
+
+def require_served(trainer: Trainer, *, adapters: bool) -> None:
+    """Raise UnsupportedError for a model that vLLM does not serve here. ``adapters``: whether it has to apply any."""
+    if trainer.architecture.family != "gpt_oss":
+        return
+    if trainer.device.type == "cpu":
+        raise UnsupportedError(
+            "sampler_type: got 'vllm' for gpt_oss on a CPU, allowed: 'torch'; vLLM's attention sinks need a GPU"
+        )
+    config = json.loads((hub.resolve(trainer.model_id).path / "config.json").read_text())
+    if adapters and (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise UnsupportedError(
+            "model_id: got a checkpoint of gpt_oss in mxfp4, allowed: one in bf16; vLLM has no LoRA on mxfp4 weights. "
+            "Use sampler_type torch, or a copy of the model in bf16"
+        )
 
 
 @contextmanager

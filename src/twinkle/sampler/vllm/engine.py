@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
-from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
@@ -24,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from twinkle.errors import TwinkleServerError
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.types import TopLogprobs
+from twinkle.sampler.vllm.prompts import Prompt
 
 T = TypeVar("T")
 
@@ -100,15 +101,21 @@ class Engine:
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
     @property
+    def max_images(self) -> int:
+        """Return how many images a prompt may have; 0 for a model that reads text only."""
+        limits = self._llm.model_config.multimodal_config
+        return 0 if limits is None else int(limits.get_limit_per_prompt("image"))
+
+    @property
     def dead(self) -> bool:
         return bool(self._llm.errored) or not self._thread.is_alive()
 
     # --- called from the sampler's thread -----------------------------------------------------------------------------
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None, scope: str) -> int:
+    def begin(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> int:
         """Start a generation and return the number of its arrivals. Cached prompts are shared only within a scope."""
         number = next(self._numbers)
-        self._loop.call_soon_threadsafe(self._start, number, _prompt(prompt, scope), params, lora)
+        self._loop.call_soon_threadsafe(self._start, number, prompt, params, lora)
         return number
 
     def cancel(self, number: int) -> None:
@@ -125,10 +132,10 @@ class Engine:
         except Empty:
             return taken
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> NewTokens:
+    def generate(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> NewTokens:
         """Generate and wait for the end. ``params`` must ask for one final output, not for pieces."""
         number = next(self._numbers)
-        return self._call(lambda: self._all_of(number, _prompt(prompt, ""), params, lora))
+        return self._call(lambda: self._all_of(number, prompt, params, lora))
 
     def add_lora(self, lora: LoRARequest) -> None:
         self._call(lambda: self._llm.add_lora(lora))
@@ -200,7 +207,7 @@ class Engine:
         finally:
             llm.shutdown()
 
-    def _start(self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None) -> None:
+    def _start(self, number: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> None:
         task = self._loop.create_task(self._follow(number, prompt, params, lora))
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._end(number))  # also runs for a task that was cancelled before it began
@@ -214,26 +221,28 @@ class Engine:
         del self._tasks[number]
         self._arrived.put(Ended(number))
 
-    async def _follow(
-        self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
-    ) -> None:
+    async def _follow(self, number: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> None:
         try:
-            async for output in self._llm.generate(prompt, params, str(number), lora_request=lora):
+            async for output in self._llm.generate(prompt.for_vllm(), params, str(number), lora_request=lora):
+                _check_length(output, prompt)
                 self._arrived.put(_piece(number, output, params.logprobs))
         except Exception as error:  # noqa: BLE001 - any error fails only its own request
             broken = _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}")
             self._arrived.put(Failed(number, broken))
 
-    async def _all_of(
-        self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
-    ) -> NewTokens:
-        outputs = [out async for out in self._llm.generate(prompt, params, str(number), lora_request=lora)]
+    async def _all_of(self, number: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None) -> NewTokens:
+        outputs = [out async for out in self._llm.generate(prompt.for_vllm(), params, str(number), lora_request=lora)]
+        _check_length(outputs[-1], prompt)
         return _piece(number, outputs[-1], params.logprobs)
 
 
-def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
-    prompt = TokensPrompt(prompt_token_ids=list(tokens))
-    return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # vLLM refuses an empty salt
+def _check_length(output: Any, prompt: Prompt) -> None:
+    """Raise if vLLM makes more or fewer tokens of a prompt's images than the model's image processor does."""
+    if prompt.images and len(output.prompt_token_ids) != len(prompt.tokens):
+        raise ValueError(
+            f"the prompt has {len(prompt.tokens)} tokens, and vLLM made {len(output.prompt_token_ids)} of it: "
+            "engine_args.mm_processor_kwargs must not change the size of images"
+        )
 
 
 def _piece(number: int, output: Any, top: int) -> NewTokens:

@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_r
 # The worker classes. Naming them here must not import them: vLLM's worker for CPUs changes torch.
 _CPU_WORKER = "twinkle.sampler.vllm.cpu_worker.DrawingCpuWorker"
 _GPU_WORKER = "twinkle.sampler.vllm.gpu_worker.DrawingGpuWorker"
+_NO_IMAGES = "the model's folder has no image processor, or the model's images cannot be placed"
 # Arguments that the configuration cannot set, and why.
 _TAKEN = {
     "model": "it is the sampler's model_id",
@@ -35,6 +36,7 @@ _TAKEN = {
     "dtype": "it is the trainer's, so that both compute the same",
     "enable_lora": "it is always on, because the sampler serves adapter versions",
     "lora_dtype": "it is the trainer's, so that both compute the same",
+    "enable_tower_connector_lora": "adapters do not change the vision tower",
     "lora_target_modules": "an adapter is applied whole or not at all",
     "logprobs_mode": "log-probabilities are of the tempered distribution over the whole vocabulary, by our own drawing",
     "logits_processors": "the sampler draws tokens by itself",
@@ -46,6 +48,7 @@ _TAKEN = {
     "convert": "the engine only generates",
     "disable_log_stats": "the server has its own statistics",
     "additional_config": "the server uses it to pass its process id to vLLM's processes",
+    "enable_return_routed_experts": "only the torch sampler returns routes to experts, to requests that ask for them",
     "worker_cls": "the sampler uses it to draw tokens",
     "worker_extension_cls": "the sampler uses it to replace weights",
 }
@@ -54,7 +57,7 @@ _TAKEN = {
 def check_engine_args(given: Mapping[str, object]) -> None:
     """Raise InvalidInputError for a name that vLLM does not have or that the configuration may not set.
 
-    ``enable_lora`` and ``logprobs_mode`` may repeat the values that we set.
+    Some names may repeat the values that we set.
     """
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name, value in given.items():
@@ -67,13 +70,22 @@ def check_engine_args(given: Mapping[str, object]) -> None:
 
 
 def make_engine_args(
-    given: Mapping[str, object], folder: str, device: torch.device, dtype: torch.dtype, *, adapters: bool = True
+    given: Mapping[str, object],
+    folder: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    adapters: bool = True,
+    tower: bool = False,
+    images: bool = False,
 ) -> AsyncEngineArgs:
     """Return the arguments of an engine for the model in ``folder`` that computes like the trainer on ``device``.
 
-    adapters: whether the engine can apply adapters, which costs memory.
+    adapters: whether the engine can apply adapters, which costs memory. tower: whether the model has a vision tower.
+    images: whether prompts may have images.
     """
     check_engine_args(given)
+    media = _media(given, images=images) if tower else _no_media(given)
     if given.get("enable_sleep_mode") and device.type == "cpu":
         raise UnsupportedError("engine_args.enable_sleep_mode: vLLM has no sleep mode on a CPU, allowed: False")
     defaults = dict(_DEFAULTS) if adapters else {}
@@ -83,7 +95,7 @@ def make_engine_args(
     elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
         raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
-    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype), "enable_lora": adapters})
+    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype), **media, "enable_lora": adapters})
 
 
 def memory_beside(given: Mapping[str, object]) -> int:
@@ -118,6 +130,30 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
+def _media(given: Mapping[str, object], *, images: bool) -> dict[str, object]:
+    """Return the arguments of an engine for a model with a vision tower.
+
+    vLLM needs the tokenizer to make an image processor. What a prompt cannot have costs no memory.
+    """
+    limits = given.get("limit_mm_per_prompt") or {}
+    if not isinstance(limits, Mapping):
+        raise InvalidInputError("engine_args.limit_mm_per_prompt", limits, 'a mapping such as {"image": 4}')
+    for name, limit in limits.items():
+        if limit != 0 and (name != "image" or not images):
+            allowed = "0: the sampler reads no video and no audio" if name != "image" else f"0: {_NO_IMAGES}"
+            raise InvalidInputError(f"engine_args.limit_mm_per_prompt.{name}", limit, allowed)
+    none = {"video": 0} if images else {"video": 0, "image": 0}
+    return {"skip_tokenizer_init": False, "limit_mm_per_prompt": {**limits, **none}}
+
+
+def _no_media(given: Mapping[str, object]) -> dict[str, object]:
+    for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
+        if given.get(name):
+            raise InvalidInputError(f"engine_args.{name}", given[name], "nothing: the model reads text only")
+    return {}
+
+
 def _is_ours(name: str, value: object) -> bool:
     """Return whether the value is the one that we set anyway: repeating it is not an error."""
-    return {"enable_lora": True, "logprobs_mode": "processed_logprobs"}.get(name) == value
+    ours = {"enable_lora": True, "logprobs_mode": "processed_logprobs", "enable_tower_connector_lora": False}
+    return name in ours and ours[name] == value

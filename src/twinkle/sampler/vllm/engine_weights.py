@@ -99,6 +99,7 @@ class EngineWeights:
             raise TwinkleError(f"the replacement of weights is not complete: {len(missing)} are missing: {missing[:4]}")
         self._engine.call_workers("twinkle_finish_weights")
         self._reset_cache()
+        self._engine.reset_encoder_cache()  # features of the old vision tower
         self._changed()
         self._check()
         self._refusal = None

@@ -21,7 +21,11 @@ from vllm.lora.request import LoRARequest
 
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleServerError, UnsupportedError
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, with_one_rank
+from twinkle.model.adapters.expert_exports import convert
+from twinkle.model.adapters.expert_forms import has_experts
+from twinkle.model.adapters.linear_attention_forms import with_joint_projections
 
+EXPERTS = "experts"  # stands among the kinds of modules for all projections of all experts
 _PREFIX = "twinkle-vllm-"
 _SPARE_BYTES = 2**20
 
@@ -32,6 +36,12 @@ class AdapterWeights:
 
     config: Mapping[str, object]
     tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def rank(self) -> int:
+        rank = self.config["r"]
+        assert isinstance(rank, int), "PEFT's config has a number"
+        return rank
 
 
 @dataclass(eq=False)
@@ -51,8 +61,11 @@ class Version:
 class VersionFiles:
     """A private directory of this process for version files. It is made in ``place``, which should be a tmpfs."""
 
-    def __init__(self, place: Path, dtype: torch.dtype) -> None:
-        """``dtype``: the precision in which vLLM computes with adapters."""
+    def __init__(self, place: Path, dtype: torch.dtype, experts_form: str | None = None) -> None:
+        """``dtype``: the precision in which vLLM computes with adapters.
+
+        ``experts_form``: the form in which it reads adapters on the experts of this model; None: in none.
+        """
         if not place.is_dir():
             allowed = "a directory in memory (a tmpfs), where vLLM's processes find the versions"
             raise InvalidInputError("memory_dir", str(place), allowed)
@@ -62,15 +75,25 @@ class VersionFiles:
         except OSError as error:
             raise TwinkleServerError(f"memory_dir: cannot write to {place}: {error}") from error
         self._dtype = dtype
+        self._experts_form = experts_form
         self._numbers = count(1)
 
-    def write(self, adapter: AdapterWeights, unapplied: frozenset[str]) -> Version:
+    def write(self, adapter: AdapterWeights, unapplied: frozenset[str], max_rank: int | None = None) -> Version:
         """Make a new version.
 
         unapplied: names of modules on which vLLM cannot apply LoRA. A version with LoRA on them is refused unless that
-        LoRA has no effect.
+        LoRA has no effect. max_rank: the largest rank that vLLM was started for. Projections that are one for vLLM
+        need more than the adapter has: those of linear attention, and gate and up of experts.
         """
-        config, tensors = _without_modules(_with_one_rank(adapter), unapplied)
+        adapter = AdapterWeights(*with_joint_projections(adapter.config, adapter.tensors))
+        adapter = _without_experts(adapter) if self._experts_form is None or EXPERTS in unapplied else adapter
+        if has_experts(adapter.tensors):
+            assert self._experts_form is not None, "adapters on experts are refused above"
+            adapter = AdapterWeights(*convert(adapter.config, adapter.tensors, self._experts_form))
+        adapter = _with_one_rank(adapter)
+        if max_rank is not None:
+            require_rank(adapter.rank, max_rank)
+        config, tensors = _without_modules(adapter, unapplied)
         tensors = {name: tensor.to(self._dtype).contiguous() for name, tensor in tensors.items()}
         size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.root).free
         if size + _SPARE_BYTES > free:
@@ -131,7 +154,8 @@ def _without_modules(
     config, tensors = adapter.config, adapter.tensors
     by_module: dict[str, list[str]] = {}
     for name in tensors:
-        by_module.setdefault(name.rpartition(".lora_")[0].rpartition(".")[2], []).append(name)
+        if not has_experts([name]):  # the names of an expert's projections are those of linear layers elsewhere
+            by_module.setdefault(name.rpartition(".lora_")[0].rpartition(".")[2], []).append(name)
     dropped = by_module.keys() & unapplied
     felt = sorted(one for one in dropped if any(_is_felt(name, tensors[name]) for name in by_module[one]))
     if felt:
@@ -146,6 +170,19 @@ def _without_modules(
     assert isinstance(modules, Iterable), "PEFT's config has a list or a set of names"
     kept = [one for one in modules if one.rpartition(".")[2] not in dropped]
     return {**config, "target_modules": kept}, {name: each for name, each in tensors.items() if name not in gone}
+
+
+def _without_experts(adapter: AdapterWeights) -> AdapterWeights:
+    """Remove what an adapter has on experts, if that has no effect because B is zero; else raise UnsupportedError."""
+    on_experts = {name for name in adapter.tensors if has_experts([name])}
+    if any(_is_felt(name, adapter.tensors[name]) for name in on_experts):
+        raise UnsupportedError(
+            "vLLM does not apply LoRA on the experts of this model (on a CPU, it never does): train with "
+            "train_mlp=False, or use sampler_type torch"
+        )
+    return AdapterWeights(
+        adapter.config, {name: each for name, each in adapter.tensors.items() if name not in on_experts}
+    )
 
 
 def _is_felt(name: str, tensor: torch.Tensor) -> bool:

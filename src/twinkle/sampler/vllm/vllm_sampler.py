@@ -5,11 +5,15 @@ torch sampler on the trainer's own model, from the same frozen weights, because 
 that it scores in one batch as soon as one of them may have LoRA on the head. Every version is compared with the trainer
 before it is used: one that vLLM applies only in part is refused, unless its effect is too small to measure.
 
+vLLM has its own vision tower, and computes the features of images itself.
+
 ``step`` waits a moment for tokens when there is nothing else to do; between calls, training has the thread.
 """
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +28,9 @@ from twinkle.errors import (
 )
 from twinkle.extras import missing
 from twinkle.model.adapters import checkpoint
+from twinkle.model.adapters.expert_exports import VLLM_FORMS
 from twinkle.model.trainer.trainer import Trainer
+from twinkle.model.types import VisionSpec
 from twinkle.sampler.torch_sampler.jobs import Tokenizer
 from twinkle.sampler.torch_sampler.sampler import TorchSampler
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplingParams
@@ -35,13 +41,14 @@ try:
 except ImportError as error:
     raise missing("vllm", "sampler_type: vllm") from error
 
-from twinkle.sampler.vllm.base_folder import base_folder
+from twinkle.sampler.vllm.base_folder import base_folder, require_served
 from twinkle.sampler.vllm.engine import Arrival, Ended, Engine, Failed
 from twinkle.sampler.vllm.engine_args import make_engine_args
 from twinkle.sampler.vllm.engine_weights import EngineWeights
+from twinkle.sampler.vllm.prompts import Pictures, Prompt
 from twinkle.sampler.vllm.requests import Request
-from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
-from twinkle.sampler.vllm.versions import AdapterWeights, Version, VersionFiles, read_adapter, require_rank
+from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters, probe, probe_with_image
+from twinkle.sampler.vllm.versions import EXPERTS, AdapterWeights, Version, VersionFiles, read_adapter, require_rank
 
 MEMORY_DIR = Path("/dev/shm")
 WAKE_TAGS = ("weights", "kv_cache")  # what sleep frees, by vLLM's names
@@ -75,6 +82,7 @@ class VllmSampler:
         adapters: False: only the base model can be sampled from, and versions of adapters are refused.
         publisher: see :class:`TorchSampler`.
         """
+        require_served(trainer, adapters=adapters)
         set_variable_defaults(_VARIABLES)
         self._trainer = trainer
         self._publisher = trainer if publisher is None else publisher
@@ -87,15 +95,40 @@ class VllmSampler:
         self._requests: dict[str, Request] = {}
         self._by_number: dict[int, Request] = {}
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
-        self._files = VersionFiles(memory_dir, trainer.dtype)
+        # vLLM's products with LoRA on experts are kernels for GPUs.
+        experts_form = None if trainer.device.type == "cpu" else VLLM_FORMS.get(trainer.architecture.family)
+        self._files = VersionFiles(memory_dir, trainer.dtype, experts_form)
+        tower = _has_tower(trainer)
+        if tower:
+            _require_torchvision(trainer)
+        processing = trainer.image_processing
         with base_folder(trainer, self._files.root) as folder:
-            args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype, adapters=adapters)
+            args = make_engine_args(
+                engine_args or {},
+                str(folder),
+                trainer.device,
+                trainer.dtype,
+                adapters=adapters,
+                tower=tower,
+                images=processing is not None,
+            )
             self._max_rank = int(args.max_lora_rank) if adapters else 0
             self._engine = Engine(args)
-        architecture = trainer.architecture
+        architecture, vision = trainer.architecture, trainer.vision
+        self._pictures: Pictures | None = None  # None: images are refused
+        probes = [probe(architecture.vocab_size)]
+        if processing is not None and vision is not None and self._engine.max_images:
+            self._pictures = Pictures(processing, vision, self._engine.max_images)
+            probes.append(probe_with_image(processing, vision, architecture.vocab_size))
         context = min(architecture.max_length, self._engine.max_model_len)
-        self._limits = Limits(architecture.vocab_size, context, self._engine.cache_tokens, tokenizer is not None)
-        self._check = SelfCheck(self._engine, self._score_now, architecture.vocab_size, trainer.dtype)
+        self._limits = Limits(
+            architecture.vocab_size,
+            context,
+            self._engine.cache_tokens,
+            tokenizer is not None,
+            None if self._pictures is None else vision,
+        )
+        self._check = SelfCheck(self._engine, self._score_now, probes, architecture.vocab_size, trainer.dtype)
         self._unapplied: frozenset[str] = frozenset()
         self._asleep: frozenset[str] = frozenset()  # what has no memory now: the names of vLLM's tags
         self.base = EngineWeights(
@@ -108,7 +141,9 @@ class VllmSampler:
         try:
             self._check_base()
             if adapters:
-                self._unapplied = frozenset(kind for kind in kinds(architecture) if not self._applies(kind))
+                never = frozenset({EXPERTS} if experts_form is None else ())
+                tried = (kind for kind in kinds(architecture) if kind not in never)
+                self._unapplied = never | {kind for kind in tried if not self._applies(kind)}
         except BaseException:
             self.close()
             raise
@@ -118,6 +153,11 @@ class VllmSampler:
         """Describe the engine and its caches in one readable line, for logs."""
         left_out = f"; no LoRA on {', '.join(sorted(self._unapplied))}" if self._unapplied else ""
         return f"vLLM {vllm.__version__}: cache {self._limits.cache_tokens} tokens{left_out}; {self._scorer.memory}"
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """Return what the model wants of images; None: prompts with images are refused."""
+        return self._limits.vision
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -224,6 +264,8 @@ class VllmSampler:
         self._require_awake()
         self.base.require_whole()
         checked = check_request(request, self._limits)
+        if self._pictures is not None:
+            checked = replace(checked, images=self._pictures.resized(checked.prompt, checked.images))
         scores = _wants_scores(checked)
         if scores:
             self._scorer.submit(_scoring(checked, request.version_id))
@@ -276,7 +318,7 @@ class VllmSampler:
         """Add a version that the scorer already has to vLLM, and compare the two."""
         with ExitStack() as undo:  # undo on any exception, including those of a full disk
             undo.callback(self._scorer.retire, version_id)
-            version = self._files.write(read(), self._unapplied)
+            version = self._files.write(read(), self._unapplied, self._max_rank)
             undo.callback(self._discard, version)
             if version.lora is not None:
                 self._engine.add_lora(version.lora)
@@ -301,9 +343,9 @@ class VllmSampler:
             self._files.remove(version)
 
     def _check_base(self) -> None:
-        difference = self._check.compare(None, None)
-        if not difference.is_small:
-            raise TwinkleServerError(f"vLLM does not compute the base model as the trainer does: {difference}")
+        for difference in self._check.compare_base():
+            if not difference.is_small:
+                raise TwinkleServerError(f"vLLM does not compute the base model as the trainer does: {difference}")
 
     def _applies(self, kind: str) -> bool:
         """Return whether vLLM applies LoRA on the modules of this name.
@@ -351,9 +393,9 @@ class VllmSampler:
         self._requests[request.checked.request_id] = request
         version = request.version
         lora = None if version is None else version.lora
-        prompt = request.checked.prompt.tolist()
+        prompt = Prompt(request.checked.prompt, request.checked.images, request.checked.scope)
         for sample in request.samples:
-            number = self._engine.begin(prompt, request.engine_params(sample), lora, request.checked.scope)
+            number = self._engine.begin(prompt, request.engine_params(sample), lora)
             request.numbers[number] = sample
             self._by_number[number] = request
             if version is not None:
@@ -426,4 +468,21 @@ def _scoring(checked: CheckedRequest, version_id: str | None) -> SampleRequest:
         target_prompt_logprobs=checked.target_prompt_logprobs,
         prompt_alt_tokens=checked.prompt_alt_tokens,
         scope=checked.scope,
+        images=checked.images,
     )
+
+
+def _has_tower(trainer: Trainer) -> bool:
+    """Return whether vLLM's model has a vision tower, with which the trainer may have loaded no part of it."""
+    return getattr(trainer.base.config, "vision_config", None) is not None
+
+
+def _require_torchvision(trainer: Trainer) -> None:
+    """Raise if vLLM cannot import the model's family, because torchvision is missing or is not made for this torch."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: an operator of torchvision does not exist
+        raise UnsupportedError(
+            f"sampler_type vllm: vLLM needs torchvision for {trainer.base.config.model_type}, which cannot be imported "
+            f"({error}); install the torchvision that was made for torch {torch.__version__}, or use sampler_type torch"
+        ) from error

@@ -20,6 +20,7 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.sampler.types import Sampler
+from twinkle.server.backends.image_reader import ImageReader
 from twinkle.server.backends.text_codec import TextCodec
 
 TrainMode = Literal["lora", "full"]
@@ -59,7 +60,10 @@ class TrainingBackend(Protocol):
         """
 
     def host_bytes_of(self, spec: TrainingSpec) -> int:
-        """Return the most bytes of host memory that an adapter of this shape takes. Called in any thread."""
+        """Return the most bytes of host memory that an adapter of this shape takes. Called in any thread.
+
+        It may wait for a call of the compute thread, so the event loop does not call it.
+        """
 
     def numbers(self) -> TrainerNumbers:
         """Return counts and memory of the trainer, without waiting for the device."""
@@ -109,12 +113,14 @@ class TrainingBackend(Protocol):
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         """Copy the adapter's state, and return a function that writes the copy to a directory, replacing what is there.
 
         The returned function may be called in any thread. ``optimizer``: with its optimizer state. ``state``: the
         training progress to write beside it, if any. ``companions`` writes further files into the directory before that
-        takes its final name.
+        takes its final name. With ``synced=False`` the function may return before the files have reached the disk: they
+        then survive the death of the process, but not a power failure in the next half minute.
         """
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
@@ -166,6 +172,7 @@ class ServedModel:
     device: str = "cpu"  # what the trainer computes on: cpu or cuda
     cheap_tokens: int = 0  # this many more tokens in a batch take hardly any time; 0 on a CPU, where every token does
     train_mode: TrainMode = "lora"  # full: the one live run trains all parameters, and there are no adapters
+    images: ImageReader | None = None  # None: as it is served here, the model reads text only
     max_replayed_steps: int | None = None  # optimizer steps that recovery may repeat at most; None: no limit
 
     @property

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from twinkle import hub
 from twinkle.errors import CapacityError, ConfigError
+from twinkle.model.types import VisionSpec
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.image_reader import SeesImages, image_reader
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, base_name
 from twinkle.server.config.timings import DEFAULT_TIMINGS, Timings
@@ -59,9 +61,9 @@ def _load_here(served: ServedModelConfig) -> ServedModel:
         return _with_full_sampler(served, served_model(served, whole, TrainerFacts.from_trainer(whole)), whole)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
     if sampling is None:
-        return served_model(served, trainer, TrainerFacts.from_trainer(trainer))
+        return served_model(served, trainer, TrainerFacts.from_trainer(trainer), trainer)
     base = trainer if args.backend == "transformers" else _second_base(args, trainer)
-    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer))
+    model = served_model(served, trainer, TrainerFacts.from_trainer(trainer), trainer)
     tokenizer = hub.load_tokenizer(args.model_id)
     sampler = _make_sampler(sampling, base, tokenizer, budget, publisher=trainer)
     return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
@@ -81,6 +83,7 @@ class TrainerFacts:
     device: str
     shares: int  # into how many parts the rows of a batch are divided: the number of data ranks
     device_bytes: int  # memory for adapters on the device; 0 if that is host memory
+    vision: VisionSpec | None  # what the model wants of images; None: it is trained on text only
 
     @classmethod
     def from_trainer(cls, trainer: "Trainer | FullTrainer") -> "TrainerFacts":
@@ -89,16 +92,25 @@ class TrainerFacts:
             architecture.family,
             architecture.max_length,
             memory.tokens,
-            str(memory),
+            trainer.memory_report(),
             trainer.device.type,
             trainer.data_ranks.size,
             0 if trainer.device.type == "cpu" else memory.adapters,
+            trainer.vision,
         )
 
 
-def served_model(served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts) -> ServedModel:
-    """Return the served model without a sampler. ``facts`` describe the first process of its trainer."""
-    processes = served.model.processes
+def served_model(
+    served: ServedModelConfig,
+    trainer: TrainingBackend,
+    facts: TrainerFacts,
+    seeing: SeesImages | None = None,
+) -> ServedModel:
+    """Return the served model without a sampler. ``facts`` describe the first process of its trainer.
+
+    ``seeing``: the same trainer, if it is in this process and may see images.
+    """
+    processes, folder = served.model.processes, hub.resolve(served.model.model_id).path
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -107,13 +119,14 @@ def served_model(served: ServedModelConfig, trainer: TrainingBackend, facts: Tra
         architecture=facts.architecture,
         max_context_length=facts.max_length,
         tokens_per_batch=facts.tokens * facts.shares,
-        tokenizer_dir=str(hub.resolve(served.model.model_id).path),
+        tokenizer_dir=str(folder),
         tokenizer_id=served.public_id,
         memory=facts.memory if processes == 1 else f"{processes} processes, each: {facts.memory}",
         text=None,
         device=facts.device,
         cheap_tokens=_GPU_CHEAP_TOKENS * facts.shares if facts.device == "cuda" else 0,
         train_mode=served.model.train_mode,
+        images=image_reader(served.name, facts.vision, folder, seeing),
         max_replayed_steps=replayed_steps(served.model),
     )
 

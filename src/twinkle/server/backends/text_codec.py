@@ -12,6 +12,7 @@ import numpy as np
 from twinkle.data_format import ToolCall
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.template.labels import IGNORE
+from twinkle.template.media import images_of
 from twinkle.template.template import Template
 
 # A chat template does not declare its inputs; one that supports tools mentions the variable ``tools``.
@@ -29,6 +30,9 @@ class TextCodec(Protocol):
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special or not."""
+
+    def special_token(self, text: str) -> int | None:
+        """Return the special token with this text; None if there is none."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
         """Encode a conversation up to where the assistant's next turn begins."""
@@ -48,6 +52,10 @@ class HubTextCodec:
 
     def token_text(self, token: int) -> str:
         return self._text([token], special=True)
+
+    def special_token(self, text: str) -> int | None:
+        token: int | None = self._tokenizer.get_added_vocab().get(text)
+        return token
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
         from jinja2 import TemplateError
@@ -126,7 +134,7 @@ def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[M
     group: list[Mapping[str, Any]] = []
     size = 0
     for index, row in enumerate(rows):
-        characters = _characters(row)
+        characters = _characters(row) - _image_characters(row)
         check_characters(f"inputs[{index}]", characters, most)
         if group and size + characters > _AT_ONCE:
             yield group
@@ -135,6 +143,14 @@ def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[M
         size += characters
     if group:
         yield group
+
+
+def _image_characters(row: Mapping[str, Any]) -> int:
+    """Return how many of a conversation's characters are image files as base64, which is not text."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return 0
+    return sum(map(_characters, images_of(row)))
 
 
 def _characters(value: object) -> int:

@@ -6,13 +6,15 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
-from twinkle.server.cli.config_commands import Commands, add_command, config_of
+from twinkle.model.types import ADAPTER_FORMATS
+from twinkle.server.cli.config_commands import Commands, add_command, add_described, config_of
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.backup import BackupSummary, back_up_records, check_backup, restore_records
 from twinkle.server.state.backup_records import PostgresRecords, Records, SqliteRecords
@@ -42,6 +44,13 @@ def add_parsers(commands: Commands) -> None:
     )
     check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
     check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
+    about = "write an adapter in the form that another program reads, which matters on models with experts"
+    convert = add_described(commands, "convert-adapter", about)
+    convert.set_defaults(run=_convert)
+    convert.add_argument("adapter", type=Path, metavar="FOLDER", help="folder with adapter_config.json, in any form")
+    convert.add_argument("target", type=Path, metavar="DIR", help="target directory; must be empty or not exist yet")
+    convert.add_argument("--format", choices=ADAPTER_FORMATS, required=True, help="the form to write")
+    convert.add_argument("--gpt-oss", action="store_true", help="the base model is a gpt-oss, with an order of its own")
     actions = commands.add_parser("clear", help="delete the state of unfinished work").add_subparsers(
         required=True, metavar="WHAT"
     )
@@ -79,6 +88,19 @@ def _records(config: ServerConfig) -> AbstractContextManager[Records]:
 
 def _in_words(summary: BackupSummary) -> str:
     return f"{summary.files} files, {summary.size_bytes / 1e6:.1f} MB"
+
+
+def _convert(args: argparse.Namespace, _given: list[str]) -> None:
+    from twinkle.model.adapters.expert_exports import convert_folder  # imports torch, which no other command needs
+
+    target: Path = args.target
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise TwinkleServerError(f"{target} is not empty; name an empty or a new directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with Progress(f"converting {args.adapter}"), tempfile.TemporaryDirectory(dir=target.parent) as staging:
+        convert_folder(args.adapter, Path(staging), args.format, alternating=args.gpt_oss)
+        shutil.copytree(staging, target, dirs_exist_ok=True)
+    print(f"the adapter is in {target} in the form {args.format!r}")
 
 
 # --- check-data -------------------------------------------------------------------------------------------------------

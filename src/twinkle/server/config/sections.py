@@ -9,9 +9,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BeforeValidator, Field
 
+from twinkle.images import ImageLimits
 from twinkle.server.config.messages import Rule, Section, SparseSection, refusal
 
 _DAY = 86_400.0
+_IMAGES = ImageLimits()
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _SQLITE = "sqlite:///"
 _POSTGRESQL = "postgresql://"
@@ -206,10 +208,11 @@ class LimitsConfig(Section):
     max_queued_ops_per_tenant: Count = 1024
     """Accepted training ops that wait to run."""
     max_queued_bytes_per_tenant: Count = 2**30
-    """Bytes of memory that those ops use: their bodies, raw and decoded."""
+    """Bytes of memory that those ops use: their bodies, raw and decoded. The prompts and images of unfinished samples
+    have a separate limit of the same size."""
     max_queued_bytes: Count | None = None
-    """The same limit for the ops of all tenants together, per base model. null: a fifth of the memory that the process
-    may use."""
+    """Bytes of memory that the waiting ops of all tenants use together, per base model. null: a fifth of the memory
+    that the process may use."""
     max_training_tokens_per_minute: Count | None = None
     """Tokens that a tenant may train on, including forward passes; null: no limit. A pass with many targets per token
     or with a custom loss counts as the number of plain tokens that would take the same time."""
@@ -233,6 +236,15 @@ class LimitsConfig(Section):
     """Targets of one token in a training request (K); never more than the vocabulary."""
     max_targets_per_request: int = Field(default=2**23, ge=1, le=2**24)
     """Targets of one training request, summed over its tokens. The result holds one number for each target."""
+    max_images_per_request: Count = 1024
+    """Images of one request, summed over its sequences. Their tokens count as tokens, too."""
+    max_image_bytes: int = Field(default=_IMAGES.file_bytes, ge=1, le=_IMAGES.file_bytes)
+    """Size of one image file. It is checked before anything of the image is read."""
+    max_image_pixels: int = Field(default=_IMAGES.pixels, ge=1, le=_IMAGES.pixels)
+    """Pixels of one image. They are read from its header, before the image is decoded."""
+    max_pixels_per_request: Count = 2**28
+    """Pixels of all images of one request. Decoding so many takes a few seconds, and about half a minute if the files
+    are made to be slow."""
     max_custom_losses_per_tenant: Count = 100
     """Losses made with `create_custom_loss`. A loss counts until its session ends."""
     max_processors_per_tenant: Count = 20
@@ -310,7 +322,7 @@ class SpecialLimits(SparseSection):
     max_session_rows_per_tenant: Count | None = _limit("Session records, and as many runs")
     max_sampling_session_rows_per_tenant: Count | None = _limit("Records of sampling sessions")
     max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait to run")
-    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait to run")
+    max_queued_bytes_per_tenant: Count | None = _limit("Memory of those ops, and as much of unfinished samples")
     max_training_tokens_per_minute: Count | None = _limit("Training tokens per minute")
     max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and their prompts per minute")
     max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space for checkpoints")

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
+from twinkle.images import SentImages
 from twinkle.model.types import LoraSpec, TrainingSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
@@ -465,16 +466,26 @@ class Gateway:
         return await self._sampling_clients.unused_number(session.sampling_session_id)
 
     async def sample(
-        self, session: SamplingSessionRecord, seq_id: int, request: SampleRequest, encode: Encode, digest: bytes
+        self,
+        session: SamplingSessionRecord,
+        seq_id: int,
+        request: SampleRequest,
+        encode: Encode,
+        digest: bytes,
+        images: SentImages,
     ) -> None:
         """Accept a sample request.
 
         ``digest``: a hash of the request's body. A sequence number that comes again with another digest is refused.
+        ``images``: those that are not in the request's prompt yet.
         """
         sampling = self.sampler_of(session)
         if sampling.completions is not None:
             await self._sampling_clients.use(sampling, session.sampling_session_id, seq_id)
-        sampling.sample(session, request, digest=digest, encode=encode)
+        pixels = 0
+        if images:
+            request, pixels = await sampling.read_images(session, request, images)
+        sampling.sample(session, request, digest=digest, encode=encode, pixels=pixels)
 
     async def completions(
         self, session: SamplingSessionRecord, client: int, place: int, acknowledged: Sequence[str], timeout: float

@@ -36,6 +36,7 @@ REWARDS = {
 }
 TEMPLATES = {
     "DeepseekV4Template": "twinkle.template",
+    "Qwen2_5VLTemplate": "twinkle.template",
     "Qwen3Template": "twinkle.template",
     "Qwen3_5Template": "twinkle.template",
     "Template": "twinkle.template",
@@ -120,7 +121,7 @@ _SAVE: Readers = {
 _DATASET: dict[str, Function] = {
     **_CLOSE,
     "add_dataset": Function(do.add_dataset, _LOAD),
-    "cast_column": Function(do.refuse_media, {"column": a.text, "decode": a.boolean}),
+    "cast_column": Function(do.cast_column, {"column": a.text, "decode": a.boolean}),
     "check": _changing("check", **_FILTER),
     "encode": _changing("encode", add_generation_prompt=a.boolean, **_MAP),
     "filter": _changing("filter", filter_func=a.class_of(FILTERS), **_FUNCTION, **_FILTER),

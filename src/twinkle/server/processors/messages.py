@@ -9,6 +9,7 @@ executed once, and both get the same answer (:class:`Answers`).
 """
 
 import asyncio
+import base64
 import json
 import struct
 import sys
@@ -21,6 +22,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from twinkle.errors import InvalidInputError, OverloadedError, QuotaError, ShuttingDownError, UnsupportedError
+from twinkle.images import EncodedImage
+from twinkle.server.wire.image_files import data_uri
 
 _LENGTHS = struct.Struct(">IQ")
 _MOST_HEADER_BYTES = 2**20
@@ -88,9 +91,9 @@ async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
 
 
 def to_json(value: object) -> str:
-    """Return a value as JSON. Arrays and tensors become lists, NaN and infinity null, dates and times text.
+    """Return a value as JSON; UnsupportedError for objects that it cannot hold.
 
-    UnsupportedError for values that JSON cannot hold: bytes, images and other objects.
+    Arrays and tensors become lists, NaN and infinity null, dates and times text, bytes base64, image files data URIs.
     """
     try:
         return json.dumps(value, allow_nan=False, default=_listed)
@@ -103,6 +106,10 @@ def _listed(value: object) -> object:
         return value.tolist()
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, EncodedImage):
+        return data_uri(value)
     if isinstance(value, Mapping):
         return dict(value)
     torch = sys.modules.get("torch")  # without this import there are no tensors

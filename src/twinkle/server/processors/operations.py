@@ -8,11 +8,13 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from twinkle.dataset import Dataset
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.hub.construction import check_options
 from twinkle.server.processors.arguments import Context
 from twinkle.server.processors.live import Live, NoRoomError
 from twinkle.server.processors.messages import to_json
+from twinkle.server.processors.sources import check_images
+from twinkle.server.wire.image_files import NOTHING_OUTSIDE
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -51,6 +53,8 @@ def make_template(made: "type[Template]", options: dict[str, Any], context: Cont
     name = options["model_id"]
     template = made(**{**options, "model_id": context.sources.model_folder(name)})
     template.model_id = name  # error messages show the client's name of the model, not its folder
+    # Rows have the files of their images, which are much smaller than patches. The model's process decodes them.
+    template.image_source, template.decodes_images = NOTHING_OUTSIDE, False
     return template
 
 
@@ -93,8 +97,12 @@ def _add(dataset: Dataset, arguments: dict[str, Any], context: Context) -> None:
     context.sources.add(dataset, arguments["dataset_meta"], **options)
 
 
-def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
-    raise UnsupportedError("cast_column: images are not processed on the server yet")
+def cast_column(live: Live, arguments: dict[str, Any], _: Context) -> None:
+    """Check that a column can hold images. They stay files here, whatever ``decode`` says: templates read them."""
+    if "column" not in arguments:
+        raise InvalidInputError("arguments of cast_column", sorted(arguments), "also column")
+    for rows in live.thing.datasets.values():
+        check_images(rows, arguments["column"])
 
 
 def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:

@@ -4,7 +4,7 @@ allowed, and the folders of served models. Names that a client sends reach no ot
 The library reads local files for any name that exists, so a name that a client sends must have one of a few forms
 before it reaches the library. The ``datasets`` library goes further: the card of a hub's repository may name files of
 this machine or of other hosts, and rows with images may name more. So the file names of a dataset are checked before
-the files are read, and columns of images and other media are refused.
+the files are read, images stay files, whose bytes templates read, and columns of other media are refused.
 """
 
 import os
@@ -29,6 +29,9 @@ _LABEL = re.compile(r"[^/\\\x00]{1,200}")
 _MOST_SLICED = 10_000_000  # row numbers of a data_slice
 _META_KEYS = ("dataset_id", "subset_name", "split", "data_slice", "data")
 # Types of columns whose values are in the rows themselves, and not in files that the rows name.
+_IMAGE = "Image"
+_UNDECODED = {"_type": _IMAGE, "decode": False}
+_FILE = {"bytes": {"dtype": "binary", "_type": "Value"}, "path": {"dtype": "string", "_type": "Value"}}
 _PLAIN_COLUMNS = frozenset(
     [
         "Value",
@@ -121,7 +124,7 @@ class Sources:
         else:
             dataset.add_dataset(meta, cache_dir=str(self.cache_dir))
         try:
-            _refuse_media(dataset.datasets[meta.get_id()])
+            dataset.datasets[meta.get_id()] = _with_files(dataset.datasets[meta.get_id()])
         except UnsupportedError:
             del dataset.datasets[meta.get_id()]
             raise
@@ -232,15 +235,45 @@ def _require_own_files(builder: "datasets.DatasetBuilder", inside: str, dataset_
             raise InvalidInputError("dataset_meta.dataset_id", dataset_id, "a dataset that names files of its own only")
 
 
-def _refuse_media(rows: Any) -> None:
-    """Refuse columns of media before a row is read. A stream of text files has no column types, and no media."""
+def _with_files(rows: Any) -> Any:
+    """Return rows whose images are plain bytes and names. Refuse columns of other media before a row is read.
+
+    With a column of type Image the ``datasets`` library would open the paths and URLs in it, when it is read or saved.
+    A stream of text files has no column types, and no media.
+    """
+    from datasets import Features
+
     for name, feature in (rows.features.to_dict() if rows.features is not None else {}).items():
-        media = sorted(_types(feature) - _PLAIN_COLUMNS)
+        kinds = _types(feature)
+        media = sorted(kinds - _PLAIN_COLUMNS - {_IMAGE})
         if media:
             raise UnsupportedError(
-                f"dataset_meta: column {name!r} is {media[0]}, and images and other media are not processed on the "
-                "server yet; allowed: text, numbers and lists of them"
+                f"dataset_meta: column {name!r} is {media[0]}, which is not processed on the server; allowed: text, "
+                "numbers, images and lists of them"
             )
+        if _IMAGE in kinds:
+            undecoded = rows.cast_column(name, Features.from_dict({name: _replaced(feature, _UNDECODED)})[name])
+            rows = undecoded.cast_column(name, Features.from_dict({name: _replaced(feature, _FILE)})[name])
+    return rows
+
+
+def _replaced(feature: Any, file: Mapping[str, Any]) -> Any:
+    """Return the description of a column with ``file`` in the place of images."""
+    if isinstance(feature, list):
+        return [_replaced(item, file) for item in feature]
+    if not isinstance(feature, dict):
+        return feature
+    return file if feature.get("_type") == _IMAGE else {key: _replaced(item, file) for key, item in feature.items()}
+
+
+def check_images(rows: Any, column: str) -> None:
+    """Raise InvalidInputError unless a column can hold images: text, bytes, or bytes with a name."""
+    columns = rows.features.to_dict() if rows.features is not None else {}
+    if rows.features is not None and column not in columns:
+        raise InvalidInputError("column", column, f"one of {', '.join(sorted(columns))}")
+    kind = columns.get(column, {})
+    if kind.get("dtype") not in (None, "string", "large_string", "binary", "large_binary"):
+        raise InvalidInputError("column", f"{column}, of type {kind['dtype']}", "a column of image files, or of texts")
 
 
 def _types(feature: Any) -> set[str]:

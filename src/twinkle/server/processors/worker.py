@@ -26,7 +26,7 @@ from twinkle.server.processors.live import KeptBatches, LiveObjects, NoRoomError
 from twinkle.server.processors.messages import Frame, Outcome, Settings, pack, read_frame, to_json
 from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.sources import Sources
-from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
+from twinkle.server.verbs.features import FIELDS, UNSUPPORTED, image_columns
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ class Workbench:
 def _for_training(row: Any) -> Any:
     if not isinstance(row, dict) or row.get("input_ids") is None:
         return row
-    return {name: row[name] for name in (*FIELDS, *UNSUPPORTED) if row.get(name) is not None}
+    columns = {name: row[name] for name in (*FIELDS, *UNSUPPORTED) if row.get(name) is not None}
+    return {**columns, **image_columns(row)}
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.processors.service import Processors
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import Futures
+from twinkle.server.services.images import RequestImages
 from twinkle.server.services.running_ops import RunningOps
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.context import TrainingContext
@@ -129,6 +130,7 @@ class Process:
                 computes_here=sampling is None or sampling.sampler_type != "vllm",
                 recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
                 gathering=context.gathering,
+                images=RequestImages(model, self.tenants.pools.images),
             )
         self.services[model.name] = Services(model, training, sampler, native)
         return self.services[model.name]

@@ -117,6 +117,12 @@ ADAPTERS = _gauge(
     "model place",
     "Live adapters. place: device, host (paged out) or disk (in a snapshot until its next op).",
 )
+IMAGES = _counter(
+    "twinkle_images_total",
+    "model features",
+    "Images. features: computed by the vision tower, for passes and prompts, or reused by a later pass.",
+    read=True,
+)
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,11 @@ def trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
 
 
+def image_readings(model: str, computed: int, reused: int) -> Iterator[Reading]:
+    yield Reading(instruments.IMAGES, computed, (model, "computed"))
+    yield Reading(instruments.IMAGES, reused, (model, "reused"))
+
+
 def sampler_readings(model: str, numbers: SamplerNumbers) -> Iterator[Reading]:
     yield Reading(instruments.DECODE_STEPS, numbers.decode_steps, (model,))
     yield Reading(instruments.DECODED_TOKENS, numbers.decoded_tokens, (model,))

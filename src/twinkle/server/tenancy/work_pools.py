@@ -113,6 +113,7 @@ class WorkPools:
 
     def __init__(self) -> None:
         self.reading = FairPool("reading", threads=4, at_once=2)  # request bodies: JSON, protobuf, digests
+        self.images = FairPool("images", threads=4, at_once=2)  # headers of images, and decoding them
         self.text = FairPool("text", threads=4, at_once=2)  # templates, tokenising, sampled text
         self.saving = FairPool("saving", threads=6, at_once=2)  # checkpoints: written, copied, deleted
         self.downloads = FairPool("downloads", threads=4, at_once=2)  # checkpoints: read in pieces
@@ -125,7 +126,7 @@ class WorkPools:
 
         The pools for saving and monitoring still take work.
         """
-        for pool in (self.reading, self.text, self.downloads, self.hub):
+        for pool in (self.reading, self.images, self.text, self.downloads, self.hub):
             pool.close()
 
 

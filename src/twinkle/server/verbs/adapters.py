@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, NotFoundError, TwinkleError, UnsupportedError, UserError
 from twinkle.model.library.optimizer_group import OptimizerGroup
-from twinkle.model.library.sequences import encode
+from twinkle.model.library.sequences import PLACED, encode
 from twinkle.model.library.training_state import is_due
 from twinkle.model.multi_lora import group_state
 from twinkle.model.multi_lora.group_state import SetUp
@@ -22,9 +21,10 @@ from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups
 from twinkle.server.types import NativePass, NativeSave, NativeVerb
-from twinkle.server.verbs.features import FIELDS
+from twinkle.server.verbs.features import FIELDS, IMAGES, TYPES, files_left
 from twinkle.server.verbs.templates import TemplateChoice, Templates
 from twinkle.server.verbs.verbs import NO_ADAPTER, verb_named
+from twinkle.server.wire.number_arrays import ROUTES, packed_routes
 
 _MOST_METRICS = 32  # of an adapter for training, and as many for evaluation; each pass updates all of its side
 _STATE_DICT_NUMBERS = 2**20
@@ -130,7 +130,10 @@ class NativeAdapters:
             "forward_backward": library.prepare_forward_backward,
             "backward": library.prepare_backward,
         }
-        inputs = {} if asked.verb == "backward" else {"inputs": asked.rows}
+        rows: Sequence[Mapping[str, object]] = asked.rows
+        if asked.images:
+            rows = [{**row, PLACED: images} for row, images in zip(rows, asked.images, strict=True)]
+        inputs = {} if asked.verb == "backward" else {"inputs": rows}
         taken = {*asked.options, "self", "training"} & asked.loss_arguments.keys()
         if taken:
             raise InvalidInputError("arguments", min(taken), "keywords of the verb, of the loss and of the metrics")
@@ -144,7 +147,7 @@ class NativeAdapters:
         rows = rows_of(outputs, sequences.lengths)
         return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
 
-    def rows(self, outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[NDArray[Any]]]:
+    def rows(self, outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[Any]]:
         """Call :func:`rows_of`, for callers that must not import this module, which needs torch."""
         return rows_of(outputs, lengths)
 
@@ -218,7 +221,12 @@ class NativeAdapters:
         for group in text_groups(rows, self._max_characters):
             with chosen_by_tenant("inputs"):
                 features = encode(group, lambda: template)
-            encoded += [{name: np.asarray(row[name]) for name in FIELDS if name in row} for row in features]
+            for row in features:
+                columns: dict[str, object] = {name: np.asarray(row[name]) for name in FIELDS if name in row}
+                images = files_left(row, template.truncation_strategy, f"inputs[{len(encoded)}]")
+                if images:
+                    columns |= {IMAGES: [image.file for image in images.files], TYPES: images.types}
+                encoded.append(columns)
             tokens += sum(len(row["input_ids"]) for row in features)
             if tokens > max_tokens:
                 raise InvalidInputError("inputs", f"more than {max_tokens} tokens", f"at most {max_tokens}")
@@ -241,18 +249,21 @@ def chosen_by_tenant(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
 
-def rows_of(outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[NDArray[Any]]]:
+def rows_of(outputs: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, list[Any]]:
     """Return the outputs of a pass as arrays, one for each sequence, in the order of the inputs and without padding.
 
-    They are log-probabilities, entropies and logits of each token, or one embedding.
+    They are log-probabilities, entropies and logits of each token, or one embedding. Routes to experts are packed.
     """
-    rows = {
+    rows: dict[str, list[Any]] = {
         name: [row[:length].numpy() for row, length in zip(outputs[name], lengths, strict=True)]
         for name in ("logps", "entropies", "logits")
         if name in outputs
     }
     if "embeddings" in outputs:
         rows["embeddings"] = list(outputs["embeddings"].numpy())
+    if ROUTES in outputs:
+        pairs = zip(outputs[ROUTES], lengths, strict=True)
+        rows[ROUTES] = [packed_routes(row[:length].numpy()) for row, length in pairs]
     return rows
 
 

@@ -16,6 +16,7 @@ from twinkle.model.objectives.validation import in_terms_of_rows
 from twinkle.model.types import TrainFailure
 from twinkle.server.backends.backend import ServedModel, run_passes
 from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.services.images import RequestImages
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import NativePass, Outcome, Tally
@@ -23,6 +24,7 @@ from twinkle.server.usage import UsageCounts
 from twinkle.server.verbs.codec import succeeded
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
+from twinkle.server.wire.image_files import ImageAllowance
 
 if TYPE_CHECKING:  # it needs torch
     from twinkle.server.verbs.adapters import NativeAdapters
@@ -38,14 +40,18 @@ class BaseModelPasses:
     ) -> None:
         """Prepare without loading anything: ``adapters`` loads the library's verbs when it is first called."""
         self._model = model
+        self._images = RequestImages(model, tenants.pools.images)
         self._adapters = adapters
         self._compute = compute
         self._tenants = tenants
         self._turns = TenantTurns(at_once=1)
         self._waiting = Tally()  # passes by tenant, those that wait and those that run
 
-    async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
-        """Compute one pass and return its outcome. ``fields``: those of the request's JSON.
+    async def forward(
+        self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int, left: ImageAllowance
+    ) -> Outcome:
+        """Compute one pass and return its outcome. ``fields``: those of the request's JSON. ``left``: the images that
+        it may have.
 
         A mistake in the fields, a limit that is exceeded and a failure of the pass are raised as errors. With
         ``train_mode: full`` there is no base model to compute with: the weights are those of whoever trains them.
@@ -55,14 +61,19 @@ class BaseModelPasses:
                 f"adapter_name: got none, allowed: a run of this session ({self._model.name} is served with "
                 "train_mode: full, and its weights are those of the run that trains them)"
             )
-        limit = self._tenants.limits(tenant_id).max_training_tokens_per_minute
+        limits = self._tenants.limits(tenant_id)
+        limit = limits.max_training_tokens_per_minute
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)
             async with self._turns.turn(tenant_id):
-                rows = await self._rows(tenant_id, fields.get("inputs"), max_tokens)
+                rows = await self._rows(tenant_id, fields.get("inputs"), max_tokens, left)
                 asked = payload_of(_VERB, parse(_VERB, {**fields, "inputs": rows}), rows)
                 assert isinstance(asked, NativePass)
-                self._tenants.training_rate.charge(tenant_id, asked.tokens, limit)
+                if asked.sent:
+                    seen = await self._images.read(asked, tenant_id, limits)
+                    assert isinstance(seen, NativePass)
+                    asked = seen
+                self._tenants.training_rate.charge(tenant_id, asked.price.cost, limit)
                 outcome = await self._compute.run(partial(self._computed, asked))
         self._tenants.usage.add(tenant_id, UsageCounts(trained_tokens=asked.tokens, requests=1))
         return outcome
@@ -73,13 +84,13 @@ class BaseModelPasses:
             raise QuotaError("queued passes of the base model", waiting, most, "max_queued_ops_per_tenant")
         return self._waiting.counting(tenant_id)
 
-    async def _rows(self, tenant_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
+    async def _rows(self, tenant_id: str, inputs: object, max_tokens: int, left: ImageAllowance) -> tuple[Row, ...]:
         """Return checked rows. Conversations are encoded with the plain template: only adapters have a chosen one."""
         rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
             sent = rows  # in a thread, because the first call of ``_adapters`` imports torch
             rows = await text.in_thread(tenant_id, lambda: self._adapters().encode(NO_ADAPTER, sent, max_tokens))
-        return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
+        return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens, left))
 
     def _computed(self, asked: NativePass) -> Outcome:
         """Compute the pass. Runs in the compute thread."""

@@ -4,7 +4,8 @@ A body in the journal is a zero byte, the verb, a line feed and JSON. The zero b
 protobuf nor its JSON begins with one. The JSON of a verb is what the client sent, byte for byte, and a replay reads it
 as it was read the first time. It is written anew only if the request refers to something that may be gone or changed at
 a replay: then rows of tokens replace conversations and references to batches, or the template replaces the name that
-stood for it. Earlier versions always wrote the JSON anew; it is read in the same way.
+stood for it. Numbers of images are written as base64, a quarter of the size, and image files as data URIs. Earlier
+versions always wrote the JSON anew; it is read in the same way.
 """
 
 import json
@@ -16,14 +17,25 @@ from typing import Any, cast
 import numpy as np
 
 from twinkle.errors import UserError
+from twinkle.images import SentImages
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.types import IntArray
 from twinkle.server.services.training.recovery import refused_body
 from twinkle.server.services.training.run_kind import UNLIMITED
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest
-from twinkle.server.verbs.features import Row, as_rows, checked_rows
+from twinkle.server.verbs.features import GRIDS, TYPES, Row, as_rows, checked_rows, image_characters
 from twinkle.server.verbs.settings import check_modules, check_small
 from twinkle.server.verbs.verbs import kind_of, parse, payload_of
-from twinkle.server.wire.errors import MalformedRequestError
+from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.image_files import data_uri
+from twinkle.server.wire.number_arrays import (
+    PATCHES,
+    PATCHES_KEY,
+    ROUTES,
+    NumberArrays,
+    packed,
+    packed_routes,
+)
 from twinkle_client.protocol.base import TYPE_KEY
 
 _MARK = b"\x00"
@@ -32,15 +44,67 @@ _INPUTS = "inputs"
 _REFUSED = "\x00refused"  # not a name of any argument: earlier versions journalled refusals under it
 
 
-def read_fields(sent: bytes) -> dict[str, Any]:
-    """Return the fields of a request from its JSON body."""
+# The most bytes of a body with rows, without the numbers and files of images: about two million tokens. Parsing it
+# blocks all threads for a quarter second.
+ROWS_BYTES = 16 * 2**20
+# The most objects and arrays that stand in one another in a request. Code that goes through them calls itself for each,
+# and so do chat templates. Tools with parameters of parameters have about ten.
+_MOST_NESTED = 100
+
+
+def read_fields(sent: bytes, *, most: int | None) -> tuple[dict[str, Any], bool]:
+    """Return the fields of a request from its JSON body, and whether it has patches as lists of numbers.
+
+    BodyTooLargeError if the body has more than ``most`` bytes beside its images. None: it is in the journal, so it was
+    accepted once.
+    """
+    if PATCHES_KEY not in sent:
+        return _parsed(sent, most), False
+    arrays = NumberArrays()
+    text = arrays.take_from(sent)
+    fields = _parsed(text, most)
+    if not arrays.count:
+        return fields, False
+    if _put_back(arrays, fields.get(_INPUTS)) == arrays.count:
+        return fields, True
+    return _parsed(sent, most), False  # it has them elsewhere, too
+
+
+def _parsed(text: bytes, most: int | None) -> dict[str, Any]:
+    if most is not None and len(text) > most and text.count(b",") > most // 2:
+        raise BodyTooLargeError(most // 2, "commas")
     try:
-        fields = json.loads(sent or b"{}")
+        fields = json.loads(text or b"{}")
     except (ValueError, RecursionError):
         raise MalformedRequestError("body: not JSON") from None
     if not isinstance(fields, dict):
         raise MalformedRequestError("body: a JSON object is allowed")
+    if most is not None:
+        _check_nesting(fields)
+    if most is not None and len(text) > most and len(text) - image_characters(fields.get(_INPUTS)) > most:
+        raise BodyTooLargeError(most, "bytes without its images")
     return fields
+
+
+def _check_nesting(fields: Mapping[str, object]) -> None:
+    """Raise for values in values in values …, level by level, because a call for each would itself go too deep."""
+    for name, value in fields.items():
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(_MOST_NESTED):
+            inner = (each.values() if isinstance(each, dict) else each for each in level)
+            level = [value for values in inner for value in values if type(value) in (dict, list)]
+        if level:
+            raise MalformedRequestError(f"{name}: objects and arrays in one another, allowed: {_MOST_NESTED} levels")
+
+
+def _put_back(arrays: NumberArrays, inputs: object) -> int:
+    """Put the numbers of images back into the rows; return how many rows have some."""
+    count = 0
+    for index, row in enumerate(inputs if isinstance(inputs, list) else [inputs]):
+        if isinstance(row, dict) and arrays.has(row.get(PATCHES)):
+            row[PATCHES] = arrays.read(row[PATCHES], f"inputs[{index}].{PATCHES}")
+            count += 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -57,14 +121,20 @@ class SentVerb:
     text_digest: bytes  # of the JSON alone, by which earlier versions recognised a request
 
     @classmethod
-    def read(cls, verb: str, text: bytes) -> "SentVerb":
+    def read(cls, verb: str, text: bytes, *, most: int | None = None) -> "SentVerb":
+        """Return a request from its JSON. ``most``: as in :func:`read_fields`."""
         text_digest = digest(text)
-        return cls(verb, read_fields(text), text, digest(verb.encode() + b"\n" + text_digest), text_digest)
+        fields, has_lists = read_fields(text, most=most)
+        kept = None if has_lists else text
+        return cls(verb, fields, kept, digest(verb.encode() + b"\n" + text_digest), text_digest)
 
     @classmethod
     def received(cls, verb: str, text: bytes) -> "SentVerb":
-        """Return the request that a client sent. A field that only the journal may hold is refused."""
-        sent = cls.read(verb, text)
+        """Return the request that a client sent. A field that only the journal may hold is refused.
+
+        BodyTooLargeError if it has more than ``ROWS_BYTES`` beside its images.
+        """
+        sent = cls.read(verb, text, most=ROWS_BYTES)
         if _REFUSED in sent.fields:
             raise MalformedRequestError(f"body: {_REFUSED!r} is no argument of {verb}")
         return sent
@@ -122,9 +192,23 @@ def _written(fields: Mapping[str, object]) -> bytes:
     if _INPUTS not in fields:
         return text
     rows = cast("Sequence[Row]", fields[_INPUTS])
-    texts = (_dumped({name: column.tolist() for name, column in row.items()}) for row in rows)
+    texts = (_dumped(dict(each for column in row.items() for each in _columns(*column))) for row in rows)
     comma = b"," if len(fields) > 1 else b""
     return b"".join((text[:-1], comma, f'"{_INPUTS}":['.encode(), b",".join(texts), b"]}"))
+
+
+def _columns(name: str, column: IntArray | SentImages) -> Iterator[tuple[str, object]]:
+    """Yield a column of a row, or the columns that hold its images, as JSON values."""
+    if not isinstance(column, SentImages):
+        yield name, packed_routes(column.astype(np.int16)) if name == ROUTES else column.tolist()
+        return
+    if column.types is not None:
+        yield TYPES, column.types.tolist()
+    if column.patches is None:
+        yield name, [data_uri(image.file) for image in column.files]
+    else:
+        yield PATCHES, packed(column.patches.patches)
+        yield GRIDS, column.patches.grids.tolist()
 
 
 def _dumped(fields: Mapping[str, object]) -> bytes:

@@ -34,7 +34,7 @@ def check_small(field: str, settings: Mapping[str, object]) -> None:
 
 def check_modules(spec: LoraSpec) -> None:
     """Check that the names and patterns with which a spec chooses modules are few, and that patterns are fast."""
-    for field in ("target_modules", "exclude_modules"):
+    for field in ("target_modules", "exclude_modules", "target_parameters"):
         wanted = vars(spec)[field]
         if isinstance(wanted, str):
             _check_pattern(field, wanted, 'names, "all-linear", or ' if field == "target_modules" else "names, or ")

@@ -11,17 +11,20 @@ from twinkle.sampler.script.features import CompletionTemplate
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import CodecTemplate
 from twinkle.server.wire.fields import Parameters
+from twinkle.server.wire.image_files import NOTHING_OUTSIDE
 
 if TYPE_CHECKING:
     from twinkle.template import Template
 
-TEMPLATES = ("DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template")
+TEMPLATES = ("DeepseekV4Template", "Qwen2_5VLTemplate", "Qwen3Template", "Qwen3_5Template", "Template")
 
 Text = Annotated[str, Field(max_length=65_536)]
 
 
 class SamplingTemplate(CompletionTemplate, Protocol):
     """The methods of a :class:`~twinkle.template.Template` that sampling calls, from several threads at once."""
+
+    truncation_strategy: str
 
     def batch_encode(
         self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool
@@ -98,6 +101,8 @@ class Templates:
         except UserError as error:  # its message names the folder, which tenants must not see
             raise UnsupportedError(str(error).replace(folder, self._model.name)) from error
         loaded.model_id = self._model.name  # its errors show this name
+        # The vision tower knows most images already, so files are only decoded once it is known which ones it needs.
+        loaded.image_source, loaded.decodes_images = NOTHING_OUTSIDE, False
         return loaded
 
 

@@ -9,9 +9,10 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.images import SentImages
 from twinkle.server.ids import CHECKPOINT_NAME
 from twinkle.server.types import Native, NativeLoad, NativePass, NativeSave, NativeVerb, OpKind
-from twinkle.server.verbs.features import Row
+from twinkle.server.verbs.features import IMAGES, Row
 from twinkle.server.verbs.settings import check_small
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import adapter_of, check
@@ -49,7 +50,9 @@ def payload_of(name: str, request: AdapterRequest, rows: tuple[Row, ...] = ()) -
         options, rest = _options(verb, request.arguments)
         if rest and name == "backward":
             raise UnknownNameError("argument of backward", min(rest), _names(verb))
-        return NativePass(name, rows, options, rest)
+        columns = tuple({column: row[column] for column in row if column != IMAGES} for row in rows)
+        images = tuple(row.get(IMAGES, SentImages()) for row in rows)
+        return NativePass(name, columns, options, rest, images if any(images) else ())
     if verb.kind in ("save", "load"):
         _refuse(name, request.arguments)
     if isinstance(request, SaveRequest):

@@ -18,12 +18,12 @@ class MalformedRequestError(UserError):
 
 
 class BodyTooLargeError(UserError):
-    """The body has, or decompresses to, more bytes than the limit: HTTP 413."""
+    """The body has, or decompresses to, more bytes than the limit: HTTP 413. ``unit``: what else is limited."""
 
     key = "max_request_bytes"
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"body: larger than {limit} bytes, allowed: at most that")
+    def __init__(self, limit: int, unit: str = "bytes") -> None:
+        super().__init__(f"body: larger than {limit} {unit}, allowed: at most that")
 
 
 class JsonTooLargeError(BodyTooLargeError):

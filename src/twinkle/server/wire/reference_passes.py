@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.images import SentImages
 from twinkle.model.csr import dense
 from twinkle.model.types import Datum, FloatArray, Preference
 from twinkle.server.types import TrainPass
@@ -22,19 +23,23 @@ _BETA, _SFT_WEIGHT = "dpo_beta", "dpo_sft_weight"
 _LOSS = "importance_sampling"
 
 
-def named_pass(data: Sequence[Datum], loss: str, config: Mapping[str, float], *, trains: bool) -> TrainPass:
+def named_pass(
+    sequences: Sequence[tuple[Datum, SentImages]], loss: str, config: Mapping[str, float], *, trains: bool
+) -> TrainPass:
     """Return a pass with one of the server's own losses, ``loss``. ``trains``: whether it computes a gradient."""
+    data, sent = tuple(datum for datum, _ in sequences), tuple(images for _, images in sequences)
+    images = sent if any(sent) else ()
     without_adapter = _without_adapter(config, trains)
     config = {key: value for key, value in config.items() if key != _DISABLE_LORA}
     if any(REF_LOGPS in datum.extras for datum in data):
         preference = _preference(data, loss, config)
         plain = tuple(replace(datum, extras={}) for datum in data)
-        return TrainPass(plain, loss, {}, preference=preference, without_adapter=without_adapter)
+        return TrainPass(plain, loss, {}, preference=preference, without_adapter=without_adapter, images=images)
     for key in (_BETA, _SFT_WEIGHT):
         if key in config:
             allowed = f"{key} only together with {REF_LOGPS} in every datum"
             raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], allowed)
-    return TrainPass(tuple(data), loss, config, without_adapter=without_adapter)
+    return TrainPass(data, loss, config, without_adapter=without_adapter, images=images)
 
 
 def _without_adapter(config: Mapping[str, float], trains: bool) -> bool:
@@ -77,6 +82,4 @@ def _ref_logps(datum: Datum, where: str) -> FloatArray:
         raise InvalidInputError(field, "NaN or infinity", "finite numbers")
     if datum.weights is not None and datum.weights.shape != shape:
         raise InvalidInputError(f"{where}.loss_fn_inputs['weights']", f"shape {datum.weights.shape}", f"{shape}")
-    if len(datum.tokens) != len(given):
-        raise InvalidInputError(field, f"shape {given.shape}", f"one number for each of {len(datum.tokens)} tokens")
     return reference

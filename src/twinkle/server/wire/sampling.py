@@ -3,7 +3,8 @@
 Requests are read as strictly as in :mod:`twinkle.server.wire.requests`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -11,16 +12,22 @@ import numpy as np
 from pydantic import Field
 
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.images import SentImages
 from twinkle.model.csr import Csr
-from twinkle.model.types import IntArray
+from twinkle.model.types import Image, IntArray
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleRequest, SampleResult, SamplingParams, TopLogprobs
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import tinker_pb2 as pb
-from twinkle.server.wire.fields import Id, Number, Parameters, Request, Seed, Stops, Text, TokenIds, short
+from twinkle.server.wire.errors import BodyTooLargeError
+from twinkle.server.wire.fields import Id, Number, Parameters, Request, Seed, Stops, Text, parse, short
+from twinkle.server.wire.image_files import ImageAllowance
+from twinkle.server.wire.model_input import ModelInput, read_json
 from twinkle.server.wire.tensors import checked_csr, encode_csr, encode_tensor, moved_left, widest_row
 
 MAX_SAMPLES = 1024
-_MAX_CHUNKS = 4096
+# The JSON parser holds the interpreter lock, and numbers take it 20 times as long as the base64 of images. A body may
+# have as many commas as a prompt of half a million tokens with as many target tokens needs; base64 has none.
+_MAX_COMMAS = 2**21
 _MAX_RETRIEVED = 2**16
 _MAX_TARGETS = 2**22  # cells of a request's target_prompt_logprobs as the sampler reads them: 32 MiB
 
@@ -108,27 +115,6 @@ class SamplingConfig(Parameters):
         )
 
 
-class Chunk(Request):
-    """A chunk of text tokens. Chunks of other types are parsed only so that the error can name their type."""
-
-    type: str = "encoded_text"
-    tokens: Annotated[TokenIds, Field(default_factory=list)]
-
-
-class ModelInput(Request):
-    chunks: Annotated[list[Chunk], Field(max_length=_MAX_CHUNKS, fail_fast=True)]
-
-    def tokens(self) -> IntArray:
-        """Return the tokens of all chunks, one after another, (T,); UnsupportedError for chunks that are not text."""
-        for number, chunk in enumerate(self.chunks):
-            if chunk.type != "encoded_text":
-                raise UnsupportedError(
-                    f"prompt.chunks[{number}].type: got {short(chunk.type)}, allowed: 'encoded_text'"
-                    " (the models served here read text only)"
-                )
-        return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
-
-
 class TargetTokens(Request):
     """Token ids as a TensorData, with a row for each token of the prompt after the first.
 
@@ -189,22 +175,31 @@ class AsampleRequest(Request):
     type: Literal["sample"] = "sample"
 
 
-def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[SampleRequest, Encode]:
-    """Return the sampler's request, and a function that encodes its result.
+def parse_sample(body: bytes) -> AsampleRequest:
+    """Parse a request for samples. A body with more numbers than any request needs is refused before that."""
+    if body.count(b",") > _MAX_COMMAS:
+        raise BodyTooLargeError(_MAX_COMMAS, "commas")
+    return parse(AsampleRequest, body)
+
+
+def to_sample_request(
+    request: AsampleRequest, version_id: str | None, left: ImageAllowance | None = None
+) -> tuple[SampleRequest, SentImages, Encode]:
+    """Return the sampler's request, the images that are not in its prompt yet, and a function to encode its result.
 
     If target_prompt_logprobs are sparse in the request, they are also sparse in the encoded result. ``version_id``: the
     version that the sampling session samples from; None: the base model. The request id is that of a request with a
-    number; for one without, the caller sets it.
+    number; for one without, the caller sets it. ``left``: the images that the request may have.
     """
     for field in ("base_model", "model_path"):
         if vars(request)[field] is not None:
             raise UnsupportedError(f"{field}: got {short(vars(request)[field])}, which this server does not offer")
-    prompt = request.prompt.tokens()
+    prompt, images = read_json(request.prompt, "prompt.chunks", left or ImageAllowance())
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not request.prompt_logprobs:
         raise InvalidInputError("prompt_logprobs_last_n", last_n, "null without prompt_logprobs")
-    if last_n is not None and last_n >= len(prompt):
-        raise InvalidInputError("prompt_logprobs_last_n", last_n, f"at most {len(prompt) - 1}, all after the first")
+    if not images:
+        _check_last_n(last_n, len(prompt))
     targets = request.target_prompt_logprobs
     sparse = None if targets is None else targets.sparse()
     sample = SampleRequest(
@@ -220,7 +215,18 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
         prompt_alt_tokens=request.prompt_alt_tokens_k or 0,
         topk_sample_logprobs=request.topk_sample_logprobs or 0,
     )
-    return sample, partial(encode_sample_result, targets=sparse)
+    return sample, images, partial(encode_sample_result, targets=sparse)
+
+
+def with_images(request: SampleRequest, prompt: IntArray, images: Sequence[Image]) -> SampleRequest:
+    """Return a request with its images: ``prompt`` has the model's image token at their places."""
+    _check_last_n(request.prompt_logprobs_last_n, len(prompt))
+    return replace(request, prompt=prompt, images=tuple(images))
+
+
+def _check_last_n(last_n: int | None, tokens: int) -> None:
+    if last_n is not None and last_n >= tokens:
+        raise InvalidInputError("prompt_logprobs_last_n", last_n, f"at most {tokens - 1}, all after the first")
 
 
 # The names that parameters of the sampler have in a request.

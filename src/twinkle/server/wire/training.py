@@ -4,7 +4,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
@@ -13,15 +13,18 @@ import zstandard
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from twinkle.errors import InvalidInputError, LimitExceededError, UnknownNameError, UnsupportedError, UserError
+from twinkle.errors import InvalidInputError, LimitExceededError, UnknownNameError, UserError
+from twinkle.images import SentImages, SentPatches
 from twinkle.model.csr import Csr, dense
 from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
 from twinkle.server.types import UNNUMBERED, CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.image_files import ImageAllowance
+from twinkle.server.wire.model_input import read_protobuf
 from twinkle.server.wire.peeking import scan
 from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
-from twinkle.server.wire.tensors import decode_tensor, read_array
+from twinkle.server.wire.tensors import decode_tensor
 
 TARGETS = "target_tokens"
 _TARGETS_FIELD = f".loss_fn_inputs[{TARGETS!r}]"
@@ -30,7 +33,9 @@ CUSTOM = "custom"  # a loss that the tenant created; the tenant chose the names 
 LOSS_ID = "loss_id"
 # The inputs of the server's own losses besides targets and weights; all are float32.
 EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
-_KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS)
+# Images as some clients send them: as patches, beside tokens that have the image token at their places.
+PATCHES, GRIDS = "pixel_values", "image_grid_thw"
+_KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS, PATCHES, GRIDS)
 
 MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config says otherwise
 MAX_TOKENS = 2**22  # of a request, where the caller gives no other limit
@@ -43,7 +48,6 @@ _SMALL_BODY = 65_536  # bytes; a smaller body cannot hold enough parts to do har
 _MAX_NAME = 256
 AnyArray = NDArray[Any]
 
-_INT32 = np.dtype("<i4")
 _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 
@@ -73,13 +77,15 @@ class Allowance:
     """What a request may still have while its datums are read one after another.
 
     Each datum is subtracted from ``tokens`` and from ``targets``, those of all tokens together. ``width``, the most
-    targets of one token, and ``datums``, the most datums of the request, do not change.
+    targets of one token, and ``datums``, the most datums of the request, do not change. ``images``: the images
+    that the request may still have.
     """
 
     tokens: int = MAX_TOKENS
     targets: int = MAX_TARGETS
     width: int = _MAX_WIDTH
     datums: int = MAX_DATUMS
+    images: ImageAllowance = field(default_factory=ImageAllowance)
 
 
 def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
@@ -120,19 +126,22 @@ def _train_pass(request: pb.ForwardBackwardRequest, left: Allowance) -> TrainPas
     if request.loss_fn == CUSTOM:
         return _custom_pass(request, _loss_id(request), left)
     config = _loss_config(request)
-    data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data))
-    return named_pass(data, request.loss_fn, config, trains=not request.forward_only)
+    sequences = [_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data)]
+    return named_pass(sequences, request.loss_fn, config, trains=not request.forward_only)
 
 
 def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: Allowance) -> TrainPass:
-    data, inputs = [], []
+    data, inputs, images = [], [], []
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
         arrays = _arrays(datum, where, left, custom=True)
         inputs.append(dict(arrays))
         targets = {TARGETS: arrays[TARGETS]} if TARGETS in arrays else {}
-        data.append(datum_of(_tokens(datum, where), targets, where, left))
-    return TrainPass(tuple(data), request.loss_fn, {}, CustomLossUse(loss_id, tuple(inputs)))
+        tokens, sent = read_protobuf(datum.model_input, f"{where}.model_input", left.images)
+        images.append(sent)
+        data.append(datum_of(tokens, targets, where, left))
+    custom = CustomLossUse(loss_id, tuple(inputs))
+    return TrainPass(tuple(data), request.loss_fn, {}, custom, images=tuple(images) if any(images) else ())
 
 
 def _loss_id(request: pb.ForwardBackwardRequest) -> str:
@@ -142,10 +151,13 @@ def _loss_id(request: pb.ForwardBackwardRequest) -> str:
     return config[LOSS_ID]
 
 
-def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
+def _datum(datum: pb.Datum, where: str, left: Allowance) -> tuple[Datum, SentImages]:
     for name in datum.loss_fn_inputs:
         check_input_name(name, where)
-    return datum_of(_tokens(datum, where), _arrays(datum, where, left, custom=False), where, left)
+    tokens, images = read_protobuf(datum.model_input, f"{where}.model_input", left.images)
+    arrays = _arrays(datum, where, left, custom=False)
+    patches = take_patches(arrays, where, images, left.images)
+    return datum_of(tokens, arrays, where, left), patches or images
 
 
 def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> dict[str, AnyArray | Csr]:
@@ -153,7 +165,9 @@ def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> di
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
         field = f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]"
-        if not custom or name == TARGETS:
+        if not custom and name in (PATCHES, GRIDS):
+            pass  # numbers of images and not of tokens
+        elif not custom or name == TARGETS:
             check_width(tuple(tensor.shape), field, left)
         elif tensor.HasField("sparse_csr") and math.prod(tensor.shape) > _MAX_CUSTOM_CELLS:
             allowed = f"sparse tensors of at most {_MAX_CUSTOM_CELLS} cells"
@@ -172,6 +186,40 @@ def check_width(shape: Sequence[int], field: str, left: Allowance) -> None:
 def check_input_name(name: str, where: str) -> None:
     if name not in _KNOWN:
         raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], _KNOWN)
+
+
+def take_patches(
+    arrays: dict[str, AnyArray | Csr], where: str, images: SentImages, left: ImageAllowance
+) -> SentImages | None:
+    """Remove images that were sent as patches from the loss's inputs, and return them; None if there are none.
+
+    ``images``: those of the sequence's chunks, of which there may then be none. Each image is subtracted from what is
+    ``left``.
+    """
+    patches, grids = arrays.pop(PATCHES, None), arrays.pop(GRIDS, None)
+    if patches is None and grids is None:
+        return None
+    inputs = f"{where}.loss_fn_inputs"
+    if patches is None or grids is None:
+        given, missing = (GRIDS, PATCHES) if patches is None else (PATCHES, GRIDS)
+        raise InvalidInputError(f"{inputs}[{missing!r}]", None, f"an array, because {given} is there")
+    if images:
+        raise InvalidInputError(f"{inputs}[{PATCHES!r}]", "patches", "none beside chunks of type image")
+    if isinstance(patches, Csr) or patches.ndim != 2 or patches.dtype.kind != "f":
+        raise InvalidInputError(f"{inputs}[{PATCHES!r}]", _described(patches), "float32 (patches, numbers of a patch)")
+    if not np.isfinite(patches).all():
+        raise InvalidInputError(f"{inputs}[{PATCHES!r}]", "NaN or infinity", "finite numbers")
+    if isinstance(grids, Csr) or grids.ndim != 2 or grids.shape[1] != 3 or grids.dtype.kind != "i":
+        raise InvalidInputError(f"{inputs}[{GRIDS!r}]", _described(grids), "int64 (images, 3)")
+    left.images -= len(grids)
+    if left.images < 0:
+        raise _beyond_limit(f"{inputs}[{GRIDS!r}]", "images", len(grids), left.images, "max_images_per_request")
+    fields = f"{inputs}[{PATCHES!r}]", f"{inputs}[{GRIDS!r}]"
+    return SentImages(patches=SentPatches(patches.astype(np.float32, copy=False), grids.astype(np.int64), fields))
+
+
+def _described(array: AnyArray | Csr) -> str:
+    return f"{'sparse ' if isinstance(array, Csr) else ''}{array.dtype} {tuple(array.shape)}"
 
 
 def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, left: Allowance) -> Datum:
@@ -204,20 +252,6 @@ def _as(array: AnyArray | Csr, dtype: type[np.generic]) -> Any:
     return array.astype(dtype) if isinstance(array, Csr) else array.astype(dtype, copy=False)
 
 
-def _tokens(datum: pb.Datum, where: str) -> IntArray:
-    """Return the tokens of all chunks, one after another, (T,); UnsupportedError for chunks that are not text."""
-    parts = []
-    for number, chunk in enumerate(datum.model_input):
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise UnsupportedError(
-                f"{where}.model_input[{number}]: got {kind or 'an empty chunk'}, allowed: encoded_text"
-                " (the models served here read text only)"
-            )
-        parts.append(read_array(chunk.encoded_text.tokens, _INT32, f"{where}.model_input[{number}].tokens"))
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
-
-
 def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
     """Return the loss's configuration, from the newer of two maps if it is given.
 
@@ -247,6 +281,8 @@ def as_sent(error: Exception) -> Exception:
     field = error.field
     if (of_datum := _DATUM_FIELD.match(field)) is not None:
         where, name = of_datum.groups()
+        if name == "images":
+            return error  # images[n]: the n-th image of the datum, in whatever form it was sent
         inputs = {"tokens": "model_input", "targets": f"loss_fn_inputs[{TARGETS!r}]", "extras": "loss_fn_inputs"}
         field = f"{where}.{inputs.get(name, f'loss_fn_inputs[{name!r}]')}{field[of_datum.end() :]}"
     elif field == "loss" or field.startswith("loss_config"):

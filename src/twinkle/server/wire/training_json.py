@@ -7,28 +7,29 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from twinkle.errors import InvalidInputError, UserError
-from twinkle.model.types import Datum, IntArray
+from twinkle.images import SentImages
+from twinkle.model.types import Datum
 from twinkle.server.types import UNNUMBERED, Op, OpKind, Refused, TrainPass
-from twinkle.server.wire.fields import Id, Request, Sequenced, TokenIds, parse
+from twinkle.server.wire.fields import Id, Request, Sequenced, parse
+from twinkle.server.wire.model_input import ModelInput, read_json
 from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import (
     CUSTOM,
+    GRIDS,
     MAX_DATUMS,
+    PATCHES,
+    TARGETS,
     Allowance,
     AnyArray,
     check_input_name,
     check_width,
     datum_of,
+    take_patches,
 )
 
 # The JSON parser blocks all other threads: this many bytes take half a second. SDKs send 5 MB at a time.
 MOST_BYTES = 16 * 2**20
-_INTEGERS = ("target_tokens",)  # inputs that are int64 if they have no dtype; all others are float32
-
-
-class _Chunk(Request):
-    type: Literal["encoded_text"] = "encoded_text"
-    tokens: TokenIds
+_INTEGERS = (TARGETS, GRIDS)  # inputs that are int64 if they have no dtype; all others are float32
 
 
 class _Tensor(Request):
@@ -42,12 +43,8 @@ def _as_tensor(value: object) -> object:
     return {"data": value} if isinstance(value, list) else value
 
 
-class _ModelInput(Request):
-    chunks: Annotated[list[_Chunk], Field(fail_fast=True)]
-
-
 class _Datum(Request):
-    model_input: _ModelInput
+    model_input: ModelInput
     loss_fn_inputs: dict[str, Annotated[_Tensor, BeforeValidator(_as_tensor)]]
 
 
@@ -81,28 +78,26 @@ def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
             raise InvalidInputError("loss_fn", CUSTOM, "one of the server's losses: custom losses need protobuf")
-        data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
+        sequences = [_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data)]
         trains = kind is OpKind.FORWARD_BACKWARD
-        payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
+        payload = named_pass(sequences, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
     except UserError as error:
         payload = Refused.because(error)
     return Op(place.model_id, place.seq_id or UNNUMBERED, kind, payload, body)
 
 
-def _datum(datum: _Datum, where: str, left: Allowance) -> Datum:
+def _datum(datum: _Datum, where: str, left: Allowance) -> tuple[Datum, SentImages]:
     for name in datum.loss_fn_inputs:
         check_input_name(name, where)
     arrays: dict[str, Any] = {}
     for name, tensor in datum.loss_fn_inputs.items():
         field = f"{where}.loss_fn_inputs[{name!r}]"
-        check_width(tensor.shape or (), field, left)
+        if name not in (PATCHES, GRIDS):
+            check_width(tensor.shape or (), field, left)
         arrays[name] = _array(name, tensor, field)
-    return datum_of(_tokens(datum.model_input), arrays, where, left)
-
-
-def _tokens(given: _ModelInput) -> IntArray:
-    chunks = [np.array(chunk.tokens, np.int64) for chunk in given.chunks]
-    return np.concatenate(chunks) if chunks else np.empty(0, np.int64)
+    tokens, images = read_json(datum.model_input, f"{where}.model_input.chunks", left.images)
+    patches = take_patches(arrays, where, images, left.images)
+    return datum_of(tokens, arrays, where, left), patches or images
 
 
 def _array(name: str, tensor: _Tensor, field: str) -> AnyArray:

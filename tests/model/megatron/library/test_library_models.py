@@ -214,13 +214,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("sizes", [{"dp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=str)
 def test_adapters_on_a_model_with_experts(experts: Path, two: ProcessPool, sizes: Sizes) -> None:
-    wanted = library_programs.train_two(experts, None, DROPOUT, "attention")
-    found = two.run(library_programs.train_two, experts, sizes, DROPOUT, "attention")
+    wanted = library_programs.train_two(experts, None, DROPOUT, "experts")
+    found = two.run(library_programs.train_two, experts, sizes, DROPOUT, "experts")
     check_same(found, wanted, sizes.get("dp_size", 1))
 
 
 def test_a_merged_folder_with_experts(experts: Path, two: ProcessPool, tmp_path: Path) -> None:
-    saved = two.run(library_programs.save, experts, {"tp_size": 2, "ep_size": 2}, tmp_path, "attention")[0]
+    saved = two.run(library_programs.save, experts, {"tp_size": 2, "ep_size": 2}, tmp_path, "experts")[0]
     check_scores(AutoModelForCausalLM.from_pretrained(saved["merged"]), saved["scores"]["second"])
 
 

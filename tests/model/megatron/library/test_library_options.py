@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def make(folder: Path, kind: Any = MegatronModel, **options: Any) -> Any:
+def make(folder: Path | str, kind: Any = MegatronModel, **options: Any) -> Any:
     return kind(folder, **{"mixed_precision": "no", "device": "cpu", **options})
 
 
@@ -74,6 +74,16 @@ def test_what_a_model_refuses(folder: Path, options: Any, error: type[TwinkleErr
         with pytest.raises(error) as caught:
             make(folder, kind, **options)
         assert text in str(caught.value)
+
+
+def test_images_are_refused_by_name(folder: Path) -> None:
+    model = make(folder, MultiLoraMegatronModel)
+    model.add_adapter_to_model("a", LORA)
+    row = {"input_ids": [1, 2], "labels": [2, -100], "pixel_values": [[0.0] * 1536], "image_grid_thw": [[1, 2, 2]]}
+    with pytest.raises(UnsupportedError, match=r"inputs\[1\]\.pixel_values: the Megatron backend reads text only"):
+        model.forward_only(inputs=[{"input_ids": [1]}, row], adapter_name="a")
+    with pytest.raises(UnsupportedError, match="qwen3_vl: the Megatron backend supports the families llama"):
+        make("random://qwen3-vl-tiny")
 
 
 def test_options_that_change_no_result_are_accepted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -251,6 +251,7 @@ def test_an_empty_answer_has_a_block_of_empty_text() -> None:
 
 USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+ELSEWHERE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 
 
@@ -263,9 +264,16 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
         ({"top_k": 0}, "top_k: got 0"),
         ({"stop_sequences": [""]}, "stop_sequences: "),
         ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content: got"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "the models here read text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content: got"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}, *CHAT]}, "messages[0].content[0].type: got 'image'"),
+        ({"messages": [{"role": "user", "content": [ELSEWHERE]}]}, "messages[0].content[0].source: got"),
+        ({"messages": [{"role": "user", "content": [ELSEWHERE]}]}, "the server opens no URL"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]: "),
+        ({"messages": [{"role": "user", "content": [{**IMAGE, "text": "x"}]}]}, "without the field 'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{**IMAGE, "type": "text", "text": "x"}]}]},
+            "without the field 'source'",
+        ),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role: "),
         ({"messages": [*CHAT, {"role": "assistant", "content": "I"}]}, "messages[1].role: got 'assistant'"),
         (
@@ -311,7 +319,7 @@ def test_errors_have_this_protocols_form(server: Server, client: anthropic.Anthr
     assert answer.json()["error"]["type"] == "authentication_error"
     large = httpx.post(
         f"{server.url}/anthropic/api/v1/messages",
-        content=b" " * (4 * 2**20 + 1),
+        content=b"," * (4 * 2**20 + 1),
         headers={"X-API-Key": "tml-a"},
         trust_env=False,
     )

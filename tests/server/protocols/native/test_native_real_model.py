@@ -152,10 +152,10 @@ def test_malformed_requests_fail_alone(server, body, said):
 
 
 def test_optimizers_go_on_after_sigkill(server, tmp_path):
-    """Each adapter takes four steps; the second server is killed after two. The weights are equal, on a CPU to the bit.
+    """Each adapter takes four steps; the second server is killed after two. The weights are equal up to rounding.
 
-    A server that replays computes several adapters in one batch, which on a GPU changes the last bits of a gradient;
-    Muon rounds to bfloat16.
+    A server that replays computes several adapters in one batch, which changes the last bits of a gradient. A step
+    that was lost or taken twice would change a tensor of B by a tenth of its norm or more.
     """
     fragile = Server(tmp_path, torch_config(MODEL)).start()
     try:
@@ -175,9 +175,10 @@ def test_optimizers_go_on_after_sigkill(server, tmp_path):
             states.append({name: tenant.verb("get_state_dict", adapter_name=name) for name in SETTINGS})
         left, right = states
         for name, tensors in left.items():
+            bound = 2e-2 if name == "Muon" else 1e-5  # Muon rounds to bfloat16
             for key, values in tensors.items():
-                bound = 2e-3 if torch.cuda.is_available() else 0.0
-                assert torch.allclose(torch.tensor(values), torch.tensor(right[name][key]), rtol=0, atol=bound), key
+                expected = torch.tensor(values)
+                assert (torch.tensor(right[name][key]) - expected).norm() <= bound * expected.norm(), (name, key)
     finally:
         fragile.close()
 

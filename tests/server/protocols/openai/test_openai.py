@@ -360,7 +360,8 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
     ({"messages": [called('{"a": ' + "[" * 100_000)]}, "messages[0].tool_calls[0].function.arguments"),
@@ -429,7 +430,8 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
 
 
 def test_bodies_that_cannot_be_read(tenant: Tenant) -> None:
-    for body, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b" " * (5 * 2**20), 413)):
+    long = b'{"model": "mock", "messages": [{"role": "user", "content": "' + b"5 " * 2**22 + b'"}]}'
+    for body, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (long, 413), (b"," * (5 * 2**20), 413)):
         for path in ("chat/completions", "completions"):
             answer = tenant.post(path, body)
             assert answer.status_code == status

@@ -1,5 +1,6 @@
 """The dashboard in a real browser, view by view, as a user who clicks through it (make test-dashboard)."""
 
+import base64
 import tarfile
 import threading
 import time
@@ -7,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.support.servers.chromium import Page
 from tests.support.servers.running import Server, Tenant, datum, mock_config
+from tests.support.servers.serving import SdkServer
 from twinkle.server.cli import command_line as cli
 
 pytestmark = pytest.mark.browser
@@ -166,7 +169,7 @@ def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
         page.enter_key(tenant.key)
         page.view("Adapters")
         page.until(lambda: model in page.text("#adapters"))
-        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 6
+        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 7
         assert not page.find("#problem").is_displayed()
 
 
@@ -278,6 +281,101 @@ def _stopped_halfway(page: Page) -> bool:
     page.until(lambda: page.find("#send").is_enabled())
     assert not page.all(".assistant.failed")
     return len(page.all(".assistant.stopped")) == 2
+
+
+# Gives the page a file, as a user who drops it on the form or pastes it into the prompt.
+GIVE = """
+    const [how, base64, type] = arguments;
+    const bytes = Uint8Array.from(atob(base64), (each) => each.charCodeAt(0));
+    const given = new DataTransfer();
+    given.items.add(new File([bytes], "given", { type }));
+    const place = document.getElementById(how === "drop" ? "chat" : "prompt");
+    const about = { dataTransfer: given, clipboardData: given, bubbles: true, cancelable: true };
+    place.dispatchEvent(how === "drop" ? new DragEvent(how, about) : new ClipboardEvent(how, about));
+"""
+# Keeps the contents of the user's messages that the page sends.
+KEEP_SENT = """
+    const asked = window.fetch;
+    window.sent = [];
+    window.fetch = (url, options = {}) => {
+      const messages = JSON.parse(options.body ?? "{}").messages ?? [];
+      window.sent.push(...messages.slice(-1).map((each) => each.content));
+      return asked(url, options);
+    };
+"""
+
+
+def _picture(path: Path, colour: str, form: str = "PNG") -> str:
+    """Write a picture, and return its data URI."""
+    Image.new("RGB", (96, 64), colour).save(path, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _give(page: Page, how: str, uri: str) -> None:
+    kind, _, data = uri.removeprefix("data:").partition(";base64,")
+    page.driver.execute_script(GIVE, how, data, kind)
+
+
+def _sources(page: Page, selector: str) -> list[str | None]:
+    return [each.get_attribute("src") for each in page.all(f"{selector} img")]
+
+
+def test_pictures_by_file_drop_and_paste(page: Page, server: Server, tmp_path: Path) -> None:
+    """The mock reads text only, so it refuses them; the conversation goes on without them."""
+    red, green, blue = (
+        _picture(tmp_path / f"{colour}.{form.lower()}", colour, form)
+        for colour, form in (("red", "PNG"), ("green", "JPEG"), ("blue", "PNG"))
+    )
+    page.open(server.url, "#playground")
+    page.enter_key("tml-pictures")
+    page.until(lambda: "mock" in page.text("#base h3"))
+    page.find("#picture").send_keys(str(tmp_path / "red.png"))
+    page.until(lambda: _sources(page, "#pictures") == [red])
+    _give(page, "drop", green)
+    page.until(lambda: _sources(page, "#pictures") == [red, green])
+    _give(page, "paste", blue)
+    page.until(lambda: _sources(page, "#pictures") == [red, green, blue])
+    page.click("#pictures span:nth-child(2) button")
+    page.until(lambda: _sources(page, "#pictures") == [red, blue])
+    _give(page, "drop", "data:image/webp;base64,UklGRg==")
+    page.until(lambda: "given is image/webp; pictures are PNG or JPEG" in page.text("#picture-hint.problem"))
+    assert _sources(page, "#pictures") == [red, blue]
+
+    page.find("#prompt").send_keys("what is this?")
+    page.click("#send")
+    page.until(lambda: "image" in page.text("#base .assistant.failed"))
+    assert _sources(page, "#base .user") == [red, blue]
+    assert not page.all("#pictures img, #picture-hint.problem")
+    (complaint,) = page.complaints()
+    assert "status of 400" in complaint
+    page.until(lambda: page.find("#send").is_enabled())
+    page.click("#send")
+    page.find("#base .assistant.done")
+
+
+def test_a_chat_about_a_picture(page: Page, tmp_path: Path) -> None:
+    server = SdkServer(tmp_path, model="random://qwen3-vl-tiny").start()
+    try:
+        red = _picture(tmp_path / "red.png", "red")
+        page.open(server.url, "#playground")
+        page.driver.execute_script(KEEP_SENT)
+        page.enter_key("tml-seeing")
+        page.until(lambda: "qwen3-vl-tiny" in page.text("#base h3"))
+        page.script("document.getElementById('max-tokens').value = '4'")
+        page.find("#picture").send_keys(str(tmp_path / "red.png"))
+        page.until(lambda: _sources(page, "#pictures") == [red])
+        page.find("#prompt").send_keys("Which colour?")
+        page.click("#send")
+        page.until(lambda: len(page.all("#base .assistant.done")) == 1)
+        page.until(lambda: page.find("#send").is_enabled())
+        page.click("#send")  # the conversation has the picture, and the model reads it again
+        page.until(lambda: len(page.all("#base .assistant.done")) == 2)
+        assert _sources(page, "#base .user") == [red]
+        picture = {"type": "image_url", "image_url": {"url": red}}
+        first, second = page.script("return window.sent")
+        assert (first, second) == ([picture, {"type": "text", "text": "Which colour?"}], "Which colour?")
+    finally:
+        server.close()
 
 
 def test_answers_that_are_queued(page: Page, tmp_path: Path) -> None:

@@ -10,17 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load, save_file
+from transformers import AutoModelForImageTextToText
 
+from tests.support.models.seeing_models import seeing_model
 from tests.support.servers.native_caller import Caller
 from tests.support.servers.native_running import NativeTenant
 from tests.support.servers.running import MODEL, Server, Tenant, datum, key_for, mock_config
 from tests.support.servers.state_samples import run
+from twinkle.model import FullSpec, FullTrainer
 from twinkle.server.cli import command_line as cli
 from twinkle.server.ids import directory_name
 from twinkle.server.protocols.operator import pages as dashboard
 from twinkle.server.services.training.adapters import LiveAdapter, Place
 from twinkle.server.state.files.export import TarStream
+from twinkle.server.state.files.file_checksums import write_checksums
 from twinkle.server.tenancy.work_pools import FairPool
 
 FILES = Path(dashboard.__file__).parent / "dashboard"
@@ -198,6 +205,69 @@ def test_large_files_are_sent_in_pieces_and_whole_when_deleted_meanwhile(tmp_pat
     with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as tar:
         assert {name: tar.extractfile(f"top/{name}").read() for name in contents} == contents  # type: ignore[union-attr]
         assert len(tar.getnames()) == len(contents)
+
+
+def all_of(stream: TarStream) -> bytes:
+    async def sent() -> list[bytes]:
+        return [piece async for piece in stream.pieces(FairPool("test", 1, 1), "t")]
+
+    return b"".join(asyncio.run(sent()))
+
+
+def a_vision_adapter(directory: Path) -> dict[str, np.ndarray]:
+    name, head = (
+        "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight",
+        "base_model.model.lm_head.x",
+    )
+    tensors = {name: np.arange(6.0, dtype=np.float32).reshape(2, 3), head: np.ones(4, np.float32)}
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "other.json").write_text("{}")
+    write_checksums(directory)
+    return tensors
+
+
+def test_tinkers_archives_have_the_names_of_the_text_model(tmp_path: Path) -> None:
+    tensors = a_vision_adapter(tmp_path / "ck")
+    stream = TarStream(tmp_path / "ck", "", 5.0, family="")
+    archive = all_of(stream)
+    assert len(archive) == stream.size
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        read = load(tar.extractfile("adapter_model.safetensors").read())  # type: ignore[union-attr]
+    assert {name.replace("model.model.layers", "model.model.language_model.layers") for name in read} == set(tensors)
+    for name, array in read.items():
+        np.testing.assert_array_equal(array, tensors.get(name, next(iter(tensors.values()))))
+
+
+def test_archives_of_all_parameters_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a model in several files has the names, too. With other names it would load random weights."""
+    monkeypatch.setattr("twinkle.model.full.checkpoint._SHARD_BYTES", 100_000)
+    seeing_model("qwen3_vl").save_pretrained(tmp_path / "base")
+    trainer = FullTrainer.from_pretrained(tmp_path / "base", device="cpu", dtype="fp32")
+    trainer.create_adapter("run", FullSpec())
+    trainer.save("run", tmp_path / "ck", optimizer=True)
+    write_checksums(tmp_path / "ck")
+    with tarfile.open(fileobj=io.BytesIO(all_of(TarStream(tmp_path / "ck", "", 5.0, family="")))) as tar:
+        tar.extractall(tmp_path / "read", filter="data")
+    names = {file.name for file in (tmp_path / "read").iterdir()}
+    assert {"model.safetensors.index.json", "optimizer.safetensors"} < names
+    for name in names:
+        assert (tmp_path / "read" / name).read_bytes() == (tmp_path / "ck" / name).read_bytes(), name
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "read", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    for name, tensor in seeing_model("qwen3_vl").state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("place", [3, 40, -1], ids=["length", "names", "numbers"])
+def test_a_damaged_file_with_other_names_is_not_sent(tmp_path: Path, place: int) -> None:
+    a_vision_adapter(tmp_path / "ck")
+    file = tmp_path / "ck" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(OSError, match="damaged"):
+        all_of(TarStream(tmp_path / "ck", "", 5.0, family=""))
 
 
 # --- ownership --------------------------------------------------------------------------------------------------------

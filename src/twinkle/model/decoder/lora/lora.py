@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from twinkle.model.decoder.experts.expert_lora import Part, bind
+from twinkle.model.decoder.experts.on_device import BatchGroups, DeviceExperts, device_parts
 from twinkle.model.decoder.lora.segments import BoundLora, SegmentLora, add_lora, add_lora_gradient
 from twinkle.model.decoder.lora.table import LoraTable
 from twinkle.model.decoder.products import linear, mm
@@ -37,9 +39,32 @@ class LayerAdapters(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def has_experts(self, name: str) -> bool: ...
+
+    def experts(self, name: str) -> tuple[list[Part], list[Part]]:
+        """Return the adapters on the experts of a module: those on gate and up, and those on down."""
+        ...
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        """Return the same as tables on CUDA, for these rows; None if there are none."""
+        ...
+
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
         """Compute h = x A.T and y += h B.T, in place."""
         ...
+
+
+class WithoutExperts:
+    """The part of :class:`LayerAdapters` that is about experts, for adapters that are on linear layers alone."""
+
+    def has_experts(self, name: str) -> bool:
+        return False
+
+    def experts(self, name: str) -> tuple[list[Part], list[Part]]:
+        return [], []
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        return None
 
 
 class LayerLora:
@@ -49,17 +74,56 @@ class LayerLora:
     a tensor that stands for this object in compiled code, through which only tensors can be passed.
     """
 
-    def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        segments: Sequence[SegmentLora],
+        table: LoraTable | None,
+        groups: BatchGroups | None = None,
+    ) -> None:
+        """``groups``: those of the segments, if the layers of the batch share them."""
         self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])
         self.key = torch.tensor(next(_KEYS))
         self._prefix = prefix  # of the full names of this decoder layer's linear layers
         self._segments = segments
         self._table = table
         self._bound: dict[str, list[BoundLora]] = {}
+        self._groups = groups or BatchGroups([segment.segment for segment in segments])
+        self._experts: dict[str, tuple[list[Part], list[Part]]] = {}
+        self._on_device: dict[str, DeviceExperts] = {}
         _BY_KEY[int(self.key)] = self
 
     def has(self, name: str) -> bool:
         return any(segment.layout.has(self._prefix + name) for segment in self._segments)
+
+    def has_experts(self, name: str) -> bool:
+        return any(self.experts(name))
+
+    def experts(self, name: str) -> tuple[list[Part], list[Part]]:
+        """Return the adapters on the experts of a module: those on gate and up, and those on down."""
+        if name not in self._experts:
+            full = self._prefix + name
+            self._experts[name] = bind(self._segments, full)
+        return self._experts[name]
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        """Return the same as tables on CUDA, for these rows; None if there are none."""
+        if not self.has_experts(name):
+            return None
+        if name not in self._on_device:
+            segments = [segment.segment for segment in self._segments]
+            up, down = (device_parts(parts, segments, x_TH.device) for parts in self.experts(name))
+            groups = self._groups.on_device(len(x_TH), x_TH.device)
+            self._on_device[name] = DeviceExperts(groups, up, down)
+        return self._on_device[name]
+
+    def segments_on_experts(self, name: str) -> list[SegmentLora]:
+        """Return the segments whose adapters are on the experts of a module, in the order of their rows."""
+        return [segment for segment in self._segments if segment.layout.is_on_experts(self._prefix + name)]
+
+    def with_segments(self, segments: Sequence[SegmentLora]) -> "LayerLora":
+        """Return the adapters of the same layer for other rows, which these segments divide."""
+        return LayerLora(self._prefix, segments, None)
 
     def covers(self, name: str, rows: int) -> bool:
         """Return whether all ``rows`` rows of the batch have an adapter on this linear layer."""
@@ -120,6 +184,11 @@ class LoraLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self.bias_O
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of everything here that adapters may be on."""
+        return (self.name,)
+
     def forward(self, x: Tensor) -> Tensor:
         lora = self.lora
         if lora is None or self.weight_OI.requires_grad:  # where the weights themselves are trained, there is no LoRA
@@ -128,16 +197,23 @@ class LoraLinear(nn.Module):
         if torch.compiler.is_compiling():
             assert isinstance(lora, LayerLora), "only training is compiled"
             y_TO, _ = _compiled_forward(x_TI, self.weight_OI, self.bias_O, lora.key, self.name, lora.width)
-        elif not lora.has(self.name):
-            return linear(x, self.weight_OI, self.bias_O)
-        elif torch.is_grad_enabled():
-            y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
-        elif isinstance(lora, LayerLora):
-            y_TO, _ = _forward(x_TI, self.weight_OI, self.bias_O, lora, self.name)
-        else:  # the sampler's LayerAdapters
-            y_TO = linear(x_TI, self.weight_OI, self.bias_O)
-            lora.add(self.name, x_TI, x_TI.new_empty(len(x_TI), lora.width), y_TO)
+        else:
+            y_TO = with_adapters(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         return y_TO.view(*x.shape[:-1], self.out_features)
+
+
+def with_adapters(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerAdapters, name: str) -> Tensor:
+    """Return x W.T + bias + (x A.T) B.T for frozen weights, outside of compiled code."""
+    if not lora.has(name):
+        return linear(x_TI, weight_OI, bias_O)
+    if torch.is_grad_enabled():
+        y_TO: Tensor = _LoraLinear.apply(x_TI, weight_OI, bias_O, lora, name)
+    elif isinstance(lora, LayerLora):
+        y_TO, _ = _forward(x_TI, weight_OI, bias_O, lora, name)
+    else:  # the sampler's LayerAdapters
+        y_TO = linear(x_TI, weight_OI, bias_O)
+        lora.add(name, x_TI, x_TI.new_empty(len(x_TI), lora.width), y_TO)
+    return y_TO
 
 
 def _forward(

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError, UserError
 from twinkle.model.library.components import build_scheduler
+from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.remote_verbs import at_once, gathered
+from twinkle.model.library.sequences import PLACED, SequenceBatch
 from twinkle.model.library.training_state import checkpoint_path, copy_tokenizer, is_due
 from twinkle.model.megatron.gathering import CutWeight, ModelFolder, cut_weights, whole_tensors
 from twinkle.model.megatron.library.optimizer import (
@@ -99,6 +101,16 @@ class MegatronVerbs(LoraVerbs, WeightChannel):
             max_logits=options.max_logits,
         )
         self._base_id = pretrained_id(self.model_id) or uuid4().hex
+
+    def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
+        rows = inputs if isinstance(inputs, Sequence) else [inputs]
+        for number, row in enumerate(rows):
+            if isinstance(row, Mapping) and any(row.get(name) is not None for name in ("pixel_values", PLACED)):
+                raise UnsupportedError(
+                    f"inputs[{number}].pixel_values: the Megatron backend reads text only; images need a "
+                    "TransformersModel or a MultiLoraTransformersModel"
+                )
+        return super()._batch(group, inputs)
 
     @property
     def base(self) -> FrozenBase:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.lora.lora import WithoutExperts
 from twinkle.model.decoder.products import add_product, linear
 
 MAX_WIDTH = 256  # sum of the ranks: beyond that, the products with other versions' A cost more than they save
@@ -41,14 +42,14 @@ class DenseLora:
         self.versions = tuple(versions)
         self._places = {id(version): place for place, version in enumerate(self.versions)}
         self._architecture = architecture
-        names = [target.name for target in (*architecture.linear, architecture.head)]
+        names = [target.name for target in (*architecture.projections, architecture.head)]
         stacked = {name: _stack(self.versions, name) for name in names}
         self._stacked = {name: each for name, each in stacked.items() if each is not None}
 
     @staticmethod
     def takes(versions: Sequence[Adapter]) -> bool:
         narrow = sum(version.layout.rank for version in versions) <= MAX_WIDTH
-        return narrow and all(version.finite for version in versions)
+        return narrow and all(version.finite and not version.layout.has_experts for version in versions)
 
     def covers(self, versions: Sequence[Adapter]) -> bool:
         return {id(version) for version in versions} <= self._places.keys()
@@ -95,7 +96,7 @@ class DenseRows:
 
 
 @dataclass(frozen=True)
-class DenseLayer:
+class DenseLayer(WithoutExperts):
     """The LoRA of one decoder layer; implements :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
     rows: DenseRows

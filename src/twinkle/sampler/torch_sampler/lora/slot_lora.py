@@ -15,8 +15,11 @@ from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.experts.on_device import DeviceExperts, DeviceGroups
+from twinkle.model.decoder.lora.lora import WithoutExperts
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
+from twinkle.sampler.torch_sampler.lora.expert_slots import ExpertSlots
 from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import MAX_RANK, TILE_ROWS, Tiles, add_lora, usual_tiles
 
 
@@ -29,11 +32,13 @@ class SlotLora:
     def __init__(self, architecture: Architecture, rows: int, device: torch.device) -> None:
         self.rows = rows
         self._architecture = architecture
-        self._names = [target.name for target in (*architecture.linear, architecture.head)]
+        self._names = [target.name for target in (*architecture.projections, architecture.head)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._addresses_M2G = torch.zeros(len(self._names), 2, rows + 1, dtype=torch.int64, device=device)
         self._tiles_N4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self._count_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        self._experts = ExpertSlots(architecture, rows, MAX_RANK, device)
+        self._group_N = torch.full((rows,), rows, dtype=torch.int32, device=device)  # the run of each row
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
         self._bound: tuple[int, tuple[tuple[int, str, int], ...]] | None = None
 
@@ -55,12 +60,14 @@ class SlotLora:
             return
         tiles = np.zeros((self.rows, 4), np.int32)
         addresses = np.zeros((len(self._names), 2, len(runs)), np.int64)
+        groups = np.full(self.rows, self.rows, np.int32)
         row = used = 0
         padding = size - sum(count for _, count in runs)
         for group, (version, count) in enumerate((*runs, (None, padding))):
             if version is not None:
                 addresses[:, :, group] = self._addresses(version)
             number, rank = (self.rows, 0) if version is None else (group, version.layout.rank)
+            groups[row : row + count] = number
             for first in range(row, row + count, TILE_ROWS):
                 tiles[used] = number, first, row + count, rank
                 used += 1
@@ -70,20 +77,28 @@ class SlotLora:
         self._count_1.copy_(to_device(torch.tensor([used], dtype=torch.int32), device))
         # Addresses of earlier groups remain behind these; no tile refers to them.
         self._addresses_M2G[:, :, : len(runs)].copy_(to_device(torch.from_numpy(addresses), device))
+        self._experts.bind([version for version, _ in runs])
+        self._group_N.copy_(to_device(torch.from_numpy(groups), device))
         self._bound = key
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:
         """Return one entry for each decoder layer, for a graph of ``rows`` rows."""
         path, count = self._architecture.layers_path, self._architecture.layer_count
-        return tuple(SlotLayer(self, f"{path}.{index}.", rows) for index in range(count))
+        groups = self._experts.groups(self._group_N[:rows])
+        return tuple(SlotLayer(self, f"{path}.{index}.", rows, groups) for index in range(count))
 
     @staticmethod
     def takes(version: Adapter) -> bool:
-        """Return whether graphs can run a version: its rank is small, and the same for all modules."""
-        return version.layout.ranks is None and version.layout.rank <= MAX_RANK
+        """Return whether graphs can run a version: one small rank everywhere, and on experts the form of Tinker."""
+        layout = version.layout
+        return layout.ranks is None and layout.rank <= MAX_RANK and ExpertSlots.takes(layout)
 
     def has(self, name: str) -> bool:
         return name in self._places
+
+    def experts(self, name: str, groups: DeviceGroups) -> DeviceExperts | None:
+        """Return the adapters on the experts of one module, for rows of these groups."""
+        return self._experts.layer(name, groups)
 
     def tiles(self, rows: int) -> Tiles:
         """Return the tiles of a graph of ``rows`` rows."""
@@ -117,15 +132,19 @@ class SlotLora:
         return np.where(offsets_M2 >= 0, row_P.data_ptr() + offsets_M2 * row_P.itemsize, 0)
 
 
-class SlotLayer:
+class SlotLayer(WithoutExperts):
     """The LoRA of one decoder layer; implements :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
     width = 0  # no buffer for x A.T is needed: the kernels allocate their own
 
-    def __init__(self, lora: SlotLora, prefix: str, rows: int) -> None:
+    def __init__(self, lora: SlotLora, prefix: str, rows: int, groups: DeviceGroups) -> None:
         self._lora = lora
         self._prefix = prefix
         self._rows = rows
+        self._groups = groups
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        return self._lora.experts(self._prefix + name, self._groups)
 
     def has(self, name: str) -> bool:
         return self._lora.has(self._prefix + name)

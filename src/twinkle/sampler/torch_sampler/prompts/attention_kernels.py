@@ -30,11 +30,13 @@ def attend_spans(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention outputs, (T, H, D), undefined in rows without a tile.
 
     keys and values are (blocks, BLOCK, J, D). tiles_n4 and blocks: see :class:`~.tables.Bucket`. A row sees the keys of
-    its sequence up to itself; with a window, only the last ones.
+    its sequence up to itself; with a window, only the last ones. sinks_H: one more score of each head in the softmax,
+    whose weight is dropped.
     """
     rows, heads, width = q_THD.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
@@ -46,6 +48,7 @@ def attend_spans(
         values,
         blocks,
         tiles_n4,
+        q_THD if sinks_H is None else sinks_H,  # without sinks it is not read
         out_THD,
         scale,
         0 if window is None else window,
@@ -68,6 +71,7 @@ def attend_spans(
         KEYS=_KEYS_AT_ONCE,
         BLOCK=BLOCK,
         CAPPED=softcap is not None,
+        SINKS=sinks_H is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         num_warps=8 if wide else 4,
         num_stages=1 if wide else 2,
@@ -82,6 +86,7 @@ def _attend(
     values,
     blocks,
     tiles,
+    sinks,
     out,
     scale,
     window,
@@ -104,6 +109,7 @@ def _attend(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile = tiles + 4 * tl.program_id(0)
@@ -125,6 +131,9 @@ def _attend(
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # they have no values
+        highest = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        total += 1.0
     sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     for at in range(start, stop, KEYS):
         token = at + tl.arange(0, KEYS)

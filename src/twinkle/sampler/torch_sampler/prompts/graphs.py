@@ -152,9 +152,8 @@ class PromptGraphs:
             _PromptLayer(rows, keys, values) for keys, values in zip(self._cache.keys, self._cache.values, strict=True)
         )
         if lora:
-            batch = LayerBatch(
-                None, self._lora.layers(table["lora"].view(-1, TILE), bucket.lora_rows), False, cached=attention
-            )
+            layers = self._lora.layers(table["lora"].view(-1, TILE), bucket.lora_rows, table["versions"])
+            batch = LayerBatch(None, layers, False, cached=attention)
         else:
             batch = LayerBatch(None, bind_layers((), self._engine.architecture), False, cached=attention)
         hidden_TH = self._engine.hidden_states(table["ids"].long()[None], table["positions"].long()[None], None, batch)
@@ -182,7 +181,14 @@ class _PromptLayer:
     values: Tensor
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         from twinkle.sampler.torch_sampler.prompts.attention_kernels import attend_spans
 
@@ -191,7 +197,9 @@ class _PromptLayer:
             kept.index_put_((rows.block_T, rows.offset_T), new[0].transpose(0, 1))
         q_THD = query[0].transpose(0, 1)
         scale = q_THD.shape[2] ** -0.5 if scale is None else scale
-        out_THD = attend_spans(q_THD, self.keys, self.values, rows.tiles_n4, rows.blocks, scale, window, softcap)
+        out_THD = attend_spans(
+            q_THD, self.keys, self.values, rows.tiles_n4, rows.blocks, scale, window, softcap, sinks_H
+        )
         return out_THD.unsqueeze(0)
 
 

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.experts.on_device import DeviceExperts, DeviceGroups
+from twinkle.model.decoder.lora.lora import WithoutExperts
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.types import IntArray
+from twinkle.sampler.torch_sampler.lora.expert_slots import ExpertSlots
 from twinkle.sampler.torch_sampler.prompts.lora_kernels import MAX_RANK, add_lora
 from twinkle.sampler.torch_sampler.prompts.tables import HEAD_ROWS, MOST_VERSIONS
 
@@ -22,16 +25,17 @@ class PromptLora:
 
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
         self._architecture = architecture
-        self._names = [target.name for target in (*architecture.linear, architecture.head)]
+        self._names = [target.name for target in (*architecture.projections, architecture.head)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._weights_GM4 = torch.zeros(MOST_VERSIONS, len(self._names), 4, dtype=torch.int64, device=device)
+        self._experts = ExpertSlots(architecture, MOST_VERSIONS, MAX_RANK, device)
         self._offsets: dict[str, tuple[IntArray, IntArray]] = {}  # by the digest of a layout
         self._bound: list[tuple[int, str]] = []
 
     @staticmethod
     def takes(version: Adapter) -> bool:
-        """Return whether the kernels can compute a version: its rank is small enough."""
-        return version.layout.rank <= MAX_RANK
+        """Return whether the kernels can compute a version: a small rank, and on experts the form of Tinker."""
+        return version.layout.rank <= MAX_RANK and ExpertSlots.takes(version.layout)
 
     def bind(self, versions: Sequence[Adapter]) -> None:
         """Write the addresses of these versions' weights into the table. They must be resident."""
@@ -48,15 +52,21 @@ class PromptLora:
         if self._weights_GM4.is_cuda:
             fresh = fresh.pin_memory()
         self._weights_GM4[: len(versions)].copy_(fresh, non_blocking=True)
+        self._experts.bind(versions)
         self._bound = key
 
-    def layers(self, tiles_n4: Tensor, tile_rows: int) -> tuple["PromptLayer", ...]:
-        """Return one entry for each decoder layer."""
+    def layers(self, tiles_n4: Tensor, tile_rows: int, version_T: Tensor) -> tuple["PromptLayer", ...]:
+        """Return one entry for each decoder layer. version_T: the number of each row's version, as int32."""
         path, count = self._architecture.layers_path, self._architecture.layer_count
-        return tuple(PromptLayer(self, f"{path}.{index}.", tiles_n4, tile_rows) for index in range(count))
+        groups = self._experts.groups(version_T)
+        return tuple(PromptLayer(self, f"{path}.{index}.", tiles_n4, tile_rows, groups) for index in range(count))
 
     def has(self, name: str) -> bool:
         return name in self._places
+
+    def experts(self, name: str, groups: DeviceGroups) -> DeviceExperts | None:
+        """Return the adapters on the experts of one module, for rows of these groups."""
+        return self._experts.layer(name, groups)
 
     def add(self, name: str, x_TI: Tensor, y_TO: Tensor, tiles_n4: Tensor, tile_rows: int) -> None:
         """Add x A.T B.T to y, in place. y may have a wider dtype than x."""
@@ -76,16 +86,20 @@ class PromptLora:
         return np.concatenate([addresses_M2, ranks_M2], 1)
 
 
-class PromptLayer:
+class PromptLayer(WithoutExperts):
     """The LoRA of one decoder layer; implements :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
     width = 0  # no buffer for x A.T is needed: the kernels allocate their own
 
-    def __init__(self, lora: PromptLora, prefix: str, tiles_n4: Tensor, tile_rows: int) -> None:
+    def __init__(self, lora: PromptLora, prefix: str, tiles_n4: Tensor, tile_rows: int, groups: DeviceGroups) -> None:
         self._lora = lora
         self._prefix = prefix
         self._tiles_n4 = tiles_n4
         self._tile_rows = tile_rows
+        self._groups = groups
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        return self._lora.experts(self._prefix + name, self._groups)
 
     def has(self, name: str) -> bool:
         return self._lora.has(self._prefix + name)

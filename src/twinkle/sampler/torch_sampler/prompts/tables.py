@@ -33,10 +33,11 @@ SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of t
 class Bucket:
     """A size of passes, and the places of its tables in the array.
 
-    ids, positions and slots have one entry for each row; a slot is block × BLOCK + offset in the cache. ``last`` has
-    the rows from which tokens are drawn. An attention tile has the columns first row, end of the span, position of the
-    first row, and place of the sequence's first block in ``blocks``. A LoRA tile has the columns number of the version,
-    first row, and end of the version's rows; those of the head count rows of ``last``. Unused tiles are zero.
+    ids, positions, slots and versions have one entry for each row; a slot is block × BLOCK + offset in the cache, and
+    rows without a version have the number MOST_VERSIONS. ``last`` has the rows from which tokens are drawn. An
+    attention tile has the columns first row, end of the span, index of the first row's token, and place of the
+    sequence's first block in ``blocks``. A LoRA tile has the columns number of the version, first row, and end of the
+    version's rows; those of the head count rows of ``last``. Unused tiles are zero.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class Bucket:
             "ids": rows,
             "positions": rows,
             "slots": rows,
+            "versions": rows,
             "last": MOST_SPANS,
             "attention": TILE * (attention + MOST_SPANS - 1),
             "lora": TILE * (lora + MOST_VERSIONS - 1),
@@ -74,6 +76,7 @@ class Bucket:
         """Return the tables of a pass without spans, as far as ``blocks``."""
         tables = np.zeros(self.places["blocks"].start, np.int32)
         tables[self.places["slots"]] = padding_block * BLOCK
+        tables[self.places["versions"]] = MOST_VERSIONS
         return tables
 
 
@@ -122,14 +125,16 @@ class Layout:
         blocks = [np.array(span.blocks[: blocks_for(span.stop)], np.int32) for span in self.spans]
         sizes_S = np.array([len(each) for each in blocks], np.int64)
         block_firsts_S, flat = np.cumsum(sizes_S) - sizes_S, np.concatenate(blocks)
-        positions = np.arange(count) + np.repeat(starts_S - firsts_S, lengths_S)
-        slots = flat[np.repeat(block_firsts_S, lengths_S) + positions // BLOCK] * BLOCK + positions % BLOCK
+        shifts_S = np.array([span.shift for span in self.spans], np.int64)
+        indices = np.arange(count) + np.repeat(starts_S - firsts_S, lengths_S)
+        slots = flat[np.repeat(block_firsts_S, lengths_S) + indices // BLOCK] * BLOCK + indices % BLOCK
 
         tables, places = np.concatenate([bucket.empty(padding_block), flat]), bucket.places
         for name, values in (
             ("ids", np.concatenate(tokens)),
-            ("positions", positions),
+            ("positions", indices + np.repeat(shifts_S, lengths_S)),
             ("slots", slots),
+            ("versions", np.repeat(np.where(versions_S < 0, MOST_VERSIONS, versions_S), lengths_S)),
             ("last", (firsts_S + lengths_S - 1)[drawing]),
             ("attention", _attention_tiles(firsts_S, lengths_S, starts_S, block_firsts_S)),
             ("lora", _lora_tiles(self._version_rows, bucket.lora_rows)),

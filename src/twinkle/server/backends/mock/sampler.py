@@ -249,6 +249,9 @@ class MockTextCodec:
     def token_text(self, token: int) -> str:
         return f"{token} "
 
+    def special_token(self, text: str) -> int | None:
+        return None
+
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
         parts = [json.dumps(tool) for tool in tools] + [
             f"{message['role']} {message['content']}" for message in messages

@@ -41,7 +41,7 @@ from twinkle.errors import (
 )
 from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.csr import dense
-from twinkle.model.objectives.validation import check_data
+from twinkle.model.objectives.validation import check_data, check_recording
 from twinkle.model.types import (
     EMPTY,
     AdamParams,
@@ -278,6 +278,7 @@ class MockTrainer(TrainingBackend):
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         adapter = deepcopy(self._get(adapter_id))
         arrays = {"weights": adapter.weights}
@@ -408,6 +409,7 @@ def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
         if not math.isfinite(value):
             raise InvalidInputError(f"loss_config.{key}", value, "a finite number")
     check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
+    check_recording(item.records_routes, None, "records_routes")
 
 
 def _check_spec(spec: LoraSpec) -> LoraSpec:

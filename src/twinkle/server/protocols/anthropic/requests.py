@@ -17,11 +17,17 @@ from twinkle.server.protocols.openai.requests import Fields, MaxTokens, Name, ne
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS, are_stop_texts, short
 
 Turn = dict[str, Any]  # a message as a chat template reads it: role, content, tool_calls, tool_call_id
-_TYPES = ("text", "tool_use", "tool_result")
+_TYPES = ("text", "image", "tool_use", "tool_result")
+_BETWEEN = "\n\n"  # the texts of consecutive messages of one role
 # The fields that a content block of each type must have.
-_REQUIRED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
+_REQUIRED = {
+    "text": ("text",),
+    "image": ("source",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
 # The types of blocks that a message of each role may have.
-_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
+_ALLOWED = {"user": ("text", "image", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
 
 
 def _blocks(value: object) -> object:
@@ -31,9 +37,7 @@ def _blocks(value: object) -> object:
     for block in value if isinstance(value, list) else ():
         kind = block.get("type") if isinstance(block, dict) else block
         if kind not in _TYPES:
-            raise ValueError(
-                f"allowed: blocks of type {', '.join(_TYPES)} (one is {short(kind)}; the models here read text only)"
-            )
+            raise ValueError(f"allowed: blocks of type {', '.join(_TYPES)} (one is {short(kind)})")
     return value
 
 
@@ -43,11 +47,28 @@ def _stops(stops: list[str]) -> list[str]:
     return stops
 
 
+def _source(value: object) -> object:
+    """Check the source of an image. ValueError for a URL or a stored file, which this server does not open."""
+    if isinstance(value, dict) and value.get("type") != "base64":
+        kind = value.get("type")
+        raise ValueError(f"allowed: a source of type 'base64' (this one is {short(kind)}; the server opens no URL)")
+    return value
+
+
+class Source(Fields):
+    """An image file as base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png"]
+    data: str
+
+
 class Block(Fields):
     """A part of a message's content. Which fields it has depends on its type."""
 
-    type: Literal["text", "tool_use", "tool_result"]
+    type: Literal["text", "image", "tool_use", "tool_result"]
     text: str | None = None
+    source: Annotated[Source, BeforeValidator(_source)] | None = None
     id: Annotated[str, Field(max_length=256)] | None = None
     name: Name | None = None
     input: dict[str, Any] | None = None
@@ -65,6 +86,9 @@ class Block(Fields):
         missing = [name for name in _REQUIRED[self.type] if vars(self)[name] is None]
         if missing:
             raise ValueError(f"allowed: a block of type {self.type!r} with the field {missing[0]!r}")
+        for name, kind in (("text", "text"), ("source", "image")):
+            if vars(self)[name] is not None and self.type != kind:
+                raise ValueError(f"allowed: a block of type {self.type!r} without the field {name!r}")
         return self
 
 
@@ -91,9 +115,16 @@ class Message(Fields):
             for block in self.content
             if block.type == "tool_use"
         ]
-        text = "".join(block.text or "" for block in self.content if block.type == "text")
-        said = [{"role": self.role, "content": text, **({"tool_calls": calls} if calls else {})}]
-        return [*results, *(said if text or calls or not results else [])]
+        content = self._content()
+        said = [{"role": self.role, "content": content, **({"tool_calls": calls} if calls else {})}]
+        return [*results, *(said if content or calls or not results else [])]
+
+    def _content(self) -> str | list[Turn]:
+        """Return one text, or with images a list of blocks, which only templates of models that read images know."""
+        shown = [block for block in self.content if block.type in ("text", "image")]
+        if all(block.type == "text" for block in shown):
+            return "".join(block.text or "" for block in shown)
+        return [{"type": "image"} if block.text is None else _text_block(block.text) for block in shown]
 
 
 class Tool(Fields):
@@ -145,6 +176,19 @@ class CountTokensRequest(Fields):
     def offered_tools(self) -> list[dict[str, object]]:
         """Return the tools as a chat template reads them."""
         return [tool.for_template() for tool in self.tools or ()] if self.offers_tools else []
+
+    @property
+    def image_uris(self) -> list[tuple[str, str]]:
+        """Return all images as data URIs, in their order, each with the name of its field."""
+        return [
+            (
+                f"data:{block.source.media_type};base64,{block.source.data}",
+                f"messages[{number}].content[{place}].source",
+            )
+            for number, message in enumerate(self.messages)
+            for place, block in enumerate(message.content)
+            if block.source is not None
+        ]
 
     def chat(self) -> list[Turn]:
         """Return the conversation as a chat template reads it. Consecutive messages of one role become one."""
@@ -209,8 +253,23 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
+def _text_block(text: str) -> Turn:
+    return {"type": "text", "text": text}
+
+
 def _joined(turns: Sequence[Turn]) -> Turn:
     """Return messages of one role as one, with an empty line between their texts."""
-    texts = [turn["content"] for turn in turns if turn["content"]]
+    contents = [turn["content"] for turn in turns if turn["content"]]
     calls = [call for turn in turns for call in turn.get("tool_calls", ())]
-    return {**turns[0], "content": "\n\n".join(texts), **({"tool_calls": calls} if calls else {})}
+    return {**turns[0], "content": _joined_contents(contents), **({"tool_calls": calls} if calls else {})}
+
+
+def _joined_contents(contents: Sequence[str | list[Turn]]) -> str | list[Turn]:
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return _BETWEEN.join(texts)
+    blocks: list[Turn] = []
+    for content in contents:
+        blocks += [_text_block(_BETWEEN)] if blocks else []
+        blocks += [_text_block(content)] if isinstance(content, str) else content
+    return blocks

@@ -11,20 +11,29 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from twinkle.errors import InvalidInputError, TwinkleError
+from twinkle.images import SentImages
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import by_openai_model, streams_if_asked
-from twinkle.server.http.requests import JSON_BYTES, json_response, note_refusal, status_of, when_to_retry
-from twinkle.server.http.routes import Call, Routes, json_body
+from twinkle.server.http.requests import json_response, note_refusal, status_of, when_to_retry
+from twinkle.server.http.routes import Body, Call, Routes
 from twinkle.server.http.streams import NAMED_EVENTS, begun_or_commented, unless_gone
 from twinkle.server.protocols.anthropic.answers import MessageFormat
 from twinkle.server.protocols.anthropic.requests import CountTokensRequest, MessagesRequest
-from twinkle.server.protocols.openai.generation import Generation, check_length, target_of
+from twinkle.server.protocols.openai.generation import (
+    EncodedPrompt,
+    Generation,
+    check_length,
+    files_of,
+    target_of,
+    with_images,
+)
 from twinkle.server.protocols.openai.models import ModelNotFoundError
+from twinkle.server.protocols.openai.requests import CHAT_BYTES, read_chat
+from twinkle.server.wire.fields import parse
 
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=CountTokensRequest)
-_BODY_BYTES = 4 * JSON_BYTES
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -82,7 +91,7 @@ routes = Routes("/anthropic/v1", key_prefix="", answer_error=_answer_error)
 @routes.post(
     "/messages",
     by_openai_model,
-    json_body(MessagesRequest, _BODY_BYTES),
+    Body(partial(read_chat, partial(parse, MessagesRequest)), MessagesRequest, CHAT_BYTES),
     ends_with_client=True,  # the generation is cancelled when its client disconnects
     streams=streams_if_asked,
 )
@@ -90,7 +99,7 @@ async def messages(call: Call[MessagesRequest]) -> Response:
     wanted, request = call.body, call.request
     target, prompt = await _prompt(call)
     check_length([prompt], target)
-    form = MessageFormat(wanted.model, len(prompt))
+    form = MessageFormat(wanted.model, len(prompt.tokens))
     generation = Generation(wanted, [prompt], form, target, call.gateway.tenants.pools.text, wanted.offers_tools)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
@@ -99,19 +108,26 @@ async def messages(call: Call[MessagesRequest]) -> Response:
     )
 
 
-@routes.post("/messages/count_tokens", by_openai_model, json_body(CountTokensRequest, _BODY_BYTES))
+@routes.post(
+    "/messages/count_tokens",
+    by_openai_model,
+    Body(partial(read_chat, partial(parse, CountTokensRequest)), CountTokensRequest, CHAT_BYTES),
+)
 async def count_tokens(call: Call[CountTokensRequest]) -> Response:
     _, prompt = await _prompt(call)
-    return json_response({"input_tokens": len(prompt)})
+    return json_response({"input_tokens": len(prompt.tokens)})
 
 
-async def _prompt(call: Call[RequestT]) -> tuple[Target, list[int]]:
-    """Return the weights to sample from, and the tokens of the chat."""
+async def _prompt(call: Call[RequestT]) -> tuple[Target, EncodedPrompt]:
+    """Return the weights to sample from, and the chat as tokens, with its images."""
     target = await target_of(call)
     # In a thread, also the conversion of the chat: one with as many messages as a body can hold takes a second.
-    encode = partial(_encoded, target, call.body)
-    return target, await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
+    encode = partial(_chat, call, target)
+    tokens, images = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
+    return target, await with_images(target, tokens, images)
 
 
-def _encoded(target: Target, wanted: CountTokensRequest) -> list[int]:
-    return target.codec.encode_chat(wanted.chat(), wanted.offered_tools)
+def _chat(call: Call[RequestT], target: Target) -> tuple[list[int], SentImages]:
+    wanted = call.body
+    images = files_of(call, target, wanted.image_uris)
+    return target.codec.encode_chat(wanted.chat(), wanted.offered_tools), images

@@ -38,6 +38,7 @@ from twinkle.server.protocols.tinker.runs import (
     run_body,
     tar_response,
 )
+from twinkle.server.services.checkpoints.export import check_format
 from twinkle.server.services.training.adapters import AdapterStatus, Residency
 from twinkle.server.types import CheckpointRecord, MetricPoint, RunRecord, SessionRecord
 from twinkle.server.wire import fields
@@ -51,6 +52,7 @@ _TWINKLE = f"{PREFIX}/twinkle"
 _METRICS = f"{_TWINKLE}/training_runs/{{run_id}}/metrics"
 Since = Annotated[int, Query(ge=0, lt=2**63)]
 Points = Annotated[int, Query(ge=1, le=4096)]
+Form = Annotated[str | None, Query(alias="format")]
 Few = Annotated[int, Query(ge=1, le=100)]
 _MAX_KEY = 256  # characters of an idempotency key
 _PUBLIC_OWNER = "public"  # shown instead of the tenant that owns a public checkpoint
@@ -394,7 +396,11 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
 
 
 @routes.get(f"{_TWINKLE}/checkpoints/{{run_id}}/{{kind}}/{{name}}/archive", anybody)
-async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
-    """Send the files of a checkpoint as one tar file, without the server's own file of checksums."""
+async def archive(call: Call[bytes], run_id: str, kind: str, name: str, form: Form = None) -> Response:
+    """Send the files of a checkpoint as one tar file, without the server's own file of checksums.
+
+    ``form``: the form that an adapter on experts has there; None: as it was saved, with all files.
+    """
+    check_format(form)
     record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
-    return await tar_response(call, record, call.tenant_id, root=archive_title(record))
+    return await tar_response(call, record, call.tenant_id, root=archive_title(record), form=form)

@@ -18,7 +18,6 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.processors.service import ProcessorService
 from twinkle.server.protocols.native.requests import (
     ANY_KEY,
-    ROWS_BYTES,
     AdapterCall,
     is_of_base_model,
     services_of,
@@ -106,10 +105,10 @@ async def upload_status(call: Call[bytes], model: str, request_id: str) -> Respo
 
 
 # Declared after all other paths of a model, because it matches each of them.
-@routes.post(f"{_MODEL}/{{verb}}", by_adapter, unread_body(ROWS_BYTES))
+@routes.post(f"{_MODEL}/{{verb}}", by_adapter, unread_body(limit=None))
 async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
     adapters = await AdapterCall.of_call(call, model)
-    body = await body_of(call.request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
+    body = await body_of(call.request, None if verb_named(verb).takes_rows else JSON_BYTES)
     sent = await decoded(call.request, body, partial(SentVerb.received, verb))
     if is_of_base_model(sent):
         return _answer(await adapters.forward_base(sent.fields))

@@ -33,11 +33,10 @@ from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.templates import SetTemplate, TemplateChoice
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import check
+from twinkle.server.wire.image_files import ImageAllowance
 from twinkle_client.protocol.base import SESSION_HEADER, TYPE_KEY
 from twinkle_client.protocol.verbs import AdapterOptions, AddAdapterRequest, BatchReference
 
-# The most bytes of a request with rows, about two million tokens. Parsing it blocks all threads for a quarter second.
-ROWS_BYTES = 16 * 2**20
 ANY_KEY = ""  # the prefix of keys: none, so that in open mode any token is a tenant of its own
 _WAIT_SECONDS = 25.0  # of one wait for an outcome, which is repeated until the outcome is there
 # The key in a session's user_metadata that holds its choice of a template for each model.
@@ -208,7 +207,8 @@ class AdapterCall:
                     rows = await text.in_thread(
                         self.tenant_id, lambda: self.services.native.adapters.encode(run.run_id, sent_rows, most)
                     )
-            checked = await text.in_thread(self.tenant_id, partial(checked_rows, rows, most))
+            left = image_allowance(self.gateway)
+            checked = await text.in_thread(self.tenant_id, partial(checked_rows, rows, most, left))
             return replace(sent, fields={**fields, "inputs": checked}, text=sent.text if says_all else None)
         if sent.verb == "set_template":
             asked = check(SetTemplate, {name: value for name, value in fields.items() if name != "seq_id"})
@@ -227,7 +227,8 @@ class AdapterCall:
         """Run forward_only on the base model, for a request that names no adapter."""
         inputs = await self._inputs(fields.get("inputs"))
         most = self.gateway.config.limits.max_tokens_per_request
-        return await self.services.native.base_model.forward(self.tenant_id, {**fields, "inputs": inputs}, most)
+        asked = {**fields, "inputs": inputs}
+        return await self.services.native.base_model.forward(self.tenant_id, asked, most, image_allowance(self.gateway))
 
     async def _inputs(self, inputs: object) -> object:
         """Return the inputs; if they refer to a batch, return the batch, which a dataloader on the server holds."""
@@ -249,6 +250,12 @@ class AdapterCall:
                     delivery.complete = True  # a client that misses the answer sends the request again, with its number
                 return outcome
         raise ShuttingDownError
+
+
+def image_allowance(gateway: Gateway) -> ImageAllowance:
+    """Return the images that one request may have."""
+    limits = gateway.config.limits
+    return ImageAllowance(limits.max_images_per_request, limits.max_image_bytes)
 
 
 def is_of_base_model(sent: SentVerb) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 from fastapi import Request, Response
 
 from twinkle.data_format import SampledSequence, SamplingParams
@@ -24,34 +23,34 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
-from twinkle.model.types import IntArray
 from twinkle.sampler.script.features import engine_request, response_of, sequence_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.text_codec import max_characters, text_groups
+from twinkle.server.backends.text_codec import max_characters
 from twinkle.server.gateway.fleet import Services
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
-from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
+from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.http.streams import LINES, begun, unless_gone
 from twinkle.server.ids import CheckpointPath, native_run_id
 from twinkle.server.protocols.native.requests import (
     ANY_KEY,
-    ROWS_BYTES,
     TEMPLATES_KEY,
+    image_allowance,
     sampling_services_of,
     session_of,
     usable_template,
     wire_response,
 )
+from twinkle.server.protocols.native.sampled_inputs import Row, SampledInput, encoded, read_sample
 from twinkle.server.protocols.openai.choices import Choice
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.codec import finite
-from twinkle.server.verbs.features import are_encoded, as_rows
 from twinkle.server.verbs.templates import SamplingTemplate, SetTemplate, TemplateChoice
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
+from twinkle.server.wire.number_arrays import ROUTES, packed_routes
 from twinkle_client.protocol import sampling as types
 from twinkle_client.protocol.base import SESSION_HEADER
 
@@ -59,11 +58,8 @@ logger = logging.getLogger(__name__)
 routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
 
 Line = Mapping[str, object]
-Row = Mapping[str, Any]
 
-MAX_SEQUENCES = 4096  # of all inputs together
-# Columns with one value for each token. A column that is None counts as missing.
-_COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
+_SAMPLE = Body(read_sample, types.SampleRequest, limit=None)
 _CELL_BYTES = 28  # about what a token and its log-probability take in JSON
 
 # An adapter may be trained further, and its version dropped, after a request has found that version and before it
@@ -86,7 +82,7 @@ async def set_template(call: Call[SetTemplate], model: str) -> Response:
     return wire_response(types.SamplerSetTemplateResponse())
 
 
-@routes.post("/sample", by_sampled_weights, json_body(types.SampleRequest, ROWS_BYTES), ends_with_client=True)
+@routes.post("/sample", by_sampled_weights, _SAMPLE, ends_with_client=True)
 async def sample(call: Call[types.SampleRequest], model: str) -> Response:
     asked = await AskedSamples.of_call(call, model)
     return Response(await unless_gone(call.request.receive, asked.answer()), media_type="application/json")
@@ -95,7 +91,7 @@ async def sample(call: Call[types.SampleRequest], model: str) -> Response:
 @routes.post(
     "/sample_stream",
     by_sampled_weights,
-    json_body(types.SampleRequest, ROWS_BYTES),
+    _SAMPLE,
     ends_with_client=True,
     streams=always_streams,
 )
@@ -154,8 +150,8 @@ class AskedSamples:
         if self.params.max_tokens == 0:
             raise InvalidInputError("max_tokens", 0, "at least 1: there is nothing to stream")
         request = await self.understood()
-        if len(request.features) != 1:
-            raise InvalidInputError("inputs", f"{len(request.features)} of them", "one: a stream is one sample")
+        if len(request.inputs) != 1:
+            raise InvalidInputError("inputs", f"{len(request.inputs)} of them", "one: a stream is one sample")
         async with aclosing(request.lines()) as lines:
             async for line in lines:
                 yield line
@@ -169,8 +165,11 @@ class AskedSamples:
         assert services.sampling is not None, "checked before"
         services.sampling.admission.check(tenant_id)  # refuse before the work of encoding the inputs
         most = max_characters(services.model.max_context_length)
-        features = await text.in_thread(tenant_id, partial(encoded, self.call.body.inputs, template, self.params, most))
-        return FeatureSampling(gateway, self.params, template, features, await self._target())
+        left = image_allowance(gateway)
+        encode = partial(encoded, self.call.body.inputs, template, self.params, most, left)
+        inputs = await text.in_thread(tenant_id, encode)
+        asked = FeatureSampling(gateway, self.params, template, inputs, await self._target())
+        return await asked.with_images() if any(each.sent for each in inputs) else asked
 
     async def _target(self) -> Target:
         """Find the weights to sample from: a checkpoint's, those of an adapter of the session, or the base model's."""
@@ -217,59 +216,6 @@ def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) ->
     return params
 
 
-def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, most_characters: int) -> list[Row]:
-    """Return a feature for each input, in order. Call it in a thread, because tokenizing takes a while.
-
-    ``most_characters``: the limit on the text of one conversation.
-    """
-    rows = as_rows(inputs)
-    if len(rows) * params.num_samples > MAX_SEQUENCES:
-        allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
-        raise InvalidInputError("num_samples", params.num_samples, allowed)
-    if are_encoded(rows):
-        return [_feature(row, f"inputs[{index}]") for index, row in enumerate(rows)]
-    for index, row in enumerate(rows):
-        if not isinstance(row.get("messages"), list):
-            raise InvalidInputError(f"inputs[{index}]", sorted(row), "input_ids, or a list of messages")
-    prompted = params.max_tokens != 0
-    groups = text_groups(rows, most_characters)
-    features = [feature for group in groups for feature in template.batch_encode(group, add_generation_prompt=prompted)]
-    if len(features) != len(rows):
-        left = f"{len(rows)} trajectories, of which the template leaves {len(features)}"
-        raise InvalidInputError("inputs", left, "conversations that are not longer than the template's max_length")
-    return list(features)
-
-
-def _feature(row: Row, field: str) -> Row:
-    """Return a row with ``input_ids`` and its ``_COLUMNS`` as arrays, (T,) each, and its other keys unchanged."""
-    tokens = _integers(row["input_ids"], f"{field}.input_ids")
-    columns = {"input_ids": tokens}
-    for name in _COLUMNS:
-        if row.get(name) is not None:
-            columns[name] = _integers(row[name], f"{field}.{name}")
-            if len(columns[name]) != len(tokens):
-                allowed = f"{len(tokens)}, one for each of input_ids"
-                raise InvalidInputError(f"{field}.{name}", f"{len(columns[name])} numbers", allowed)
-    messages = row.get("messages")
-    if messages is not None and not isinstance(messages, list):
-        raise InvalidInputError(f"{field}.messages", messages, "a list of messages")
-    others = {key: value for key, value in row.items() if key not in _COLUMNS or value is not None}
-    return {**others, **columns}
-
-
-def _integers(values: object, field: str) -> IntArray:
-    allowed = "a list of at least one 64-bit integer"
-    if not isinstance(values, list):
-        raise InvalidInputError(field, values, allowed)
-    try:
-        column = np.asarray(values)
-    except ValueError:  # lists of different lengths
-        raise InvalidInputError(field, values[:8], allowed) from None
-    if column.ndim != 1 or not column.size or column.dtype.kind != "i":
-        raise InvalidInputError(field, values[:8], allowed)
-    return column.astype(np.int64)
-
-
 def chosen_template(session: SessionRecord | None, model: ServedModel) -> TemplateChoice:
     """Return the template that a session chose for sampling from a model; the default one if it chose none."""
     choices = {} if session is None else session.user_metadata.get(TEMPLATES_KEY, {})
@@ -288,20 +234,33 @@ class FeatureSampling:
     gateway: Gateway
     params: SamplingParams
     template: SamplingTemplate
-    features: Sequence[Row]
+    inputs: Sequence[SampledInput]
     target: Target
     request_id: str = field(default_factory=lambda: f"sample-{secrets.token_hex(12)}")
+
+    async def with_images(self) -> "FeatureSampling":
+        """Return the request with the images of its inputs placed among their tokens, and decoded."""
+        sent = [each.sent for each in self.inputs]
+        requests = self._requests(stream=False)
+        read, pixels = await self.target.sampling.read_all_images(self.target.session, requests, sent)
+        reader = self.target.services.model.images
+        assert reader is not None, "otherwise the images are refused"
+        inputs = [
+            each.placed(request.prompt, request.images, seen, reader.merge) if each.sent else each
+            for each, request, seen in zip(self.inputs, read, pixels, strict=True)
+        ]
+        return replace(self, inputs=inputs)
 
     async def answer(self) -> bytes:
         """Return the JSON of a SampleResponseModelList."""
         requests = self._requests(stream=False)
         self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
-        results = await self.target.sampling.results(self.target.session, requests)
+        results = await self.target.sampling.results(self.target.session, requests, self._pixels)
         parts: list[bytes] = []
         size = 0
         # One input at a time, each as its own job in the pool: writing JSON blocks all other threads.
-        for feature, result in zip(self.features, results, strict=True):
-            encode = partial(self._encode, feature, result, size)
+        for each, result in zip(self.inputs, results, strict=True):
+            encode = partial(self._encode, each.feature, result, size)
             parts.append(await self.gateway.tenants.pools.text.in_thread(self.target.session.tenant_id, encode))
             size += len(parts[-1])
         return b'{"samples":[' + b",".join(parts) + b"]}"
@@ -309,7 +268,7 @@ class FeatureSampling:
     async def lines(self) -> AsyncGenerator[Mapping[str, object], None]:
         """Yield the text of the only sample of the only input, as it becomes final."""
         choice = Choice(self.target.codec, self.params.stop_strings, tools=False)
-        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True))
+        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True), self._pixels)
         async with aclosing(generated) as items:
             async for _, item in items:
                 if isinstance(item, SampleResult):
@@ -321,9 +280,21 @@ class FeatureSampling:
     def _requests(self, *, stream: bool) -> list[SampleRequest]:
         version = self.target.session.version_id
         return [
-            engine_request(feature, self.params, index, version, f"{self.request_id}-{index}", stream=stream)
-            for index, feature in enumerate(self.features)
+            engine_request(
+                each.feature,
+                self.params,
+                index,
+                version,
+                f"{self.request_id}-{index}",
+                stream=stream,
+                images=each.images,
+            )
+            for index, each in enumerate(self.inputs)
         ]
+
+    @property
+    def _pixels(self) -> list[int]:
+        return [each.pixels for each in self.inputs]
 
     def _encode(self, feature: Row, result: SampleResult, size: int) -> bytes:
         """Return the JSON of one input's samples. Runs in a thread. ``size``: bytes of the answer so far."""
@@ -342,7 +313,7 @@ class FeatureSampling:
                 f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
                 f"allowed are {most} (max_json_result_bytes)"
             )
-            raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
+            raise InvalidInputError("inputs", f"{len(self.inputs)} inputs", allowed)
 
 
 def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, params: SamplingParams) -> Iterator[bytes]:
@@ -358,11 +329,21 @@ def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, par
 
 
 def _sequence(sequence: SampledSequence) -> bytes:
+    routed = sequence.routed_experts is not None
     model = types.SampledSequenceModel(
         stop_reason=sequence.stop_reason,
         tokens=sequence.tokens,
         logprobs=cast("list[list[tuple[int, float]] | None] | None", sequence.logprobs),
         decoded=sequence.decoded,
-        new_input_feature=cast("dict[str, Any]", finite(sequence.new_input_feature)),
+        new_input_feature=cast("dict[str, Any]", finite(_with_packed_routes(sequence))),
+        routed_experts=None if sequence.routed_experts is None else packed_routes(sequence.routed_experts),
     )
-    return model.model_dump_json().encode()
+    return model.model_dump_json(exclude=None if routed else {"routed_experts"}).encode()
+
+
+def _with_packed_routes(sequence: SampledSequence) -> Mapping[str, Any] | None:
+    """Return the feature of a sample for the next pass; its routes, if it has some, are packed."""
+    feature = sequence.new_input_feature
+    if feature is None or sequence.routed_experts is None:
+        return feature
+    return {**feature, ROUTES: packed_routes(sequence.routed_experts)}

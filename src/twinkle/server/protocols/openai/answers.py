@@ -126,6 +126,8 @@ def _counts(usage: Usage) -> Json:
 
 def _message(delta: Delta) -> Json:
     message: Json = {"role": "assistant", "content": delta.text, "refusal": None}
+    if delta.thoughts:
+        message["reasoning_content"] = delta.thoughts
     if delta.calls:
         message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.calls]}
     return message
@@ -133,6 +135,8 @@ def _message(delta: Delta) -> Json:
 
 def _new_content(delta: Delta) -> Json:
     content: Json = {"content": delta.text} if delta.text else {}
+    if delta.thoughts:
+        content["reasoning_content"] = delta.thoughts
     if delta.calls:
         content["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return content

@@ -1,7 +1,8 @@
 """Turns the tokens of one sample into text, tool calls and log-probabilities for the client, as the tokens come.
 
 Tokens pass three filters: :class:`Detokenizer`, :class:`StopFilter` and, if the request offers tools,
-:class:`ToolCallFilter`. Each passes on the text that later tokens cannot change, and holds back the rest.
+:class:`ToolCallFilter`. Each passes on the text that later tokens cannot change, and holds back the rest. Before them,
+a :class:`~.channels.ChannelFilter` takes out thoughts, where the model marks them by channels.
 """
 
 import json
@@ -14,6 +15,7 @@ import numpy as np
 
 from twinkle.sampler.types import Progress, SampledSequence, StopReason, TopLogprobs
 from twinkle.server.backends.text_codec import TextCodec
+from twinkle.server.protocols.openai.channels import ChannelFilter
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer returns for a character of which some bytes are still missing
 _LONGEST = 16  # tokens; bytes that are no character by then never become one, and waiting longer makes decoding slow
@@ -189,6 +191,7 @@ class Delta:
     """
 
     text: str = ""
+    thoughts: str = ""
     calls: tuple[ToolCall, ...] = ()
     tokens: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
@@ -196,14 +199,19 @@ class Delta:
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.calls or self.tokens or self.finish_reason)
+        return not (self.text or self.thoughts or self.calls or self.tokens or self.finish_reason)
 
 
 class Choice:
     """One sample: takes its tokens and returns the parts that can be sent to the client."""
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str], *, tools: bool) -> None:
+    def __init__(
+        self, codec: TextCodec, stops: Sequence[str], *, tools: bool, channels: ChannelFilter | None = None
+    ) -> None:
+        """Create the choice. channels: None: all tokens are text for the client."""
         self._detokenizer = Detokenizer(codec)
+        self._channels = channels
+        self._thoughts = Detokenizer(codec)
         self._stop = StopFilter(stops)
         self._tools = ToolCallFilter() if tools else None
         self._characters = 0
@@ -211,13 +219,18 @@ class Choice:
 
     def push(self, part: Progress | SampledSequence) -> Delta:
         """Take some or all of the sample's tokens; return what became final with them."""
-        text, offsets = [], []
+        text, thoughts, offsets = [], [], []
         for token in part.tokens.tolist():
             offsets.append(self._characters)
-            text.append(self._detokenizer.push(token))
-            self._characters += len(text[-1])
+            kind = "text" if self._channels is None else self._channels.push(token)
+            if kind == "text":
+                text.append(self._detokenizer.push(token))
+                self._characters += len(text[-1])
+            elif kind == "thought":
+                thoughts.append(self._thoughts.push(token))
         if part.stop_reason is not None:
             text.append(self._detokenizer.close())
+            thoughts.append(self._thoughts.close())
         self.completion_tokens += len(offsets)
         passed = self._stop.push("".join(text))
         if part.stop_reason is not None:
@@ -225,7 +238,7 @@ class Choice:
         passed, calls = self._without_calls(passed, part.stop_reason is not None)
         reason = None if part.stop_reason is None else self._finish_reason(part.stop_reason)
         stopped_by = None if reason is None else self._stop.found
-        return Delta(passed, tuple(calls), _logprobs(part, offsets), reason, stopped_by)
+        return Delta(passed, "".join(thoughts), tuple(calls), _logprobs(part, offsets), reason, stopped_by)
 
     def _without_calls(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         if self._tools is None:

@@ -9,17 +9,21 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from twinkle.errors import UserError
+from twinkle.errors import InvalidInputError, UserError
+from twinkle.images import SentImage, SentImages
+from twinkle.model.types import Image
 from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.routes import Call
 from twinkle.server.protocols.openai import models
+from twinkle.server.protocols.openai.channels import ChannelFilter, channel_tokens
 from twinkle.server.protocols.openai.choices import Choice, Delta
 from twinkle.server.tenancy.work_pools import FairPool
+from twinkle.server.wire.image_files import ImageAllowance, from_data_uri
 
 Json = dict[str, object]
 
@@ -82,26 +86,37 @@ class Format(ABC):
 
 
 @dataclass(frozen=True)
+class EncodedPrompt:
+    """The tokens of a prompt. ``images``: placed among them; ``pixels``: how many their files have."""
+
+    tokens: Sequence[int]
+    images: tuple[Image, ...] = ()
+    pixels: int = 0
+
+
+@dataclass(frozen=True)
 class Generation:
     """A request that is ready to be generated.
 
-    prompts: tokens of each prompt; choice number i belongs to prompt i // wanted.samples.
+    prompts: choice number i belongs to prompt i // wanted.samples.
     form: writes the answer, and has its id.
     text: the thread pool for decoding text.
     tools: whether the answer may contain tool calls.
+    chat: whether it is a message of a conversation, and not a text that goes on.
     """
 
     wanted: Wanted
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[EncodedPrompt]
     form: Format
     target: Target
     text: FairPool
     tools: bool
+    chat: bool = True
 
     async def answer(self) -> bytes:
         """Return the whole answer as JSON."""
         session = self.target.session
-        results = await self.target.sampling.results(session, self._requests(stream=False))
+        results = await self.target.sampling.results(session, self._requests(stream=False), self._pixels)
         return await self.text.in_thread(session.tenant_id, partial(self._assemble, results))
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
@@ -109,7 +124,7 @@ class Generation:
         choices = self._choices()
         opened: set[int] = set()
         cached = 0
-        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True))
+        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True), self._pixels)
         async with aclosing(generated) as items:
             async for number, item in items:
                 if isinstance(item, SampleResult):
@@ -132,7 +147,12 @@ class Generation:
 
     def _choices(self) -> list[Choice]:
         count = len(self.prompts) * self.wanted.samples
-        return [Choice(self.target.codec, self.wanted.stop, tools=self.tools) for _ in range(count)]
+        codec, stop = self.target.codec, self.wanted.stop
+        channels = channel_tokens(codec) if self.chat else None
+        return [
+            Choice(codec, stop, tools=self.tools, channels=None if channels is None else ChannelFilter(codec, channels))
+            for _ in range(count)
+        ]
 
     def _assemble(self, results: Sequence[SampleResult]) -> bytes:
         """Return the whole answer as JSON. Runs in a thread, because decoding many long samples takes a while."""
@@ -143,7 +163,7 @@ class Generation:
         return json.dumps(self.form.whole(deltas, usage), allow_nan=False).encode()
 
     def _usage(self, choices: Sequence[Choice], cached: int) -> Usage:
-        prompt = sum(len(tokens) for tokens in self.prompts)
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
         return Usage(prompt, sum(choice.completion_tokens for choice in choices), cached)
 
     def _requests(self, *, stream: bool) -> list[SampleRequest]:
@@ -151,14 +171,19 @@ class Generation:
             SampleRequest(
                 request_id=self._request_id(number),
                 version_id=self.target.session.version_id,
-                prompt=np.array(tokens, np.int64),
+                prompt=np.array(prompt.tokens, np.int64),
                 params=self.wanted.params,
                 num_samples=self.wanted.samples,
                 topk_sample_logprobs=self.wanted.top or 0,
+                images=prompt.images,
                 stream=stream,
             )
-            for number, tokens in enumerate(self.prompts)
+            for number, prompt in enumerate(self.prompts)
         ]
+
+    @property
+    def _pixels(self) -> list[int]:
+        return [prompt.pixels for prompt in self.prompts]
 
     def _request_id(self, number: int) -> str:
         return f"{self.form.id}-{number}"
@@ -173,9 +198,31 @@ async def target_of(call: Call[WantedT]) -> Target:
     return target
 
 
-def check_length(prompts: Sequence[Sequence[int]], target: Target) -> None:
+def files_of(call: Call[Any], target: Target, uris: Sequence[tuple[str, str]]) -> SentImages:
+    """Return the images of a chat, each given as a data URI with the name of its field. Runs in a thread.
+
+    In the chat's tokens each of them is one image token of the model.
+    """
+    model, limits = target.services.model, call.gateway.config.limits
+    if uris and model.images is None:
+        raise InvalidInputError(uris[0][1], "an image", f"text: {model.name}, as it is served here, reads text only")
+    left = ImageAllowance(limits.max_images_per_request, limits.max_image_bytes)
+    files = [SentImage(0, from_data_uri(uri, field, left), None, field) for uri, field in uris]
+    return SentImages(tuple(files), beside=True)
+
+
+async def with_images(target: Target, tokens: Sequence[int], images: SentImages) -> EncodedPrompt:
+    """Return a prompt with its images, if it has some: placed among its tokens, and decoded in a pool of threads."""
+    if not images:
+        return EncodedPrompt(tokens)
+    asked = SampleRequest("", target.session.version_id, np.array(tokens, np.int64), SamplingParams())
+    placed, pixels = await target.sampling.read_images(target.session, asked, images)
+    return EncodedPrompt(placed.prompt.tolist(), tuple(placed.images), pixels)
+
+
+def check_length(prompts: Sequence[EncodedPrompt], target: Target) -> None:
     """Raise UserError if a prompt leaves no room for an answer in the model's context."""
-    longest, context = max(len(prompt) for prompt in prompts), target.services.model.max_context_length
+    longest, context = max(len(prompt.tokens) for prompt in prompts), target.services.model.max_context_length
     if longest >= context:
         message = f"the prompt has {longest} tokens, allowed: fewer than {context}, the context of this model"
         raise UserError(message).with_code("context_length_exceeded")

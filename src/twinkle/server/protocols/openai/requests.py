@@ -5,14 +5,23 @@ support, unless its value has no effect. A few fields are accepted and ignored.
 """
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from twinkle.errors import InvalidInputError
 from twinkle.sampler.types import SamplingParams
-from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Request, Seed, are_stop_texts, are_token_ids, short
+from twinkle.server.wire.errors import BodyTooLargeError
+from twinkle.server.wire.fields import (
+    MAX_STOP_LENGTH,
+    Metadata,
+    Request,
+    Seed,
+    are_stop_texts,
+    are_token_ids,
+    short,
+)
 
 
 class Fields(Request):
@@ -45,8 +54,44 @@ def text_content(value: object) -> object:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"allowed: parts of type 'text' (one is {short(kind)}; the models here read text only)")
+            raise ValueError(f"allowed: parts of type 'text' (one is {short(kind)})")
     return "".join(part["text"] for part in value)
+
+
+class ImageUrl(Fields):
+    """An image as a data URI. A model sees all images at its own resolution, so ``detail`` cannot be low."""
+
+    url: str
+    detail: Annotated[Any, AfterValidator(neutral("auto", "high"))] = None
+
+
+class Part(Fields):
+    """A part of a message: text, or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.text is None) is (self.type == "text") or (self.image_url is None) is (self.type == "image_url"):
+            raise ValueError(f"allowed: a part of type {self.type!r} with the field {self.type!r} alone")
+        return self
+
+
+def _parts(value: object) -> object:
+    """Return the content of a message as a list of parts. A text becomes one part. ValueError for other types."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("allowed: a text, or a list of parts")
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind not in ("text", "image_url"):
+            raise ValueError(f"allowed: parts of type 'text' or 'image_url' (one is {short(kind)})")
+    return value
 
 
 def _arguments(value: object) -> object:
@@ -77,7 +122,7 @@ class CalledTool(Fields):
 
 class Message(Fields):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text_content)] = ""
+    content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_parts)] = []  # noqa: RUF012 - never changed
     name: Name | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
@@ -89,12 +134,32 @@ class Message(Fields):
 
     def for_template(self) -> dict[str, object]:
         """Return the message for the chat template, which calls the role ``developer`` by its older name ``system``."""
-        read = self.model_dump(include={"role", "content", "name", "tool_call_id"}, exclude_none=True)
+        read = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        read["content"] = self._content()
         if self.role == "developer":
             read["role"] = "system"
         if self.tool_calls:
             read["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         return read
+
+    def _content(self) -> str | list[dict[str, object]]:
+        """Return one text, or with images a list of blocks, which only templates of models that read images know."""
+        if all(part.image_url is None for part in self.content):
+            return "".join(part.text or "" for part in self.content)
+        return [
+            {"type": "image"} if part.text is None else {"type": "text", "text": part.text} for part in self.content
+        ]
+
+    def image_uris(self, where: str) -> list[tuple[str, str]]:
+        """Return the images as they were sent, each with the name of its field. Only a user may send some."""
+        found = []
+        for number, part in enumerate(self.content):
+            if part.image_url is not None:
+                field = f"{where}.content[{number}]"
+                if self.role != "user":
+                    raise InvalidInputError(f"{field}.type", part.type, f"'text' in a message of role {self.role}")
+                found.append((part.image_url.url, f"{field}.image_url"))
+        return found
 
 
 class OfferedFunction(Fields):
@@ -152,6 +217,36 @@ def _prompts(value: object) -> list[Prompt]:
 class StreamOptions(Fields):
     include_usage: bool = False
     include_obfuscation: Annotated[Any, AfterValidator(neutral(False))] = None
+
+
+CHAT_BYTES = 32 * 2**20  # of a chat with images; the largest image file has 27 MiB as base64
+TEXT_BYTES = 4 * 2**20  # of a chat without its images, or of prompts
+
+
+class HasImages(Protocol):
+    """A request with a chat, which may have images."""
+
+    @property
+    def image_uris(self) -> Sequence[tuple[str, str]]:
+        """Return all images as they were sent, in their order, each with the name of its field."""
+
+
+ChatT = TypeVar("ChatT", bound=HasImages)
+
+
+def read_chat(read: Callable[[bytes], ChatT], body: bytes) -> ChatT:
+    """Return ``read(body)``, the request in the body of a chat. Only its images may be large.
+
+    A body with more values than a small one can have is refused before it is parsed, which blocks all other threads.
+    """
+    if len(body) <= TEXT_BYTES:
+        return read(body)
+    if body.count(b",") > TEXT_BYTES:
+        raise BodyTooLargeError(TEXT_BYTES, "commas")
+    chat = read(body)
+    if len(body) - sum(len(uri) for uri, _ in chat.image_uris) > TEXT_BYTES:
+        raise BodyTooLargeError(TEXT_BYTES, "bytes without its images")
+    return chat
 
 
 class GenerationFields(Fields):
@@ -238,6 +333,11 @@ class ChatRequest(GenerationFields):
     store: Annotated[Any, AfterValidator(neutral(False))] = None
     verbosity: Annotated[Any, AfterValidator(neutral())] = None
     web_search_options: Annotated[Any, AfterValidator(neutral())] = None
+
+    @property
+    def image_uris(self) -> list[tuple[str, str]]:
+        of_messages = (each.image_uris(f"messages[{number}]") for number, each in enumerate(self.messages))
+        return [image for images in of_messages for image in images]
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -11,17 +11,34 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from twinkle.errors import InvalidInputError, QuotaError, TwinkleError, UnauthorizedError, UserError
+from twinkle.images import SentImages
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, status_of, when_to_retry
-from twinkle.server.http.routes import Call, Decorator, Routes, json_body
+from twinkle.server.http.requests import PREFIX, json_response, note_refusal, status_of, when_to_retry
+from twinkle.server.http.routes import Body, Call, Decorator, Routes, json_body
 from twinkle.server.http.streams import EVENTS, begun_or_commented, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, OpenAiFormat
-from twinkle.server.protocols.openai.generation import Generation, check_length, target_of
-from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
+from twinkle.server.protocols.openai.generation import (
+    EncodedPrompt,
+    Generation,
+    check_length,
+    files_of,
+    target_of,
+    with_images,
+)
+from twinkle.server.protocols.openai.requests import (
+    CHAT_BYTES,
+    TEXT_BYTES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    Prompt,
+    read_chat,
+)
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.fields import parse
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +96,42 @@ def _answer_error(request: Request, error: Exception) -> Response:
 routes = Routes(key_prefix="", answer_error=_answer_error)
 
 
-def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
+def _generating(path: str, body: Body[FieldsT]) -> Decorator[FieldsT]:
     """Declare a route that generates text. The generation is cancelled when its client disconnects."""
-    body = json_body(wanted, 4 * JSON_BYTES)
     return routes.post(path, by_openai_model, body, ends_with_client=True, streams=streams_if_asked)
 
 
-@_generating("/v1/chat/completions", ChatRequest)
-@_generating(f"{PREFIX}/chat/completions", ChatRequest)
+_CHAT = Body(partial(read_chat, partial(parse, ChatRequest)), ChatRequest, CHAT_BYTES)
+_PROMPTS = json_body(CompletionRequest, TEXT_BYTES)
+
+
+@_generating("/v1/chat/completions", _CHAT)
+@_generating(f"{PREFIX}/chat/completions", _CHAT)
 async def chat_completions(call: Call[ChatRequest]) -> Response:
-    wanted, target = call.body, await target_of(call)
+    target = await target_of(call)
+    # In a thread, even for a short chat: the first use of a template compiles it, which takes milliseconds.
+    encode = partial(_chat, call, target)
+    tokens, images = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
+    prompt = await with_images(target, tokens, images)
+    return await _answer(call, target, [prompt], ChatFormat, tools=bool(call.body.offered_tools))
+
+
+def _chat(call: Call[ChatRequest], target: Target) -> tuple[list[int], SentImages]:
+    """Return the tokens of a chat, and its images."""
+    wanted = call.body
+    images = files_of(call, target, wanted.image_uris)
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
-    # In a thread, even for a short chat: the first use of a template compiles it, which takes milliseconds.
-    encode = partial(target.codec.encode_chat, messages, tools)
-    tokens = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
-    return await _answer(call, target, [tokens], ChatFormat, tools=bool(tools))
+    return target.codec.encode_chat(messages, tools), images
 
 
-@_generating("/v1/completions", CompletionRequest)
-@_generating(f"{PREFIX}/completions", CompletionRequest)
+@_generating("/v1/completions", _PROMPTS)
+@_generating(f"{PREFIX}/completions", _PROMPTS)
 async def completions(call: Call[CompletionRequest]) -> Response:
     target = await target_of(call)
     encode = partial(_encoded, target.codec, call.body.prompt)
-    tokens = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
-    return await _answer(call, target, tokens, CompletionFormat)
+    prompts = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
+    return await _answer(call, target, prompts, CompletionFormat)
 
 
 @routes.get("/v1/models", anybody)
@@ -118,14 +146,14 @@ async def model(call: Call[bytes], model: str) -> Response:
     return json_response(await models.described(call.gateway, model, call.tenant_id))
 
 
-def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
-    return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+    return [EncodedPrompt(codec.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
 
 async def _answer(
     call: Call[FieldsT],
     target: Target,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[EncodedPrompt],
     form: type[OpenAiFormat],
     *,
     tools: bool = False,
@@ -134,7 +162,8 @@ async def _answer(
     wanted, request = call.body, call.request
     _check_choices(len(prompts), wanted.samples)
     check_length(prompts, target)
-    generation = Generation(wanted, prompts, form(wanted, target), target, call.gateway.tenants.pools.text, tools)
+    text = call.gateway.tenants.pools.text
+    generation = Generation(wanted, prompts, form(wanted, target), target, text, tools, chat=form is ChatFormat)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
     return await begun_or_commented(

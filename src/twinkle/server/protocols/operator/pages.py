@@ -24,10 +24,11 @@ routes = Routes()
 _PAGE = "index.html"
 _FILES = files("twinkle.server.protocols.operator.dashboard")
 _PART_TYPES: Mapping[str, str] = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css"}
-# The page loads only files of this server, creates no markup from text, and cannot be embedded in another page.
+# The page loads only files of this server, and shows pictures that the user chose (data:). It creates no markup from
+# text, and cannot be embedded in another page.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),

@@ -22,6 +22,7 @@ from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id
 from twinkle.server.http.routes import Call, Routes, json_body, unread_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import LISTED_KINDS, expired
+from twinkle.server.services.checkpoints.export import converted_tar
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord
@@ -212,20 +213,35 @@ async def archive_url(call: Call[bytes], run_id: str, kind: str, name: str) -> R
 async def archive(call: Call[bytes], token: str) -> Response:
     """Send the files of a checkpoint, without the server's file of checksums, at the top level of one tar file."""
     record = await _signed_checkpoint(call, "archive", token)
-    return await tar_response(call, record, record.tenant_id, root="", last=_COMPLETE)
+    return await tar_response(call, record, record.tenant_id, root="", last=_COMPLETE, tinker_names=True)
 
 
 async def tar_response(
-    call: Call[bytes], record: CheckpointRecord, tenant_id: str, *, root: str, last: str | None = None
+    call: Call[bytes],
+    record: CheckpointRecord,
+    tenant_id: str,
+    *,
+    root: str,
+    last: str | None = None,
+    tinker_names: bool = False,
+    form: str | None = None,
 ) -> Response:
     """Return a response with the files of a checkpoint in a tar file, which the pool for downloads reads.
 
     ``root``: the directory inside the tar file. ``last``: the name of an empty file at its end, by which a reader knows
-    that the file is complete.
+    that the file is complete. ``tinker_names``: an adapter has the names of Tinker's files. ``form``: the form of an
+    adapter; None: as saved.
     """
     threads = call.gateway.tenants.pools.downloads
     directory = call.gateway.files.root / record.directory
-    tar = await threads.in_thread(tenant_id, partial(TarStream, directory, root, record.created_at, last))
+    run = await call.gateway.store.runs.get(record.run_id)
+    services = None if run is None else call.gateway.services.get(run.model_name)
+    family = "" if services is None else services.model.architecture  # the model may be served no more
+    if form is None:
+        make = partial(TarStream, directory, root, record.created_at, last, family if tinker_names else None)
+    else:
+        make = partial(converted_tar, directory, form, family, root, record.created_at)
+    tar = await threads.in_thread(tenant_id, make)
     if tar.empty:  # the checkpoint was deleted meanwhile
         raise NotFoundError("checkpoint", str(CheckpointPath(record.run_id, record.kind, record.name)))
     file_name = f"{archive_title(record)}.tar"

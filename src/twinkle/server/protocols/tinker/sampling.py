@@ -2,21 +2,24 @@
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi import Response
 
+from twinkle.images import SentImages
 from twinkle.sampler.types import SampleRequest
 from twinkle.server.gateway import sampling_targets as targets
 from twinkle.server.http.owners import anybody, by_new_sampling_session, by_sampling_session
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
-from twinkle.server.http.routes import Body, Call, Routes, json_body
+from twinkle.server.http.requests import PREFIX, decoded, json_response
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import RequestId
-from twinkle.server.wire import fields
+from twinkle.server.wire.image_files import ImageAllowance
 from twinkle.server.wire.sampling import (
     AsampleRequest,
     CreateSamplingSessionRequest,
     Encode,
     JoinSamplingSessionRequest,
+    parse_sample,
     to_sample_request,
 )
 
@@ -25,32 +28,36 @@ routes = Routes(PREFIX)
 
 @dataclass(frozen=True)
 class _Sample:
-    """A decoded request for a sample. Its request id, which needs a number, is set later.
+    """A decoded request for a sample. Its request id, which needs a number, and its images are set later.
 
     ``digest``: a hash of its body. A sequence number that comes again with another digest is refused.
     """
 
     wanted: AsampleRequest
     request: SampleRequest
+    images: SentImages
     encode: Encode
     digest: bytes
 
     @classmethod
-    def read(cls, body: bytes) -> "_Sample":
-        wanted = fields.parse(AsampleRequest, body)
-        request, encode = to_sample_request(wanted, None)
-        return cls(wanted, request, encode, hashlib.blake2b(body, digest_size=16).digest())
+    def read(cls, body: bytes, left: ImageAllowance) -> "_Sample":
+        wanted = parse_sample(body)
+        request, images, encode = to_sample_request(wanted, None, left)
+        return cls(wanted, request, images, encode, hashlib.blake2b(body, digest_size=16).digest())
 
 
-# The limit of the body is larger than usual, because a prompt may have half a million tokens.
-@routes.post("/asample", by_sampling_session, Body(_Sample.read, AsampleRequest, 4 * JSON_BYTES), soon=True)
-async def asample(call: Call[_Sample]) -> Response:
-    sample, wanted = call.body, call.body.wanted
+# The limit of the body is larger than usual, because a prompt may have half a million tokens, or images.
+@routes.post("/asample", by_sampling_session, raw_body(AsampleRequest, limit=None), soon=True)
+async def asample(call: Call[bytes]) -> Response:
+    limits = call.gateway.config.limits
+    left = ImageAllowance(limits.max_images_per_request, limits.max_image_bytes)
+    sample = await decoded(call.request, call.raw, partial(_Sample.read, left=left))
+    wanted = sample.wanted
     session = await call.gateway.sampling_session(wanted.sampling_session_id, call.tenant_id)
     number = await call.gateway.unused_sample_number(session) if wanted.seq_id is None else wanted.seq_id
     request_id = str(RequestId(session.sampling_session_id, number))
     request = replace(sample.request, request_id=request_id, version_id=session.version_id)
-    await call.gateway.sample(session, number, request, sample.encode, sample.digest)
+    await call.gateway.sample(session, number, request, sample.encode, sample.digest, sample.images)
     samples = [f"{request_id}:{index}" for index in range(wanted.num_samples)]
     return json_response({"request_id": request_id, "sample_sequence_ids": samples})
 

@@ -13,6 +13,7 @@ from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields, requests
 from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, CustomLossPlace
 from twinkle.server.wire.errors import BodyTooLargeError
+from twinkle.server.wire.image_files import ImageAllowance
 from twinkle.server.wire.training import Allowance, decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
@@ -44,7 +45,12 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
         as_json = kind is OpKind.FORWARD or is_json(body)
         if as_json and len(body) > MOST_BYTES:
             raise BodyTooLargeError(MOST_BYTES)
-        left = Allowance(limits.max_tokens_per_request, limits.max_targets_per_request, limits.max_targets_per_token)
+        left = Allowance(
+            limits.max_tokens_per_request,
+            limits.max_targets_per_request,
+            limits.max_targets_per_token,
+            images=ImageAllowance(limits.max_images_per_request, limits.max_image_bytes),
+        )
         op = decode_json_pass(body, kind, left) if as_json else decode_forward_backward(body, left)
         _ = op.digest, op.price  # cached properties: computed here, because a large body would block the event loop
         return op

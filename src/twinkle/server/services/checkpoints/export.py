@@ -6,30 +6,38 @@ An adapter is exported as PEFT's two files, and all parameters of a model as the
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from safetensors.numpy import save_file
 
+from twinkle.errors import InvalidInputError
 from twinkle.model.adapters.peft_config import NOTE, head_note, trains_head
-from twinkle.model.types import FloatArray
+from twinkle.model.types import ADAPTER_FORMATS, FloatArray, tinker_name
 from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.state.files.data_dir import write_whole
-from twinkle.server.state.files.export import encrypt_files
+from twinkle.server.state.files.export import TarStream, encrypt_files
+from twinkle.server.state.files.file_checksums import check_files
 from twinkle.utils.progress import Progress
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
-def prepare_export(trainer: TrainingBackend, adapter_id: str, recipients: Sequence[str]) -> Callable[[Path], None]:
+def prepare_export(
+    trainer: TrainingBackend, adapter_id: str, family: str, recipients: Sequence[str]
+) -> Callable[[Path], None]:
     """Copy the adapter's weights, and return a function that writes the directory, atomically.
+
+    The names are those of Tinker's files for a model of this family.
 
     The files are encrypted to ``recipients``, if there are any. Called in the compute thread; the returned function may
     run in any thread.
     """
-    weights, config = trainer.weights(adapter_id), trainer.peft_config(adapter_id)
+    config = trainer.peft_config(adapter_id)
+    weights = {tinker_name(name, family): array for name, array in trainer.weights(adapter_id).items()}
     fill = partial(_fill, weights=weights, config=config, recipients=recipients)
 
     def write(directory: Path) -> None:
@@ -56,6 +64,30 @@ def prepare_full_export(trainer: TrainingBackend, adapter_id: str, recipients: S
             write_whole(directory, fill=fill)
 
     return write
+
+
+def check_format(form: str | None) -> None:
+    """Raise InvalidInputError if there is no form of adapters of this name."""
+    if form is not None and form not in ADAPTER_FORMATS:
+        raise InvalidInputError("format", form, f"one of {', '.join(ADAPTER_FORMATS)}")
+
+
+def converted_tar(directory: Path, form: str, family: str, root: str, modified: float) -> TarStream:
+    """Return the adapter of a model of this family in another form, as a tar stream whose files are already deleted.
+
+    Blocks, and holds the adapter in memory in both forms: with copies for each expert, a form may be much larger than
+    the checkpoint.
+    """
+    # It imports torch, which a server whose models are in other processes needs only for this.
+    from twinkle.model.adapters.expert_exports import convert_folder
+
+    if not all((directory / file).is_file() for file in (CONFIG, WEIGHTS)):
+        raise InvalidInputError("format", form, "nothing: the checkpoint is encrypted, or no adapter")
+    check_files(directory)
+    # Named like unfinished files, which the server removes if it was killed meanwhile.
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.", suffix=".tmp") as staging:
+        convert_folder(directory, Path(staging), form, alternating=family == "gpt_oss")
+        return TarStream(Path(staging), root, modified)
 
 
 def _written(weights: Mapping[str, FloatArray]) -> str:

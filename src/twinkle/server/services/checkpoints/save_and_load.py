@@ -115,7 +115,7 @@ class Checkpoints:
         if save.kind == "external_weights" and run.lora is None:
             copy = partial(prepare_full_export, trainer, op.adapter_id, save.recipients)
         elif save.kind == "external_weights":
-            copy = partial(prepare_export, trainer, op.adapter_id, save.recipients)
+            copy = partial(prepare_export, trainer, op.adapter_id, self._model.architecture, save.recipients)
         else:
             copy = partial(trainer.prepare_save, op.adapter_id, save.kind == "weights")
         return responses.saved(await self.write(op, run, save, copy))
@@ -140,7 +140,7 @@ class Checkpoints:
         directory = self.files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):
             write = await self._compute.run(copy)
-            await self.threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
+            size = await self.threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -150,7 +150,7 @@ class Checkpoints:
             request_id=op.request_id,
             directory=self.files.relative(directory),
             created_at=now,
-            size_bytes=size_of(directory),
+            size_bytes=size,
             expires_at=None if save.ttl_seconds is None else now + save.ttl_seconds,
             user_metadata=save.user_metadata,
         )
@@ -186,7 +186,9 @@ class Checkpoints:
     async def _publish(self, op: Op, run: RunRecord, session_seq: int) -> Outcome:
         """Publish the adapter's present weights as a new sampling session.
 
-        The sampler gets them at once; the client is answered when their files and their record are on disk.
+        The sampler gets them at once; the client is answered when their files and their record are written. They are
+        not synced: like the journal's bodies they survive the death of this process, and a client in a loop does not
+        wait for the disk.
         """
         sampler = self._model.sampler
         if sampler is None:
@@ -236,7 +238,7 @@ class Checkpoints:
 
             Writing takes far longer than the rest, so it happens in another thread.
             """
-            write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
+            write = self._model.trainer.prepare_save(adapter_id, optimizer=False, synced=False)
             sampler.publish(version_id, adapter_id)
             return write
 
@@ -244,9 +246,9 @@ class Checkpoints:
         made = None
         try:
             async with self._writing.turn(record.tenant_id):
-                files = partial(_write_files, write, self.files.root / directory)
-                await self.threads.in_thread(record.tenant_id, files)
-            record = replace(record, size_bytes=size_of(self.files.root / directory))
+                files = partial(_write_files, write, self.files.root / directory, synced=False)
+                size = await self.threads.in_thread(record.tenant_id, files)
+            record = replace(record, size_bytes=size)
             made = await self.store.sampling_sessions.create(record, most_bytes=most)
             if isinstance(sampler, TakesFiles) and made.directory == directory:
                 await self._compute.run(partial(sampler.version_saved, version_id, str(self.files.root / directory)))
@@ -320,8 +322,10 @@ async def delete_checkpoint(
     await store.checkpoints.finish_delete(record)
 
 
-def _write_files(write: Callable[[Path], None], directory: Path) -> None:
-    """Write a checkpoint's files and their checksums.
+def _write_files(write: Callable[[Path], None], directory: Path, *, synced: bool = True) -> int:
+    """Write a checkpoint's files and their checksums, and return their size in bytes.
+
+    ``synced``: it returns when they are on the disk.
 
     A write error of the operating system is raised as it is, without the CheckpointError around it: that would be shown
     to the tenant as its own mistake, with the server's directory in the message.
@@ -331,4 +335,5 @@ def _write_files(write: Callable[[Path], None], directory: Path) -> None:
         write(directory)
     except CheckpointError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
-    seal_written(directory)
+    seal_written(directory, synced=synced)
+    return size_of(directory)

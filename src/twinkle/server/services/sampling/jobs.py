@@ -10,7 +10,17 @@ from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
+from twinkle.server.types import (
+    OBJECT_BYTES,
+    PIXELS_A_TOKEN,
+    ROUTE_BYTES,
+    TARGETS_A_TOKEN,
+    Outcome,
+    Price,
+    SamplingSessionRecord,
+    Tally,
+    image_bytes,
+)
 from twinkle.server.usage import UsageCounts
 from twinkle.server.wire.sampling import Encode, as_sent
 
@@ -83,10 +93,11 @@ class SampleEvent:
         return isinstance(self.result, TwinkleError) or (isinstance(self.result, Outcome) and self.result.failed)
 
 
-def price_of(request: SampleRequest, context: int) -> Price:
+def price_of(request: SampleRequest, context: int, pixels: int = 0) -> Price:
     """Return the highest possible price: the prompt, all tokens that may be sampled, and the log-probabilities.
 
     ``context``: the most tokens of prompt and sample together; it bounds a sample that has no ``max_tokens``.
+    ``pixels``: how many the files of its images have.
     """
     prompt = len(request.prompt)
     longest = request.params.max_tokens
@@ -96,11 +107,12 @@ def price_of(request: SampleRequest, context: int) -> Price:
     cells = prompt * (request.topk_prompt_logprobs + request.prompt_alt_tokens) + targets
     fits = min(sampled, request.num_samples * max(context - prompt, 0))  # the sampled tokens that fit into the context
     drawn = fits * request.topk_sample_logprobs
+    routes = ROUTE_BYTES * (request.num_samples * prompt + fits) if request.routed_experts else 0
     return Price(
         tokens=prompt + sampled,
-        work=prompt + sampled + (cells + drawn) // TARGETS_A_TOKEN,
-        held_bytes=OBJECT_BYTES + request.prompt.nbytes + 8 * targets,
-        result_bytes=8 * fits + 12 * (cells + drawn) + 4 * (scored if request.prompt_logprobs else 0),
+        work=prompt + sampled + (cells + drawn) // TARGETS_A_TOKEN + pixels // PIXELS_A_TOKEN,
+        held_bytes=OBJECT_BYTES + request.prompt.nbytes + 8 * targets + image_bytes(request.images),
+        result_bytes=8 * fits + 12 * (cells + drawn) + 4 * (scored if request.prompt_logprobs else 0) + routes,
     )
 
 
@@ -118,6 +130,7 @@ class SampleAdmission:
         self._under_way = Tally()  # accepted requests that have not ended
         self._in_engine = Tally()  # samples in the engine
         self._coming = Tally()  # the most bytes that their results may have
+        self._held = Tally()  # bytes of accepted requests that have not ended
 
     def check(self, tenant_id: str) -> None:
         """Raise an error if no request of this tenant would be accepted now, however small it is.
@@ -137,16 +150,21 @@ class SampleAdmission:
         the job's highest possible cost, but at most one minute's tokens. Return the job with what it was charged.
         """
         self.check(job.tenant_id)
+        held, most = self._held[job.tenant_id], self._tenants.limits(job.tenant_id).max_queued_bytes_per_tenant
+        if held and held + job.price.held_bytes > most:
+            raise QuotaError("bytes of waiting samples", held, most, "max_queued_bytes_per_tenant")
         limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
         if limit is not None:
             job = replace(job, charged=min(job.price.cost, limit))
             self._tenants.sampling_rate.charge(job.tenant_id, job.charged, limit)
         self._under_way[job.tenant_id] += 1
+        self._held[job.tenant_id] += job.price.held_bytes
         return job
 
     def leave(self, job: SampleJob) -> None:
         """Note that a job has ended."""
         self._under_way[job.tenant_id] -= 1
+        self._held[job.tenant_id] -= job.price.held_bytes
 
     def give_back(self, job: SampleJob, used: int) -> None:
         """Refund what the job was charged beyond the ``used`` tokens; charge the rest if it used more."""

@@ -16,6 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from twinkle.errors import GoneError, InvalidInputError, ShuttingDownError, TwinkleError
+from twinkle.images import SentImages
 from twinkle.sampler.types import (
     CountsSteps,
     EndsTurns,
@@ -33,6 +34,7 @@ from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.scheduling.gathering import Gathering
 from twinkle.server.services.futures import Delivery, Futures
+from twinkle.server.services.images import RequestImages
 from twinkle.server.services.sampling.completions import Completions
 from twinkle.server.services.sampling.jobs import EventQueue, SampleAdmission, SampleEvent, SampleJob, price_of
 from twinkle.server.services.sampling.versions import SamplerVersions
@@ -88,6 +90,7 @@ class SamplerService:
         computes_here: bool = True,
         recorder: SamplingRecorder | None = None,
         gathering: Gathering | None = None,
+        images: RequestImages | None = None,
     ) -> None:
         """Make a service that is not started yet.
 
@@ -100,6 +103,7 @@ class SamplerService:
         computes_here: the sampler computes in its turns of the compute thread. If not, because it has processes of its
         own as vLLM does, a turn only fetches what they have sampled, and training does not wait for the next one.
         gathering: is told when a session begins and ends to sample, because its next training pass comes after that.
+        images: reads the images of prompts; None: there are none.
         """
         self._sampler = sampler
         self._computes_here = computes_here
@@ -108,12 +112,13 @@ class SamplerService:
             sampler.end_turns_when(compute.training_is_next)
         self._recorder = recorder or SamplingRecorder("sampler")
         self._gathering = gathering or Gathering()
+        self._images = images
         memory = memory or ProcessMemory()
         self._guard = memory.guard
         self._guard.relieve_with(self._drop_versions_soon)
         self._futures = futures or Futures(memory=memory.results)
         self.completions = Completions() if completion_streams else None
-        tenants = tenants or Tenants()
+        self._tenants = tenants = tenants or Tenants()
         self.admission = SampleAdmission(tenants, self._futures, engine_samples)
         self._context = context
         self._jobs: dict[str, SampleJob] = {}  # all requests that have not ended, by request id
@@ -157,35 +162,67 @@ class SamplerService:
         *,
         digest: bytes = b"",
         encode: Encode = encode_sample_result,
+        pixels: int = 0,
     ) -> None:
         """Accept a request whose future is awaited with :meth:`wait`. A repeated request has no effect.
 
-        InvalidInputError: another request, with another ``digest``, has this request id.
+        ``pixels``: how many the files of its images have. InvalidInputError: another request, with another ``digest``,
+        has this request id.
         """
         known = self._futures.digest(request.request_id)
         if known is None:
-            self._accept(request, session, encode)
+            self._accept(request, session, encode, pixels)
             self._asked[session.sampling_session_id] = time.monotonic()
             self._futures.promise(request.request_id, session.tenant_id, digest)
         elif known != digest:
             number = RequestId.parse(request.request_id).number
             raise InvalidInputError("seq_id", number, "a number that no other request of this sampler has used")
 
+    async def read_images(
+        self, session: SamplingSessionRecord, request: SampleRequest, sent: SentImages
+    ) -> tuple[SampleRequest, int]:
+        """Return a request with its images in its prompt, and how many pixels their files have.
+
+        As :meth:`read_all_images`, but a repeated request is returned unchanged.
+        """
+        if self._futures.digest(request.request_id) is not None:
+            return request, 0
+        (read,), (pixels,) = await self.read_all_images(session, [request], [sent])
+        return read, pixels
+
+    async def read_all_images(
+        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest], sent: Sequence[SentImages]
+    ) -> tuple[list[SampleRequest], list[int]]:
+        """Return requests that a client sent as one with their images, and how many pixels the files of each have.
+
+        They are decoded in a pool of threads. An error is raised before that if the requests would not be accepted now,
+        as :meth:`sample` does it, or if all of them together exceed a limit on one request.
+        """
+        assert self._images is not None, "the service was made to read images"
+        tenant_id = session.tenant_id
+        self.admission.check(tenant_id)
+        limits = self._tenants.limits(tenant_id)
+        placed, pixels = await self._images.place_in_prompts(requests, sent, tenant_id, limits)
+        prices = (price_of(each, self._context, seen) for each, seen in zip(placed, pixels, strict=True))
+        self._guard.check(sum(price.held_bytes for price in prices))
+        return await self._images.decode_prompts(placed, sent, tenant_id, limits), pixels
+
     async def generate(
-        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
+        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest], pixels: Sequence[int] = ()
     ) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
         """Sample several requests together; yield events, each with the index of its request in ``requests``.
 
-        A request yields progress if its ``stream`` is set, and at last its result. The first error of any request is
-        raised as a TwinkleError. If the caller stops before the end, all requests are cancelled.
+        ``pixels``: how many the files of each request's images have; empty if no request has images. A request yields
+        progress if its ``stream`` is set, and at last its result. The first error of any request is raised as a
+        TwinkleError. If the caller stops before the end, all requests are cancelled.
         """
         if self._closed:
             raise ShuttingDownError
         events: EventQueue = asyncio.Queue()
         jobs: dict[str, SampleJob] = {}
         try:
-            for request in requests:
-                jobs[request.request_id] = self._accept(request, session, events)
+            for request, seen in zip(requests, pixels or [0] * len(requests), strict=True):
+                jobs[request.request_id] = self._accept(request, session, events, seen)
             places = {request_id: place for place, request_id in enumerate(jobs)}
             running = len(jobs)
             while running:
@@ -198,9 +235,14 @@ class SamplerService:
             for job in jobs.values():
                 self._withdraw(job)
 
-    async def results(self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Sample several requests together, and return their results in the same order. Progress is left out."""
-        async with aclosing(self.generate(session, requests)) as events:
+    async def results(
+        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest], pixels: Sequence[int] = ()
+    ) -> list[SampleResult]:
+        """Sample several requests together, and return their results in the same order. Progress is left out.
+
+        ``pixels``: as in :meth:`generate`.
+        """
+        async with aclosing(self.generate(session, requests, pixels)) as events:
             results = {place: event async for place, event in events if isinstance(event, SampleResult)}
         return [results[place] for place in range(len(requests))]
 
@@ -386,11 +428,13 @@ class SamplerService:
 
     # --- the service loop ---------------------------------------------------------------------------------------------
 
-    def _accept(self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | EventQueue) -> SampleJob:
+    def _accept(
+        self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | EventQueue, pixels: int = 0
+    ) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
         self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
-        job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
+        job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context, pixels)))
         self._jobs[job.request_id] = job
         self._queued[job.request_id] = time.monotonic()
         if job.numbered is not None:

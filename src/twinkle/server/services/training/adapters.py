@@ -156,16 +156,22 @@ class AdapterMemory:
     def budget(self) -> Budget:
         return Budget("host_adapters", self._trainer.host_bytes(), self.limit)
 
-    def size_of(self, spec: TrainingSpec) -> int:
-        """Return the most host memory that an adapter of this shape takes; 0 if the trainer refuses the shape."""
+    async def size_of(self, spec: TrainingSpec) -> int:
+        """Return the most host memory that an adapter of this shape takes; 0 if the trainer refuses the shape.
+
+        A trainer of several processes asks one of them for a shape that it does not know yet, which may have to end its
+        present call first. So another thread waits for it.
+        """
         try:
-            return self._trainer.host_bytes_of(spec)
+            return await asyncio.to_thread(self._trainer.host_bytes_of, spec)
         except UserError:
             return 0
 
-    def growth(self, spec: TrainingSpec) -> int:
-        """Return by how much host memory grows with one more adapter, after others were offloaded if necessary."""
-        return max(0, min(self.size_of(spec), self.limit - self._trainer.host_bytes()))
+    def growth(self, size: int) -> int:
+        """Return by how much host memory grows with one more adapter of this size, after others were offloaded if
+        necessary.
+        """
+        return max(0, min(size, self.limit - self._trainer.host_bytes()))
 
     def lacks(self, size: int = 0) -> bool:
         """Return whether ``size`` more bytes would exceed the limit. False while no memory is used: a single adapter
@@ -330,7 +336,7 @@ class LiveAdapters:
     async def make_room_for(self, adapter: LiveAdapter, *, creating: bool) -> bool:
         """Make room for an op's adapter, if the op creates it or it must be loaded; return False if there is none."""
         comes = creating or adapter.place is Place.DISK
-        return not comes or await self.make_room(self.memory.size_of(adapter.run.spec))
+        return not comes or await self.make_room(await self.memory.size_of(adapter.run.spec))
 
     async def make_room(self, size: int = 0) -> bool:
         """Offload idle adapters until ``size`` more bytes fit into host memory; return whether they do."""

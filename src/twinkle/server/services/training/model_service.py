@@ -17,6 +17,7 @@ from twinkle.model.types import FullSpec
 from twinkle.server.ids import RequestId
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery
+from twinkle.server.services.images import RequestImages
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
 from twinkle.server.services.training.admission import Entry, JournalQuota, OpAdmission
 from twinkle.server.services.training.context import TrainingContext
@@ -29,7 +30,7 @@ from twinkle.server.state.errors import DamagedRecordError, JournalError, Replic
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
-from twinkle.server.telemetry.readings import queue_readings, trainer_readings
+from twinkle.server.telemetry.readings import image_readings, queue_readings, trainer_readings
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.types import NUMBERED_HERE, UNNUMBERED, Budget, Ending, Op, Outcome, Refused, RunRecord
@@ -65,7 +66,8 @@ class ModelService:
         self._runner = OpRunner(context, self.adapters, settlement, snapshots, checkpoints)
         self.loop = self._runner.loop
         self._loss_graphs = LossGraphs(context.store, context.tenants.pools.reading)
-        self._feed = ReplayFeed(context, self._loss_graphs, self.adapters, self._runner.enqueue)
+        self._images = RequestImages(context.model, context.tenants.pools.images)
+        self._feed = ReplayFeed(context, self._loss_graphs, self._images, self.adapters, self._runner.enqueue)
         settlement.on_settled = self._feed.ended
         self._admission = OpAdmission(context, self.adapters, memory.queued_bytes)
         self._refusals = itertools.count()
@@ -152,10 +154,11 @@ class ModelService:
         ReplicaHeldError: the run is to train all parameters, and another run holds this replica.
         """
         if run.run_id not in self.adapters:
+            size = await self.adapters.memory.size_of(run.spec)
             if isinstance(run.spec, FullSpec):
-                self._check_free(run)
+                self._check_free(run, size)
             self.adapters.memory.check()
-            self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
+            self._guard.check(op.price.held_bytes + self.adapters.memory.growth(size))
         with self.context.recorder.journalling(op):
             limits = self.context.tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
@@ -173,12 +176,12 @@ class ModelService:
             self._runner.enqueue(self.adapters.add(run), op)
         return op.request_id
 
-    def _check_free(self, run: RunRecord) -> None:
+    def _check_free(self, run: RunRecord, needed: int) -> None:
         """Raise an error if another run holds this replica, or if training all parameters does not fit into memory."""
         holder = self.adapters.holder
         if holder is not None and holder.run_id != run.run_id:
             raise ReplicaHeldError(holder)
-        needed, free = self.adapters.memory.size_of(run.spec), max(0, self._guard.free)
+        free = max(0, self._guard.free)
         if holder is None and needed > free:
             raise UnsupportedError(
                 f"training all parameters of {run.base_model} needs {needed} bytes of the server's memory beside the "
@@ -205,11 +208,17 @@ class ModelService:
         adapter = self._adapter(op.adapter_id)
         if adapter.refusing is not None and await self._store.ops.get(op.adapter_id, op.seq) is None:
             return self.refuse(adapter.run, adapter.refusing)
+        limits = self.context.tenants.limits(adapter.run.tenant_id)
+        if op.waits_for_images:  # first: image tokens are a part of the price
+            known = await self._store.ops.get(op.adapter_id, op.seq)
+            if known is not None:  # it was sent again, and its images are not read again
+                return op.request_id if known.digest == op.digest else self.refuse(adapter.run, _conflict(op))
+            op = await self._images.place(op, adapter.run.tenant_id, limits)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         if op.custom_loss is not None:
             op = await self._loss_graphs.resolved(op, adapter.run)  # before admission: the loss is a part of the price
-        if self.adapters.get(op.adapter_id) is not adapter:  # the run was evicted while the loss was looked up
+        if self.adapters.get(op.adapter_id) is not adapter:  # the run was evicted while images and loss were looked up
             raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
@@ -242,6 +251,9 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
+        if op.waits_for_images and op.seq not in adapter.ops:  # otherwise it was sent again, and is not computed again
+            limits = self.context.tenants.limits(adapter.run.tenant_id)
+            op = await self._images.decode(op, adapter.run.tenant_id, limits)
         if isinstance(op.payload, Refused):
             op = journalled(op, op.payload)
         tenant_id = adapter.run.tenant_id
@@ -414,6 +426,9 @@ class ModelService:
         yield Reading(instruments.MERGE_RATIO, numbers.merge_ratio, (model,))
         on_disk = sum(adapter.place is Place.DISK for adapter in self.adapters)
         yield Reading(instruments.ADAPTERS, on_disk, (model, "disk"))
+        counts = None if self.context.model.images is None else self.context.model.images.counts()
+        if counts is not None:
+            yield from image_readings(model, *counts)
         if self.context.recorder.trainer_numbers is not None:
             yield from trainer_readings(model, self.context.recorder.trainer_numbers)
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from twinkle.server.services.images import RequestImages
 from twinkle.server.services.running_ops import MOST_DEATHS
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.custom_losses import LossGraphs
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state.errors import Damage, DatabaseUnavailableError
-from twinkle.server.types import Budget, Ending, Op, Outcome
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 from twinkle.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class ReplayFeed:
         self,
         context: TrainingContext,
         graphs: LossGraphs,
+        images: RequestImages,
         adapters: LiveAdapters,
         enqueue: Callable[[LiveAdapter, Op], str | None],
     ) -> None:
@@ -41,6 +43,7 @@ class ReplayFeed:
         self._model = context.model.name
         self._running = context.running
         self._graphs = graphs
+        self._images = images
         self._adapters = adapters
         self._enqueue = enqueue
         self._lines: dict[str, tuple[LiveAdapter, list[Replay]]] = {}  # by run: replays not decoded yet, in reverse
@@ -115,12 +118,19 @@ class ReplayFeed:
             try:
                 async with self._running.noted([request_id], decoding=True):
                     op, decoded = await decode(self._store, adapter.run, adapter.kind, replay)
-                    return await self._graphs.resolved(op, adapter.run), decoded
+                    return await self._resolved(op, adapter.run), decoded
             except DatabaseUnavailableError as error:
                 logger.error("request %s waits for the database: %s", request_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
             except Exception as error:  # noqa: BLE001 - an edge: an unreadable op affects its own adapter alone
                 return await self._unreadable(adapter, replay, error)
+
+    async def _resolved(self, op: Op, run: RunRecord) -> Op:
+        """Return an op with its images and its custom loss, as they were when the op was accepted."""
+        if op.waits_for_images:
+            placed = await self._images.place(op, run.tenant_id, None)
+            op = await self._images.decode(placed, run.tenant_id, None)
+        return await self._graphs.resolved(op, run)
 
     async def _unreadable(self, adapter: LiveAdapter, replay: Replay, error: Exception) -> tuple[Op, Replay]:
         """Fail what an unreadable journal entry affects.

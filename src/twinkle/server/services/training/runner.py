@@ -15,16 +15,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from twinkle.errors import ShuttingDownError
 from twinkle.server.backends.compute_thread import Lane, compute_thread, event_loop
 from twinkle.server.scheduling.gathering import ReadyPasses
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
+from twinkle.server.services.images import RequestImages
 from twinkle.server.services.running_ops import MOST_DEATHS
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
 from twinkle.server.services.training.admission import JournalQuota
 from twinkle.server.services.training.context import TrainingContext
-from twinkle.server.services.training.execution import Execution, unexpected
+from twinkle.server.services.training.execution import Execution, failure_of, unexpected
 from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
@@ -136,6 +138,7 @@ class OpRunner:
         self._snapshots = snapshots
         self._checkpoints = checkpoints
         self._execution = Execution(context)
+        self._images = RequestImages(context.model, context.tenants.pools.images)
         self._turns = LoopTurns()
         self._long_passes = LongPasses(self._compute, self._scheduler, self._execution, self._turns)
         self._stopping = False
@@ -316,6 +319,9 @@ class OpRunner:
         for task in slow:  # these wait for the disk and the database, while other adapters continue
             task.in_background = True
             self._background.start(self._run_slow(task))
+        if self._model.images is not None:
+            can_run = await asyncio.gather(*map(self._has_images, quick))
+            quick = [task for task, can in zip(quick, can_run, strict=True) if can]
         if quick:
             request_ids = [task.op.request_id for task in quick]
             logger.debug("batch: %s", " ".join(request_ids))
@@ -323,6 +329,20 @@ class OpRunner:
                 for task, outcome in zip(quick, await compute(quick), strict=True):
                     self._finish(task, outcome)
                 self._measurements.write_soon()
+
+    async def _has_images(self, task: Task) -> bool:
+        """Decode the op's images whose features were dropped; return whether the op can run. If not, it alone fails.
+
+        While the server shuts down it does not fail, but stays in the journal for the next process.
+        """
+        try:
+            task.op = await self._images.decode_lost(task.op, task.adapter.run.tenant_id)
+        except ShuttingDownError:
+            return False
+        except Exception as error:  # noqa: BLE001 - an edge of the service: a bug fails this op, not its batch
+            self._finish(task, failure_of(error, task.op.request_id), ran=False)
+            return False
+        return True
 
     async def _has_come(self, task: Task) -> bool:
         """Load the op's adapter, if it is on disk; return whether the op can run. If not, end the op with a failure.

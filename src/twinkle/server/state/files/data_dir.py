@@ -262,14 +262,16 @@ def _umask() -> int:
     return taken
 
 
-def seal_written(directory: Path) -> None:
-    """Seal (see :func:`seal`) a directory that the training backend wrote, and sync its checksums.
+def seal_written(directory: Path, *, synced: bool = True) -> None:
+    """Seal (see :func:`seal`) a directory that the training backend wrote, and sync its checksums, unless ``synced`` is
+    False.
 
     Call it before the directory's record is stored.
     """
     seal(directory)
-    sync(directory / CHECKSUMS)
-    sync(directory)
+    if synced:
+        sync(directory / CHECKSUMS)
+        sync(directory)
 
 
 def sync_all(directory: Path) -> None:

@@ -1,9 +1,11 @@
 """Export of files: into allowed directories, encrypted for recipients that the tenant names, or as a tar stream."""
 
+import json
 import tarfile
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, BinaryIO
 import pyrage
 
 from twinkle.errors import InvalidInputError
+from twinkle.model.types import tinker_name
 from twinkle.server.ids import is_native_run
 from twinkle.server.state.files.file_checksums import CHECKSUMS, read_checksums
 from twinkle.server.tenancy.work_pools import FairPool
@@ -88,7 +91,24 @@ def _recipient(text: str) -> Any:
 
 _PIECE = 2**20  # bytes in memory at a time
 _BLOCK = 512
+_MOST_NAMES = 100_000_000  # bytes of the names in a safetensors file, by its format
 _END = bytes(2 * _BLOCK)
+_ADAPTER = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file of a tar archive. ``length`` bytes are sent: those of ``begin``, and then the rest of ``content``.
+
+    ``checksum``: of what was read of the content already. ``expected``: of all of it; None: it is not known.
+    """
+
+    header: bytes
+    content: BinaryIO
+    length: int
+    begin: bytes = b""
+    checksum: int = 0
+    expected: int | None = None
 
 
 class TarStream:
@@ -97,15 +117,18 @@ class TarStream:
     All files are opened at the beginning, so a file that is deleted while the archive is sent is still sent completely.
     """
 
-    def __init__(self, directory: Path, name: str, modified: float, last: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, name: str, modified: float, last: str | None = None, family: str | None = None
+    ) -> None:
         """Open all files. Blocks.
 
         ``name``: the directory inside the archive that holds the files; empty: they are at the top. ``modified``: the
         time of all files. ``last``: the name of an empty file that is added after all others, so that a reader of the
-        archive can see that nothing is missing.
+        archive can see that nothing is missing. ``family``: an adapter on a model of this family has the names of
+        Tinker's files. All parameters of a model keep their names: its index has them, too.
         """
         self._open = ExitStack()
-        self._members: list[tuple[bytes, BinaryIO, int, int | None]] = []  # header, content, its length, its checksum
+        self._members: list[_Member] = []
         self._modified = int(modified)
         sums = read_checksums(directory) or {}
         for file in sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()):
@@ -114,19 +137,32 @@ class TarStream:
             content = self._open.enter_context(file.open("rb"))
             inside = file.relative_to(directory).as_posix()
             expected = sums.get(inside)
-            self._add(f"{name}/{inside}" if name else inside, content, file.stat().st_size, expected and expected[1])
+            old, new = b"", b""
+            if family is not None and file.name == _ADAPTER:
+                old, new = _renamed(content, family)
+            self._members.append(
+                _Member(
+                    self._header(f"{name}/{inside}" if name else inside, file.stat().st_size),
+                    content,
+                    file.stat().st_size,
+                    begin=new,
+                    checksum=zlib.crc32(old),
+                    expected=expected and expected[1],
+                )
+            )
         self.empty = not self._members
         if last is not None:
-            self._add(last, BytesIO(), 0)
+            self._members.append(_Member(self._header(last, 0), BytesIO(), 0))
 
-    def _add(self, path: str, content: BinaryIO, length: int, checksum: int | None = None) -> None:
+    def _header(self, path: str, length: int) -> bytes:
         info = tarfile.TarInfo(path)
         info.size, info.mtime, info.mode = length, self._modified, 0o644
-        self._members.append((info.tobuf(tarfile.PAX_FORMAT), content, length, checksum))
+        return info.tobuf(tarfile.PAX_FORMAT)
 
     @property
     def size(self) -> int:
-        return sum(len(header) + length + _padding(length) for header, _, length, _ in self._members) + len(_END)
+        sizes = (len(each.header) + each.length + _padding(each.length) for each in self._members)
+        return sum(sizes) + len(_END)
 
     async def pieces(self, threads: FairPool, tenant_id: str) -> AsyncIterator[bytes]:
         """Yield the archive in pieces. Files are read in ``threads``, within the tenant's share of them.
@@ -134,20 +170,40 @@ class TarStream:
         Raises OSError at the end of a file that does not have its checksum, or that has become shorter.
         """
         with self._open:
-            for header, content, length, expected in self._members:
-                yield header
-                left, checksum = length, 0
+            for member in self._members:
+                yield member.header + member.begin
+                left, checksum = member.length - len(member.begin), member.checksum
                 while left:
-                    piece = await threads.in_thread(tenant_id, partial(content.read, min(left, _PIECE)))
+                    piece = await threads.in_thread(tenant_id, partial(member.content.read, min(left, _PIECE)))
                     if not piece:
                         raise OSError("a file became shorter while it was sent")
                     left -= len(piece)
                     checksum = zlib.crc32(piece, checksum)
-                    if left == 0 and expected not in (None, checksum):  # break off: better than a wrong file
+                    if left == 0 and member.expected not in (None, checksum):  # break off: better than a wrong file
                         raise OSError("a file of the checkpoint is damaged: it is not as it was written")
                     yield piece
-                yield bytes(_padding(length))
+                yield bytes(_padding(member.length))
             yield _END
+
+
+def _renamed(content: BinaryIO, family: str) -> tuple[bytes, bytes]:
+    """Read the names of tensors at the beginning of a safetensors file, and return it as it is and with other names.
+
+    Nothing is read if no name changes. Both have the same length: the format allows spaces at the end of the names.
+    """
+    size = content.read(8)
+    names = content.read(min(int.from_bytes(size, "little"), _MOST_NAMES))
+    try:
+        tensors = json.loads(names)
+        renamed = json.dumps(
+            {tinker_name(name, family): about for name, about in tensors.items()}, separators=(",", ":")
+        )
+    except (ValueError, AttributeError):  # damaged: sending it fails, because its checksum is wrong
+        tensors, renamed = {}, ""
+    if len(renamed) > len(names) or not any(tinker_name(name, family) != name for name in tensors):
+        content.seek(0)
+        return b"", b""
+    return size + names, size + renamed.encode().ljust(len(names))
 
 
 def _padding(length: int) -> int:

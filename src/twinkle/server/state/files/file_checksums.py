@@ -13,7 +13,7 @@ from pathlib import Path
 from twinkle.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
-_PIECE = 2**20
+_PIECE = 2**22  # bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -67,10 +67,15 @@ def check_files(directory: Path) -> None:
 
 
 def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as content:
-        while piece := content.read(_PIECE):
-            checksum = zlib.crc32(piece, checksum)
+    """Return the checksum of a file.
+
+    In large pieces, because a thread waits for its turn after each of them, and in one buffer, because the threads of
+    a process wait for each other when they ask the operating system for memory.
+    """
+    checksum, buffer = 0, bytearray(min(_PIECE, file.stat().st_size))
+    with memoryview(buffer) as view, file.open("rb", buffering=0) as content:
+        while size := content.readinto(view):
+            checksum = zlib.crc32(view[:size], checksum)
     return checksum
 
 

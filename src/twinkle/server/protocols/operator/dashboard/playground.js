@@ -2,6 +2,7 @@
 
 import { events, json, part, request } from "./api.js";
 import { el, showOnce } from "./dom.js";
+import { Pictures, shown } from "./pictures.js";
 
 export function playground(place, [wanted], report) {
   const models = el("select", { id: "model" });
@@ -21,8 +22,9 @@ export function playground(place, [wanted], report) {
     el("label", {}, "Temperature", temperature),
     el("label", {}, "Max tokens", tokens),
     el("label", { class: "wide" }, "Prompt", prompt),
-    el("p", { class: "actions" }, send, stop, clear),
   );
+  const pictures = new Pictures(form);
+  form.append(pictures.list, el("p", { class: "actions" }, send, stop, clear, ...pictures.place));
   place.append(el("h2", {}, "Playground"), form, el("div", { class: "columns" }, ...columns.map((each) => each.place)));
 
   form.addEventListener("submit", async (event) => {
@@ -36,7 +38,8 @@ export function playground(place, [wanted], report) {
       signal: running.signal,
     };
     const text = prompt.value;
-    await Promise.all(columns.map((column) => column.ask(text, options)));
+    const seen = pictures.take();
+    await Promise.all(columns.map((column) => column.ask(text, seen, options)));
     send.disabled = false;
     stop.disabled = true;
   });
@@ -95,13 +98,14 @@ class Conversation {
     this.texts.replaceChildren();
   }
 
-  async ask(text, { signal, ...options }) {
+  async ask(text, pictures, { signal, ...options }) {
     if (this.model === null) return;
-    this.messages.push({ role: "user", content: text });
+    const before = this.messages.length;
+    this.messages.push({ role: "user", content: content(text, pictures) });
     const answer = el("p", { class: "assistant" });
-    this.texts.append(el("p", { class: "user" }, text), answer);
+    this.texts.append(el("p", { class: "user" }, ...pictures.map(shown), text), answer);
     const body = { model: this.model, messages: this.messages, stream: true, ...options };
-    let content = "";
+    let said = "";
     try {
       for await (const event of events(await request("v1/chat/completions", { method: "POST", body, signal }))) {
         if (event.comment) {
@@ -109,15 +113,25 @@ class Conversation {
           continue;
         }
         if (event.error) throw new Error(event.error.message);
-        content += event.choices[0]?.delta.content ?? "";
-        answer.textContent = content;
+        said += event.choices[0]?.delta.content ?? "";
+        answer.textContent = said;
       }
       answer.classList.add("done");
     } catch (error) {
       const stopped = error.name === "AbortError";
       answer.classList.add(stopped ? "stopped" : "failed");
       if (!stopped) answer.append(el("em", {}, ` ${error.message}`));
+      if (!stopped && said === "") {
+        this.messages.length = before; // what the server refused is not sent again with the next prompt
+        return;
+      }
     }
-    this.messages.push({ role: "assistant", content });
+    this.messages.push({ role: "assistant", content: said });
   }
+}
+
+// What OpenAI's protocol has as the content of a message.
+function content(text, pictures) {
+  if (pictures.length === 0) return text;
+  return [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
 }

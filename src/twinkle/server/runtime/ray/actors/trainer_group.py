@@ -94,9 +94,9 @@ class TrainerGroup(TrainingBackend):
     def host_bytes_of(self, spec: TrainingSpec) -> int:
         """Return the most bytes that an adapter takes in all ranks, each of which has its cut of it.
 
-        0 for a spec that was never checked: the ranks know the price, and may be busy.
+        For a shape that was not asked for before, this waits until the first rank has ended its present call.
         """
-        return self._prices.get(_shape(spec), 0) * len(self._ranks)
+        return self._price(spec) * len(self._ranks)
 
     def numbers(self) -> TrainerNumbers:
         """Return the numbers that this process knows without asking the ranks; the others are 0."""
@@ -130,10 +130,11 @@ class TrainerGroup(TrainingBackend):
         optimizer: bool = True,
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
+        synced: bool = True,
     ) -> Callable[[Path], None]:
         """Copy the adapter's state to this process, and return a function that writes it from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
-        return functools.partial(write, companions=companions)
+        return functools.partial(write, companions=companions, synced=synced)
 
     def _price(self, spec: TrainingSpec) -> int:
         """Return the bytes of host memory that an adapter of this shape takes in a rank. The first rank is asked once.

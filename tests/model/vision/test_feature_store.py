@@ -1,0 +1,142 @@
+"""The store of image features: what is kept, within which limits, and what moves between GPU and host."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from twinkle.model.types import FloatArray, Image
+from twinkle.model.vision.feature_store import FeatureStore
+from twinkle.model.vision.tower import ImageFeatures
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+BYTES = 3 * 4 * 8 * 4  # of an image: three tensors of 4 × 8 numbers
+
+
+class CountingTower:
+    """A tower whose features repeat the first number of an image."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.seen: list[float] = []
+
+    def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
+        self.seen += [float(patches[0, 0]) for patches, _ in images]
+        made = [torch.full((4, 8), float(patches[0, 0]), device=self.device) for patches, _ in images]
+        return [ImageFeatures(each, (each + 0.25, each + 0.5)) for each in made]
+
+
+def image(number: int) -> Image:
+    return Image(0, 2, 2, f"image {number}", np.full((16, 6), number, np.float32))
+
+
+def values(store: FeatureStore, *numbers: int) -> list[float]:
+    found = store.get([image(number) for number in numbers])
+    for each in found:
+        assert all(
+            torch.equal(part, each.embeddings_nH + more) for part, more in zip(each.added, (0.25, 0.5), strict=True)
+        )
+    return [float(each.embeddings_nH[0, 0]) for each in found]
+
+
+def test_images_used_last_are_kept_within_the_limit() -> None:
+    tower = CountingTower("cpu")
+    store = FeatureStore(tower, None, device_bytes=0, host_bytes=2 * BYTES)  # type: ignore[arg-type]
+    assert values(store, 1, 2) == [1, 2]
+    assert values(store, 1, 3) == [1, 3]  # 2 leaves
+    assert values(store, 1, 3, 2) == [1, 3, 2]
+    assert tower.seen == [1, 2, 3, 2]
+    assert (store.computed, store.reused) == (4, 3)
+    assert [store.has(image(number)) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_an_image_that_the_tower_fails_on_does_not_count() -> None:
+    class FailingTower(CountingTower):
+        def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
+            raise torch.OutOfMemoryError
+
+    store = FeatureStore(FailingTower("cpu"), None, device_bytes=0, host_bytes=BYTES)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError):
+        values(store, 1)
+    assert store.computed == 0
+
+
+def test_images_that_a_call_holds_stay_beyond_the_limit() -> None:
+    tower = CountingTower("cpu")
+    store = FeatureStore(tower, None, device_bytes=0, host_bytes=2 * BYTES)  # type: ignore[arg-type]
+    values(store, 1)
+    for _ in range(2):  # two calls at once, one between the steps of the other
+        store.hold([image(1), image(4)])
+    assert values(store, 2, 3, 4, 5) == [2, 3, 4, 5]
+    store.release([image(1), image(4)])
+    assert values(store, 6) == [6]
+    assert [store.has(image(number)) for number in range(1, 7)] == [True, False, False, True, False, False]
+    store.release([image(1), image(4)])
+    assert values(store, 6) == [6]
+    assert [store.has(image(number)) for number in (1, 4, 6)] == [False, True, True]
+    assert not store._held
+
+
+class SmallTower(CountingTower):
+    """A tower that has too little memory for more than two images at once."""
+
+    def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
+        if len(images) > 2:
+            raise torch.OutOfMemoryError
+        return super().features(images)
+
+
+def test_a_pass_that_is_too_large_for_the_device_is_split() -> None:
+    tower = SmallTower("cpu")
+    store = FeatureStore(tower, None, device_bytes=0, host_bytes=16 * BYTES)  # type: ignore[arg-type]
+    assert values(store, *range(7)) == list(range(7))
+    assert tower.seen == list(range(7))
+
+
+def test_a_single_image_gets_the_memory_of_the_features() -> None:
+    class FullTower(CountingTower):
+        def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
+            if store.has(image(1)):
+                raise torch.OutOfMemoryError
+            return super().features(images)
+
+    store = FeatureStore(FullTower("cpu"), None, device_bytes=0, host_bytes=16 * BYTES)  # type: ignore[arg-type]
+    assert values(store, 1) == [1]
+    assert values(store, 2) == [2]
+    assert not store.has(image(1))
+
+
+def test_an_image_larger_than_the_limit_is_computed_each_time() -> None:
+    tower = CountingTower("cpu")
+    store = FeatureStore(tower, None, device_bytes=0, host_bytes=BYTES - 1)  # type: ignore[arg-type]
+    assert values(store, 1) == values(store, 1) == [1]
+    assert tower.seen == [1, 1]
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_features_leave_the_gpu_for_pinned_memory_and_come_back() -> None:
+    tower = CountingTower("cuda")
+    store = FeatureStore(tower, None, device_bytes=2 * BYTES, host_bytes=4 * BYTES)  # type: ignore[arg-type]
+    for numbers in ((1, 2), (3, 4), (1, 2), (5, 6), (3, 4, 5)):
+        assert values(store, *numbers) == list(numbers)
+    assert tower.seen == [1, 2, 3, 4, 5, 6]
+    assert store._device.nbytes <= 2 * BYTES
+    assert store._host.nbytes <= 4 * BYTES
+    held = store._host._kept.values()
+    assert held
+    assert all(each._pinned.embeddings_nH.is_pinned() for each in held)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_features_that_come_back_on_another_stream_wait_for_their_copy() -> None:
+    tower = CountingTower("cuda")
+    store = FeatureStore(tower, None, device_bytes=0, host_bytes=64 * BYTES)  # type: ignore[arg-type]
+    for number in range(32):
+        torch.cuda._sleep(10_000_000)  # work of the stream, behind which the copy to the host waits
+        store.get([image(number)])
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert values(store, number) == [number]
+    assert len(tower.seen) == 32
