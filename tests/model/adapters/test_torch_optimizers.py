@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.support.models.reference import assert_tensors_close, random_datum, toy_llama, with_random_weights
+from tests.support.models.tiny_models import tiny_model
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem
 from twinkle.model.adapters.optimizer import OPTIMIZERS
+from twinkle.model.types import EXPERT_FORMS
 
 MakeTrainer = Callable[..., Trainer]
 BASE = toy_llama()
@@ -111,6 +113,34 @@ def test_company_does_not_matter(trainer, adapter, name):
         for each in (adapter, "alone"):
             trainer.optimizer_step(each, name, settings)
     assert_tensors_close(trainer.weights(adapter), trainer.weights("alone"), 2e-3 if name == "Muon" else 1e-5)
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_muon_on_experts(make_trainer: MakeTrainer, form: str) -> None:
+    """In Tinker's form each expert has matrices of its own; PEFT's parameters are matrices of all experts."""
+    base = tiny_model("qwen3_moe")
+    trainer = make_trainer(base)
+    trainer.create_adapter("a", LoraSpec(5, seed=0, experts=form, rank_pattern={"down_proj": 3, "w2": 3}))
+    trainer.restore("a", with_random_weights(trainer, "a"))
+    settings = {"lr": 0.02, "weight_decay": 0.1}
+    apart = {
+        f"{name}.{number}": matrix.copy()
+        for name, each in trainer.weights("a").items()
+        for number, matrix in enumerate(each.reshape(-1, *each.shape[-2:]))
+    }
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(each)) for name, each in apart.items()}
+    theirs = torch.optim.Muon(parameters.values(), **settings)
+    for seed in range(2):
+        trainer.forward_backward([TrainItem("a", [random_datum(base, "cross_entropy", 20, seed)])])
+        for name, each in trainer.gradients("a").items():
+            for number, matrix in enumerate(each.reshape(-1, *each.shape[-2:])):
+                parameters[f"{name}.{number}"].grad = torch.from_numpy(matrix.copy())
+        trainer.optimizer_step("a", "Muon", settings)
+        theirs.step()
+    for name, each in trainer.weights("a").items():
+        for number, matrix in enumerate(each.reshape(-1, *each.shape[-2:])):
+            expected = parameters[f"{name}.{number}"].detach().numpy()
+            assert_tensors_close({name: matrix}, {name: expected}, 2e-3)
 
 
 def test_another_optimizer_starts_from_zero(trainer, adapter):

@@ -2,7 +2,8 @@
 
 Adam and AdamW call torch's function. The others are objects of :mod:`torch.optim`, made for one step around the
 adapter's rows: an optimizer that treats each number by itself gets the whole row as one parameter, Muon gets each A and
-B as a matrix, without the padding of its module's rank. Other adapters play no part in either.
+B as a matrix, without the padding of its module's rank. On experts, Tinker's form has a matrix for each expert; PEFT's
+``target_parameters`` have one A and one B for all experts of a layer. Other adapters play no part in either.
 
 Where adapters are cut (:mod:`twinkle.model.adapters.cuts`), each process takes the step on its own row. Norms are those
 of the whole adapter, and Muon, which needs whole matrices, takes its step on the gathered adapter in every process.
@@ -12,7 +13,7 @@ order ``exp_avg_P``, ``exp_avg_sq_P``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.optim.adam import adam
 from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
 from twinkle.model.adapters.adapter import ADAM, Adapter
 from twinkle.model.adapters.cuts import WHOLE, AdapterCuts
-from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.decoder.lora.stacks import RowLayout, Target
 from twinkle.model.types import AdamParams, LoraSpec
 
 _PIECE = 512  # numbers of a gradient whose norm is computed in fp32
@@ -132,6 +133,9 @@ def optimizer_step(
     weights, *rows = (_tensors(adapter.spec, layout, row_P, names) for row_P in whole)
     gradients = _tensors(adapter.spec, layout, gradient_P, names)
     adapter.scalars = step_tensors(name, settings, weights, gradients, rows, adapter.step, adapter.scalars)
+    if names.matrices:
+        for tensors, whole_P in zip((weights, *rows), whole, strict=True):
+            _put_back(adapter.spec, layout, whole_P, tensors)
     if gathers:
         for own_P, whole_P in zip(own, whole, strict=True):
             own_P.copy_(cuts.cut(whole_P, adapter.layout))
@@ -209,12 +213,41 @@ def _counters(step: int, scalars: Mapping[str, float], names: StateNames) -> dic
 
 
 def _tensors(spec: LoraSpec, layout: RowLayout, row_P: Tensor, names: StateNames) -> list[Tensor]:
-    """Return the tensors that an optimizer treats as parameters: views of the row, or the row itself."""
+    """Return the tensors that an optimizer treats as parameters: the row itself, or its matrices.
+
+    Matrices are views of the row. Those of experts in PEFT's form are copies, see :func:`_put_back`.
+    """
     if not names.matrices:
         return [row_P.detach()]
-    pairs = (layout.views(row_P, target.name) for target in layout.targets)
-    ranked = zip(spec.module_ranks([target.name for target in layout.targets]), pairs, strict=True)
-    return [matrix.detach() for rank, (a_RI, b_OR) in ranked for matrix in (a_RI[:rank], b_OR[:, :rank])]
+    found: list[Tensor] = []
+    for target, a, b in _factors(spec, layout, row_P):
+        if target.is_parameter:  # PEFT's A is ordered by expert, its B by rank first
+            found += [a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)]
+        elif target.copies is None:
+            found += [a, b]
+        else:
+            found += [*a, *b]
+    return [matrix.detach() for matrix in found]
+
+
+def _put_back(spec: LoraSpec, layout: RowLayout, row_P: Tensor, matrices: Sequence[Tensor]) -> None:
+    """Write the matrices that :func:`_tensors` has copied to the row."""
+    rest = iter(matrices)
+    for target, a, b in _factors(spec, layout, row_P):
+        if target.is_parameter:
+            count, rank = a.shape[:2]
+            a.copy_(next(rest).unflatten(0, (count, rank)))
+            b.copy_(next(rest).unflatten(1, (rank, count)).permute(2, 0, 1))
+        else:
+            for _ in range(2 if target.copies is None else len(a) + len(b)):
+                next(rest)
+
+
+def _factors(spec: LoraSpec, layout: RowLayout, row_P: Tensor) -> Iterator[tuple[Target, Tensor, Tensor]]:
+    """Yield each module's A and B without the padding of its rank, as views."""
+    for target, rank in zip(layout.targets, spec.module_ranks([each.name for each in layout.targets]), strict=True):
+        a, b = layout.views(row_P, target.name)
+        yield target, a[..., :rank, :], b[..., :rank]
 
 
 def _finite_norm(adapter: Adapter, gradient_P: Tensor, cuts: AdapterCuts) -> float:
