@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from tests.model.parallel.lora_programs import datum, spread
-from twinkle.model import Datum, TrainItem
+from twinkle.model import Datum, TrainItem, TrainResult
 from twinkle.model.trainer.shard_requests import RequestShards
+from twinkle.model.types import Image, TokenValues
 
 
 def requests(*lengths: tuple[int, ...]) -> list[TrainItem]:
@@ -49,3 +50,31 @@ def test_what_cannot_be_measured_goes_on_to_be_refused() -> None:
     shares = [RequestShards.by_tokens(wrong, 2).share(rank) for rank in range(2)]
     assert [item.data for item in shares[0]][1] == 5
     assert sum(len(share[0].data) + len(share[2].data) for share in shares) == 2
+
+
+def divided(item: TrainItem, results: list[TrainResult]) -> TrainResult:
+    """Return the joined result of a request whose sequences are on two ranks, one each."""
+    shards = RequestShards.by_tokens([item], 2)
+    assert sorted(shards.owners[0]) == [0, 1]
+    (joined,) = shards.join([[result] for result in results])
+    assert isinstance(joined, TrainResult)
+    return joined
+
+
+def test_the_loss_of_sequences_with_images_on_two_ranks() -> None:
+    image = Image(1, 1, 1, "digest", np.zeros((4, 12), np.float32))
+    each = Datum(np.arange(3), np.arange(3), np.array([0, 0, 2], np.float32), images=(image,))
+    results = [TrainResult([np.full(3, -value, np.float32)], {"loss:sum": 2 * value}) for value in (1.0, 2.0)]
+    assert divided(TrainItem("a", [each, each]), results).metrics["loss:sum"] == 6.0
+
+
+def test_embeddings_of_two_ranks() -> None:
+    nothing = np.zeros(0, np.float32)
+    results = [
+        TrainResult([nothing], {"loss:sum": 0.0}, (TokenValues(nothing, nothing, nothing, np.full((1, 4), value)),))
+        for value in (1.0, 2.0)
+    ]
+    item = TrainItem("a", [datum(5, 0, 90), datum(5, 1, 90)], output="embeddings")
+    joined = divided(item, results)
+    assert sorted(float(each.output[0, 0]) for each in joined.values) == [1.0, 2.0]
+    assert joined.metrics == {"loss:sum": 0.0}

@@ -69,9 +69,10 @@ class RequestShards:
             tuple(next(values[owner]) for owner in owners) if item.statistics or item.output != "logps" else (),
             tuple(next(routes[owner]) for owner in owners) if item.records_routes else (),
         )
-        if len(set(owners)) == 1:
+        if len(set(owners)) == 1 or item.output == "embeddings":  # of embeddings there is no named loss
             return joined
-        plain = [replace(datum, routes=None) for datum in item.data]
+        # The loss reads neither images nor routes, and the ranks have checked them.
+        plain = [replace(datum, images=(), routes=None) for datum in item.data]
         checked = check_item(replace(item, data=plain, records_routes=False), vocab_size=_ANY, max_length=_ANY)
         columns = [array.reshape(len(array), -1) for array in joined.logprobs]
         return replace(joined, metrics=evaluate(checked, columns))
