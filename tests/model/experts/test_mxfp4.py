@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.models.mxfp4_writer import quantized, save_mxfp4
@@ -13,10 +13,11 @@ from tests.support.models.peak_memory import measured
 from tests.support.models.reference import assert_logprobs_close, random_datum
 from tests.support.models.tiny_models import random_model, the_result, tiny_config
 from twinkle import hub
-from twinkle.errors import CheckpointError
+from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model import LoraSpec, Trainer, TrainItem, TransformersModel
 from twinkle.model.decoder.experts.mxfp4 import dequantized
 from twinkle.model.decoder.loading import load_model
+from twinkle.model.transformers.loading import load_for_training
 
 
 def make(hidden: int = 64, width: int = 32, **values: object) -> PreTrainedModel:
@@ -74,6 +75,18 @@ def test_it_trains_as_the_same_weights_in_full(tmp_path: Path) -> None:
     assert_logprobs_close(*results)
     library = TransformersModel(model_id=str(folder)).model
     assert torch.equal(library.get_parameter("lm_head.weight"), model.lm_head.weight)
+
+
+def test_the_library_takes_a_dtype_by_name_and_a_class(tmp_path: Path) -> None:
+    """The loader is asked with the same options as ``from_pretrained``, whose place it takes."""
+    folder, cpu = str(save_mxfp4(make(), tmp_path / "packed")), torch.device("cpu")
+    for given in ("bfloat16", "auto"):
+        assert load_for_training(folder, None, None, cpu, {"dtype": given}).dtype == torch.bfloat16
+    with pytest.raises(InvalidInputError, match=r"dtype: got 'bf8'.* \"auto\""):
+        load_for_training(folder, None, None, cpu, {"dtype": "bf8"})
+    assert type(load_for_training(folder, "GptOssForCausalLM", None, cpu, {})) is GptOssForCausalLM
+    with pytest.raises(CheckpointError, match=r"lack 1 weights, among them \['score\.weight'\]"):
+        load_for_training(folder, "GptOssForSequenceClassification", None, cpu, {})
 
 
 def test_beside_the_model_there_is_one_expert_in_memory(tmp_path: Path) -> None:

@@ -43,13 +43,22 @@ def load_for_training(
         config = AutoConfig.from_pretrained(local.path, **trust)
     chosen = model_class(model_cls, config)
     if is_mxfp4(config) and set(options) <= {"dtype", "trust_remote_code"}:  # mxfp4 layers themselves cannot be trained
-        return load_mxfp4(auto_class(config), config, local.path, given["dtype"], device)
+        return load_mxfp4(chosen, config, local.path, _dtype(given["dtype"], config), device)
     if local.random_seed is None:
         return chosen.from_pretrained(local.path, config=config, **{**trust, **given}).to(device)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(local.random_seed)
         return _blank(chosen, config, given)
+
+
+def _dtype(given: object, config: PreTrainedConfig) -> torch.dtype:
+    """Return a dtype that is given as ``from_pretrained`` takes it: by name, or "auto" for that of the config."""
+    found = config.get_text_config().dtype or torch.bfloat16 if given == "auto" else given
+    found = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
+    if not isinstance(found, torch.dtype):
+        raise InvalidInputError("dtype", given, 'a dtype of torch, its name, or "auto"')
+    return found
 
 
 def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:

@@ -48,11 +48,15 @@ def dequantized(blocks_OGB: Tensor, scales_OG: Tensor, dtype: torch.dtype) -> Te
 def load_mxfp4(
     chosen: Any, config: PreTrainedConfig, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Load a model from a folder with mxfp4 weights, as weights of ``dtype``. ``chosen``: the class that makes it."""
+    """Load a model from a folder with mxfp4 weights, as weights of ``dtype``.
+
+    ``chosen``: the class that makes it, one of the library's Auto classes or a model class.
+    """
     plain = deepcopy(config)
     del plain.quantization_config
+    from_config = getattr(chosen, "from_config", None) or chosen._from_config
     with torch.device("meta"):
-        model: PreTrainedModel = chosen.from_config(plain, dtype=dtype)
+        model: PreTrainedModel = from_config(plain, dtype=dtype)
     with ExitStack() as stack:
         missing = _fill(model, _tensors(folder, device, stack), dtype, device)
     if plain.get_text_config().tie_word_embeddings:
