@@ -174,12 +174,14 @@ class VisionSpec:
 class RoutingSpec:
     """What routes of tokens to experts look like for a model: (T, ``layers``, ``chosen``), numbers below ``experts``.
 
-    ``layers`` counts all decoder layers; the numbers of a layer without experts are 0, and are not read.
+    ``layers`` counts all decoder layers; ``routed`` are those with experts. Numbers of other layers are 0, and are not
+    read.
     """
 
     layers: int
     chosen: int
     experts: int
+    routed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Datum:
     targets. Any (T, K) array may be sparse (:class:`~twinkle.model.csr.Csr`): the cells that it does not list are 0.
     ``images``: in their order; at their places ``tokens`` has the model's image token. ``routes``: the experts to use
     for the first tokens, see :class:`RoutingSpec`; None: the model's routers choose for all. They choose for tokens
-    that the array lacks at its end, too.
+    that the array lacks at its end, too, and where all K experts of a token are 0 (K > 1).
     """
 
     tokens: IntArray

@@ -75,6 +75,7 @@ def test_it_trains_as_the_same_weights_in_full(tmp_path: Path) -> None:
     assert_logprobs_close(*results)
     library = TransformersModel(model_id=str(folder)).model
     assert torch.equal(library.get_parameter("lm_head.weight"), model.lm_head.weight)
+    assert all(parameter.requires_grad for parameter in library.parameters())  # without adapters, all of them train
 
 
 def test_the_library_takes_a_dtype_by_name_and_a_class(tmp_path: Path) -> None:

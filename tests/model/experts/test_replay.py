@@ -185,6 +185,17 @@ def test_alone_in_company_and_in_parts() -> None:
                 np.testing.assert_array_equal(recorded, datum.routes)
 
 
+def test_zeros_in_the_middle_are_no_routes() -> None:
+    """A conversation has tokens that no sampler has routed, for which processors write zeros: routers choose there."""
+    trainer, asked = trainer_of("qwen3_moe"), replace(item("qwen3_moe", "b"), records_routes=True)
+    (own,) = computed(trainer, [asked])
+    gap = own[0].routes[0].copy()
+    gap[4:7] = 0
+    (filled,) = computed(trainer, [routed(asked, [gap])])
+    assert_same(filled, own)
+    np.testing.assert_array_equal(filled[0].routes[0], own[0].routes[0])
+
+
 def test_without_routes_nothing_changes_in_company() -> None:
     """A request without routes gets the same bits beside one with routes as beside the same without them."""
     trainer = trainer_of("qwen3_moe")
@@ -209,6 +220,7 @@ def test_mistakes_fail_one_request_alone() -> None:
         (routes - 5, r"numbers of experts in \[0, 4\)"),
         (routes.astype(np.float32), r"dtype float32.*an integer array"),
         ("no", r"data\[0\]\.routes"),
+        (np.repeat(routes[..., :1] % 3 + 1, 2, 2), r"got '\[(\d), \1\] for token 0 in layer 0'.*that differ"),
     ]
     (alone,) = computed(trainer, [good])
     for wrong, message in cases:

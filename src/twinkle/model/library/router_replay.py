@@ -68,7 +68,7 @@ def routes_of(batch: SequenceBatch) -> list[RouteArray | None]:
     """Return the routes of each sequence, (T, layers, K), for as many of its first tokens as there are some.
 
     Processors fill up the tokens that were never routed, the last of a sample, with zeros. No router chooses one expert
-    twice, so such tokens can be recognised where K > 1.
+    twice, so such tokens can be recognised where K > 1. Zeros in the middle stay: they are no routes, either.
     """
     found: list[RouteArray | None] = []
     for row in batch.rows:

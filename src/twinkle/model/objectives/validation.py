@@ -217,7 +217,10 @@ def check_recording(asked: object, routing: RoutingSpec | None, field: str) -> b
 
 
 def check_routes(values: object, length: int, routing: RoutingSpec | None, field: str) -> RouteArray:
-    """Return the experts of a sequence's first tokens, at most ``length``, as an array (T, layers, K)."""
+    """Return the experts of a sequence's first tokens, at most ``length``, as an array (T, layers, K).
+
+    The K experts of a token differ, or all are 0: then it has no route there.
+    """
     if routing is None:
         raise UnsupportedError(f"{field}: {_NO_ROUTES}")
     array = _array(values, field)
@@ -229,7 +232,21 @@ def check_routes(values: object, length: int, routing: RoutingSpec | None, field
     if array.min() < 0 or array.max() >= routing.experts:
         worst = array.min() if array.min() < 0 else array.max()
         raise InvalidInputError(field, int(worst), f"numbers of experts in [0, {routing.experts})")
-    return array.astype(np.int16)
+    routes = array.astype(np.int16)
+    twice = np.argwhere(_chosen_twice(routes[:, list(routing.routed)]))
+    if len(twice):
+        token, layer = twice[0][0].item(), routing.routed[twice[0][1]]
+        given = f"{routes[token, layer].tolist()} for token {token} in layer {layer}"
+        raise InvalidInputError(field, given, "experts that differ, or zeros alone for a token without a route")
+    return routes
+
+
+def _chosen_twice(routes: RouteArray) -> NDArray[np.bool_]:
+    """Return where a token has an expert twice, (T, layers); not where all are 0. Faster than sorting a few numbers."""
+    twice = np.zeros(routes.shape[:2], bool)
+    for last in range(1, routes.shape[2]):
+        twice |= (routes[..., :last] == routes[..., last, None]).any(2)
+    return twice & routes.any(2)
 
 
 def _loss_inputs(datum: Datum, where: str, loss: LossInputs, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:

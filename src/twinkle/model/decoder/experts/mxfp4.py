@@ -105,7 +105,7 @@ def _fill(model: PreTrainedModel, files: Mapping[str, Any], dtype: torch.dtype, 
             if place.shape != tensor.shape:
                 raise CheckpointError(f"{name}: got {tuple(tensor.shape)}, expected {tuple(place.shape)}")
             place.copy_(tensor)
-        module._parameters[own_name] = nn.Parameter(parameter, requires_grad=False)
+        module._parameters[own_name] = nn.Parameter(parameter)
     return missing
 
 

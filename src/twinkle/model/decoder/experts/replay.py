@@ -3,7 +3,9 @@
 A router of Transformers returns (logits, weights, chosen) for its rows. :func:`watch_routers` puts a hook on each,
 which does nothing unless a pass has :class:`PassRoutes`. In a pass that replays, the chosen experts come from the
 request; their weights are computed from the router's own logits, and so from the present hidden states, as the router's
-family computes them. Rows without routes keep what their router chose, bit for bit.
+family computes them. Rows without routes keep what their router chose, bit for bit. Where a router chooses several
+experts, zeros alone are no route either: no router chooses one expert twice, and processors fill up tokens that no
+router has seen with zeros.
 
 How a family makes weights of logits is found by asking its router: a rule is used if it gives the router's own weights
 for the router's own choice. A model with a router that fits no rule cannot replay.
@@ -68,6 +70,8 @@ class PassRoutes:
         if self.given_TLK is not None:
             given_TK = self.given_TLK[:, layer]
             is_given_TK = given_TK >= 0
+            if given_TK.shape[1] > 1:
+                is_given_TK &= given_TK.any(1, keepdim=True)
             chosen_TK = torch.where(is_given_TK, given_TK.to(chosen_TK.dtype), chosen_TK)
             again_TK = rule(logits_TE, chosen_TK).to(weights_TK.dtype)
             weights_TK = torch.where(is_given_TK, again_TK, weights_TK)
@@ -156,7 +160,7 @@ def watch_routers(layers: Sequence[nn.Module]) -> WatchedRouters | None:
     if len(widths) != 1:
         return None
     ((chosen, experts),) = widths
-    return WatchedRouters(found, RoutingSpec(len(layers), chosen, experts))
+    return WatchedRouters(found, RoutingSpec(len(layers), chosen, experts, tuple(found)))
 
 
 @torch.no_grad()
