@@ -70,5 +70,24 @@ def test_merged_weights_are_those_of_the_plain_model(trainer: Trainer, name: str
     assert_tensors_close({key: read(merged[key], key, 77) for key in expected}, expected)
 
 
+@pytest.mark.parametrize("targets", [None, ["in_proj_v", "in_proj_q"], ["in_proj_qkv"]])
+def test_projections_of_linear_attention_are_merged_into_their_layer(targets: list[str] | None) -> None:
+    trainer = tiny_trainer(tiny_model("qwen3_5"))
+    trainer.create_adapter("a", LoraSpec(4, alpha=6, seed=1, target_modules=targets, rank_pattern={"in_proj_v": 2}))
+    trainer.restore("a", with_random_weights(trainer, "a", seed=1))
+    net, changed = "model.layers.0.linear_attn", trainer.weights("a")
+    scalings = {"in_proj_v": 6 / 2}
+    weight = tiny_model("qwen3_5").get_parameter(f"{net}.in_proj_qkv.weight").detach().numpy().copy()
+    sizes = [split.parts for split in trainer.architecture.split][0]
+    bounds = np.cumsum([0, *(part.out_features for part in sizes)])
+    places = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(("in_proj_q", "in_proj_k", "in_proj_v"))}
+    for name, rows in {**places, "in_proj_qkv": slice(None)}.items():
+        factors = [changed.get(f"base_model.model.{net}.{name}.lora_{each}.weight") for each in "BA"]
+        if factors[0] is not None and factors[1] is not None:
+            weight[rows] += scalings.get(name, 6 / 4) * factors[0] @ factors[1]
+    key = f"{net}.in_proj_qkv.weight"
+    assert_tensors_close({key: read(base_sources(trainer, "a")[key], key, 333)}, {key: weight})
+
+
 def to_numpy(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: each.detach().numpy() for name, each in weights.items()}

@@ -13,6 +13,7 @@ from twinkle.errors import UnsupportedError
 from twinkle.model.adapters.expert_exports import for_tinker
 from twinkle.model.adapters.expert_forms import has_experts, is_tinkers
 from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.decoder.architecture import Split
 from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.model.weights.sources import LowRank, ReadableWeight, WeightSource
@@ -62,7 +63,9 @@ def merge_adapter(
             config, tensors = for_tinker(trainer.peft_config(merged), tensors)
             spec = spec_from_peft(config)
     modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
+    parts = {part.name: split for split in trainer.architecture.split for part in split.parts}
     on_experts: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+    on_parts: dict[Split, dict[str, tuple[Tensor, Tensor]]] = {}
     for module, scaling in zip(modules, spec.module_scalings(modules), strict=True):
         if module == head and tied:
             raise UnsupportedError(
@@ -73,11 +76,30 @@ def merge_adapter(
         if a_RI.dim() == 3:
             experts, _, projection = module.rpartition(".")
             on_experts.setdefault(experts, {})[projection] = (a_RI, b_OR * scaling)
+        elif module in parts:
+            on_parts.setdefault(parts[module], {})[module] = (a_RI, b_OR * scaling)
         else:
             found[f"{module}.weight"] = found[f"{module}.weight"].merged(LowRank(a_RI, b_OR, scaling))
     for experts, factors in on_experts.items():
         _merge_experts(found, experts, factors, asked)
+    for split, factors in on_parts.items():
+        weight = f"{split.whole.name}.weight"
+        found[weight] = found[weight].merged(_joint(split, factors))
     return found
+
+
+def _joint(split: Split, factors: Mapping[str, tuple[Tensor, Tensor]]) -> LowRank:
+    """Return one adapter of a linear layer from the A and B of its projections; some of these may have none."""
+    b_OR = torch.zeros(split.whole.out_features, sum(len(a_RI) for a_RI, _ in factors.values()))
+    rows, column = dict(zip(split.parts, b_OR.split([part.out_features for part in split.parts]), strict=True)), 0
+    inner = []
+    for part, place_oR in rows.items():
+        if part.name in factors:
+            a_RI, own_oR = factors[part.name]
+            place_oR[:, column : column + len(a_RI)] = own_oR
+            column += len(a_RI)
+            inner.append(a_RI)
+    return LowRank(torch.cat(inner), b_OR, 1.0)
 
 
 def _merge_experts(found: dict[str, W], experts: str, factors: Mapping[str, tuple[Tensor, Tensor]], asked: str) -> None:
