@@ -191,6 +191,7 @@ def test_a_checkpoint_of_peft_is_read_with_its_patterns(tmp_path: Path) -> None:
             LoraSpec(4, target_modules=["w1", "w2", "w3"], target_parameters=["experts.down_proj"]),
             r"target_parameters.*no part of the modules",
         ),
+        (LoraSpec(4, target_modules=["gate_proj"]), r"target_modules: got 'gate_proj', .*'v_proj', 'w1', 'w2', 'w3'\]"),
     ],
 )
 def test_wrong_options_are_refused(spec: LoraSpec, message: str) -> None:

@@ -78,8 +78,8 @@ def test_projections_of_linear_attention_are_merged_into_their_layer(targets: li
     net, changed = "model.layers.0.linear_attn", trainer.weights("a")
     scalings = {"in_proj_v": 6 / 2}
     weight = tiny_model("qwen3_5").get_parameter(f"{net}.in_proj_qkv.weight").detach().numpy().copy()
-    sizes = [split.parts for split in trainer.architecture.split][0]
-    bounds = np.cumsum([0, *(part.out_features for part in sizes)])
+    parts = trainer.architecture.split[0].parts
+    bounds = np.cumsum([0, *(part.out_features for part in parts)])
     places = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(("in_proj_q", "in_proj_k", "in_proj_v"))}
     for name, rows in {**places, "in_proj_qkv": slice(None)}.items():
         factors = [changed.get(f"base_model.model.{net}.{name}.lora_{each}.weight") for each in "BA"]

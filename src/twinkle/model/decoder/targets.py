@@ -306,7 +306,8 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def _short_names(architecture: Architecture) -> list[str]:
-    return sorted({_last(target.name) for target in (*architecture.projections, architecture.head)})
+    named = (*architecture.projections, *architecture.shared_outer, architecture.head)
+    return sorted({_last(target.name) for target in named})
 
 
 def _last(name: str) -> str:
