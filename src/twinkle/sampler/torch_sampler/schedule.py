@@ -370,7 +370,7 @@ class Schedule:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, stop: int, planned: Collection[Sequence]) -> bool:
-        """Give the sequence blocks of its own up to ``stop``. Return False if it was preempted itself."""
+        """Give the sequence blocks of its own up to ``stop``. Return False if it has to wait, or was preempted itself."""
         cache = self._cache
         if cache is None:
             return True
@@ -382,8 +382,9 @@ class Schedule:
                 break
             if not self._drop_stems():
                 last = self._last(planned)
-                self._preempt(last)
-                if last is sequence:
+                if last is not None:
+                    self._preempt(last)
+                if last is None or last is sequence:
                     return False
         if copied:
             shared, sequence.blocks[first] = sequence.blocks[first], cache.take_copy(sequence.blocks[first])
@@ -391,13 +392,16 @@ class Schedule:
         sequence.blocks += [cache.take() for _ in range(missing)]
         return True
 
-    def _last(self, planned: Collection[Sequence]) -> Sequence:
-        """Return the sequence to preempt: never the oldest, nor one whose step is already planned."""
+    def _last(self, planned: Collection[Sequence]) -> Sequence | None:
+        """Return the sequence to preempt: never the oldest, nor one whose step is already planned.
+
+        Return None if there is no other. Then the oldest waits for the next pass, in which it is the first to be planned.
+        """
         samples = Counter(sequence.job for sequence in self._running)
         scopes = Counter(sequence.job.scope for sequence in self._running)
         others = [sequence for sequence in self._running[1:] if sequence not in planned]
-        assert others, "a sequence must fit the cache alone"
-        return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order))
+        assert others or planned, "a sequence must fit the cache alone"
+        return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order), default=None)
 
     def preempt_all(self) -> None:
         """Take the places of all running sequences, which begin anew when they get one again."""
