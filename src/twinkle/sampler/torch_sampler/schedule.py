@@ -95,14 +95,20 @@ class Schedule:
         if self._cache is not None:
             job.stem = self._cache.share(sequence.blocks[: blocks_for(job.prompt_length)])
 
-    def restart(self, steps: Iterable[Step]) -> bool:
-        """Begin anew the sequences of a pass that failed. Return False if the pass can be repeated as it was.
+    def restart(self, steps: Collection[Step]) -> bool:
+        """Begin anew the sequences of a pass that failed, where that is needed. Return whether any of them do.
 
-        A failed pass may have changed the states of some layers. Sequences that begin in it do so with the state 0.
+        A failed pass may have changed the states of some layers. Sequences that begin in it do so with the state 0, so
+        the pass can be repeated as it was. A sequence alone begins anew only if it came further than when its pass
+        failed last.
         """
-        touched = [step.sequence for step in steps if step.start > 0] if self._states is not None else []
-        for sequence in touched:
-            self._release(sequence)
+        touched = [step for step in steps if step.start > 0] if self._states is not None else []
+        if len(steps) == 1:
+            touched = [step for step in touched if step.stop > step.sequence.failed_at]
+            for step in touched:
+                step.sequence.failed_at = step.stop
+        for step in touched:
+            self._release(step.sequence)
         return bool(touched)
 
     # --- places -------------------------------------------------------------------------------------------------------
