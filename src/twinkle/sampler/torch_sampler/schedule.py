@@ -376,7 +376,7 @@ class Schedule:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, stop: int, planned: Collection[Sequence]) -> bool:
-        """Give the sequence blocks of its own up to ``stop``. Return False if it has to wait, or was preempted itself."""
+        """Give the sequence blocks of its own up to ``stop``. Return False if it waits, or was preempted itself."""
         cache = self._cache
         if cache is None:
             return True
@@ -401,7 +401,7 @@ class Schedule:
     def _last(self, planned: Collection[Sequence]) -> Sequence | None:
         """Return the sequence to preempt: never the oldest, nor one whose step is already planned.
 
-        Return None if there is no other. Then the oldest waits for the next pass, in which it is the first to be planned.
+        Return None if there is no other. Then the oldest waits for a pass in which its scope is planned first.
         """
         samples = Counter(sequence.job for sequence in self._running)
         scopes = Counter(sequence.job.scope for sequence in self._running)
