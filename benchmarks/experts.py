@@ -8,10 +8,10 @@ Training, for each rank; all tenants have the same sequences of random tokens:
                   moving master weights and moments
 
 Decoding, for each number of requests: all requests at once, with the versions of a few adapters in turn, and without
-adapters. Prompts are short, and passes over them are included.
+adapters. Prompts are short, and passes over all of their tokens are included.
 
 The columns of a comparison take turns in one process, and times are medians after a warm-up. Memory is the peak of what
-torch allocated on the device during a column.
+torch allocated on the device during a column; on a CPU it is not measured.
 
     python benchmarks/experts.py --json build/bench/experts.json
     python benchmarks/experts.py --only train --ranks 8 --tenants 4 --len 128
@@ -80,7 +80,11 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     for name in ("tenants", "seqs", "length", "adapters", "decode_rank", "prompt", "draw", "repeats"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+            option = "len" if name == "length" else name.replace("_", "-")
+            parser.error(f"--{option}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    for name in ("ranks", "requests"):
+        if min(getattr(args, name)) < 1:
+            parser.error(f"--{name}: got {min(getattr(args, name))}, allowed: integers ≥ 1")
     return args
 
 
@@ -120,13 +124,13 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
 
     columns = {"fused": forward_backward(items), "ideal": forward_backward(everything), "optim steps": optimizer_steps}
     seconds: dict[str, list[float]] = {name: [] for name in columns}
-    peaks = dict.fromkeys(columns, 0)
+    peaks: dict[str, list[int]] = {name: [] for name in columns}
     for number in range(WARM_UP + args.repeats):  # the first step makes B other than 0
         for name in ("ideal", "fused", "optim steps"):
             taken, peak = timed(args, columns[name])
             if number >= WARM_UP:
                 seconds[name].append(taken)
-                peaks[name] = max(peaks[name], peak)
+                peaks[name] += [] if peak is None else [peak]
             if name == "ideal":
                 trainer.zero_grad(names[0])
     rows = {
@@ -134,7 +138,7 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
             "seconds": statistics.median(seconds[name]),
             "all_seconds": seconds[name],
             "tokens_per_s": None if name == "optim steps" else tokens / statistics.median(seconds[name]),
-            "peak_gib": peaks[name] / GIB,
+            "peak_gib": max(peaks[name]) / GIB if peaks[name] else None,
         }
         for name in columns
     }
@@ -154,8 +158,8 @@ def make_data(args: argparse.Namespace, trainer: Trainer, generator: np.random.G
     return [Datum(each[:-1], each[1:]) for each in ids]
 
 
-def timed(args: argparse.Namespace, run: Callable[[], None]) -> tuple[float, int]:
-    """Return the seconds that a call takes, and the peak of allocated bytes on the device."""
+def timed(args: argparse.Namespace, run: Callable[[], None]) -> tuple[float, int | None]:
+    """Return the seconds that a call takes, and the peak of allocated bytes on the device; None on a CPU."""
     cuda = args.device.startswith("cuda")
     synchronize(args.device)
     if cuda:
@@ -163,7 +167,7 @@ def timed(args: argparse.Namespace, run: Callable[[], None]) -> tuple[float, int
     started = time.perf_counter()
     run()
     synchronize(args.device)
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() if cuda else 0
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated() if cuda else None
 
 
 def release_memory(args: argparse.Namespace) -> None:
@@ -209,6 +213,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
 def draw(
     args: argparse.Namespace, sampler: TorchSampler, prompts: Sequence[np.ndarray], versions: Sequence[str | None]
 ) -> None:
+    sampler.reset_prefix_cache()  # the same prompts come in every round
     run_requests(
         sampler,
         [
@@ -231,7 +236,8 @@ def print_training(report: Mapping[str, Any]) -> None:
     print(f"{'':12} {'time':>11} {'tokens/s':>10} {'peak':>10}")
     for name, row in report["rows"].items():
         rate = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}"
-        print(f"{name:12} {1000 * row['seconds']:8.1f} ms {rate:>10} {row['peak_gib']:6.1f} GiB")
+        peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:6.1f} GiB"
+        print(f"{name:12} {1000 * row['seconds']:8.1f} ms {rate:>10} {peak:>10}")
     print(f"fused over ideal: {report['fused_over_ideal']:.3f}", flush=True)
 
 

@@ -45,6 +45,8 @@ def main() -> None:
         options["memory_budget_bytes"] = int(0.45 * torch.cuda.mem_get_info()[0])
     seeing = load(args, args.model, options)
     reading = load(args, args.text_model, options)
+    if reading.vision is not None:
+        raise SystemExit(f"--text-model: got {args.text_model}, which sees images, allowed: one that reads text only")
     kept = make_items(args, seeing)
     text = without_images(kept, seeing)
     tokens = sum(len(datum.tokens) for item in kept for datum in item.data)

@@ -158,6 +158,16 @@ def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.Monke
         assert_same_samples(results[name], result)
 
 
+def test_the_oldest_prompt_waits_for_a_pass_that_is_full_of_others(trainer: Trainer) -> None:
+    """The second scope's piece is planned first and takes the last blocks that the oldest prompt needs."""
+    sampler = toy_sampler(trainer, kv_budget_bytes=blocks(toy_sampler(trainer), 6))
+    old = replace(request("old", "a", prompt(94), max_tokens=2, seed=0), scope="first")
+    new = replace(request("new", "b", prompt(30, 1), max_tokens=2, seed=1), scope="second")
+    expected = run(toy_sampler(trainer), [old, new])
+    for name, result in run(sampler, [old, new]).items():
+        assert_same_samples(result, expected[name])
+
+
 def test_without_a_cache_everyone_gets_a_turn() -> None:
     trainer = toy_trainer({}, tiny_model("lfm2"))
     sampler = toy_sampler(trainer)

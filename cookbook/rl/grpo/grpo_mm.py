@@ -56,9 +56,12 @@ parser.add_argument(
 )
 parser.add_argument("--curve", type=Path, help="write the mean reward of each step here, as JSON")
 args = parser.parse_args()
-for name, least in {"rows": 1, "test": 1, "warm_up": 0, "steps": 0, "prompts": 1, "samples": 2}.items():
+least_of = {"rows": 1, "test": 1, "warm_up": 0, "steps": 0, "prompts": 1, "samples": 2, "max_tokens": 1}
+for name, least in least_of.items():
     if (value := vars(args)[name]) < least:
         parser.error(f"--{name.replace('_', '-')}: got {value}, allowed: {least} or more")
+if not args.temperature > 0:
+    parser.error(f"--temperature: got {args.temperature}, allowed: above 0, or all answers to a picture would be equal")
 if args.data != "drawn" and args.warm_up:
     parser.error(f"--warm-up: got {args.warm_up}, allowed: 0 with --data {args.data}, which has no letters to choose")
 

@@ -79,8 +79,11 @@ def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
             "routers whose choice it can record"
         )
     if routed_experts and limits.routing is not None:
-        cells = limits.routing.layers * limits.routing.chosen
-        _check_width("routed_experts", cells, request.num_samples * (len(prompt) + max_tokens), MAX_CELLS)
+        most = MAX_CELLS // (limits.routing.layers * limits.routing.chosen)
+        tokens = request.num_samples * (len(prompt) + max_tokens)
+        if tokens > most:
+            allowed = f"at most {most} in num_samples × (prompt + max_tokens), of which each has its routes"
+            raise InvalidInputError("routed_experts", f"{tokens} tokens", allowed)
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and (not _is_int(last_n) or last_n < 0):
         raise InvalidInputError("prompt_logprobs_last_n", last_n, "an integer ≥ 0, or None for the whole prompt")

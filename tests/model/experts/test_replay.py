@@ -234,6 +234,20 @@ def test_mistakes_fail_one_request_alone() -> None:
         trainer.zero_grad("a")
 
 
+def test_routes_of_too_many_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of("qwen3_moe")
+    routing = trainer.architecture.routing
+    assert routing is not None
+    monkeypatch.setattr("twinkle.sampler.validation.MAX_CELLS", 59 * routing.layers * routing.chosen)
+    sampler = toy_sampler(trainer)
+    asked = replace(request("x", "a", prompt(14), max_tokens=6, num_samples=3), routed_experts=True)
+    message = r"routed_experts: got '?60 tokens'?, allowed: at most 59 in num_samples × \(prompt \+ max_tokens\)"
+    with pytest.raises(InvalidInputError, match=message):
+        sampler.submit(asked)
+    fewer = replace(asked, num_samples=2)
+    assert len(run(sampler, [fewer])["x"].sequences) == 2
+
+
 def test_a_model_without_experts_refuses_routes() -> None:
     model = tiny_model("llama")
     trainer = tiny_trainer(model)

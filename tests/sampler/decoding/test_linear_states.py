@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.support.models.reference import assert_numbers_close
-from tests.support.models.sampling import SPECS, blocks, prompt, request, run, toy_sampler, toy_trainer
+from tests.support.models.sampling import SPECS, blocks, drain, prompt, request, run, toy_sampler, toy_trainer
 from tests.support.models.tiny_models import the_result, tiny_model
 from twinkle.errors import CapacityError
 from twinkle.model import Datum, Trainer, TrainItem
-from twinkle.sampler import SampleResult, TorchSampler
+from twinkle.sampler import SampleFailure, SampleResult, TorchSampler
 from twinkle.sampler.torch_sampler.states.pool import StatePool, StateShape, slots_for
 
 NAMES = ("a", "c")
@@ -106,16 +106,65 @@ def test_a_failed_pass_begins_its_sequences_anew(trainer: Trainer) -> None:
 
     def failing(pieces: list) -> object:
         pending = start(pieces)
-        if len(failures) < 2 and len(pieces) == 2 and pieces[0].start > 50:
+        if len(pieces) == 2 and pieces[0].start > 50:
             failures.append(len(pieces))
             raise torch.OutOfMemoryError
         return pending
 
     sampler._pass.start = failing
     results = run(sampler, [request(name, "a", tokens, max_tokens=8, seed=ord(name)) for name in "xy"])
-    assert failures == [2, 2]
+    assert failures == [2]  # they do not share a pass again soon
     for result in results.values():
         assert_as_trained(trainer, "a", tokens, result)
+
+
+def test_passes_get_smaller_until_they_fit(trainer: Trainer) -> None:
+    """Sequences that begin anew go on from stored states, so the same pass would fail again and again."""
+    sampler, sizes = in_pieces(trainer), []
+    start = sampler._pass.start
+
+    def limited(pieces: list) -> object:
+        if len(pieces) > 2 and any(piece.start > 0 for piece in pieces):
+            raise torch.OutOfMemoryError
+        sizes.append(len(pieces))
+        return start(pieces)
+
+    sampler._pass.start = limited
+    asked = [request(f"{n}", "a", prompt(100, n), 2, max_tokens=6, seed=n) for n in range(4)]
+    for each in asked:
+        sampler.submit(each)
+    results: dict = {}
+    for _ in range(200):
+        results |= {event.request_id: event.outcome for event in sampler.step()}
+    assert results.keys() == {each.request_id for each in asked}
+    for each in asked:
+        assert_as_trained(trainer, "a", each.prompt, results[each.request_id])
+    assert 2 in sizes
+    assert_slots_are_free(sampler)
+
+
+def test_a_sequence_alone_begins_anew_once(trainer: Trainer) -> None:
+    """What was freed after the first failure may be enough. A sequence that fails again at the same place fails."""
+    sampler, tokens, failures = in_pieces(trainer), prompt(80, 1), []
+    start = sampler._pass.start
+
+    def failing(pieces: list, most: int) -> object:
+        stop = pieces[0].start + len(pieces[0].tokens)
+        if len(failures) < most and stop > 83:
+            failures.append(stop)
+            raise torch.OutOfMemoryError
+        return start(pieces)
+
+    sampler._pass.start = lambda pieces: failing(pieces, 1)
+    assert_as_trained(trainer, "a", tokens, run(sampler, [request("x", "a", tokens, max_tokens=8)])["x"])
+    assert failures == [84]
+    sampler._pass.start = lambda pieces: failing(pieces, 10)
+    sampler.submit(request("y", "a", tokens, max_tokens=8))
+    outcome = drain(sampler)["y"]
+    assert failures == [84, 84, 84]
+    assert isinstance(outcome, SampleFailure)
+    assert isinstance(outcome.error, CapacityError)
+    assert_slots_are_free(sampler)
 
 
 def test_stored_states_are_bounded_and_the_oldest_is_dropped_first() -> None:

@@ -42,7 +42,7 @@ class Sequence:
 
     The keys and values of the first ``cached`` tokens are in ``blocks``. Only the schedule changes these two, and the
     fields ``running``, ``turn``, ``length_class`` (how positions are encoded), ``names`` (of its full blocks, see
-    ``prefix_cache``) and ``state``.
+    ``prefix_cache``), ``state`` and ``failed_at``.
     """
 
     job: "Job"
@@ -61,6 +61,7 @@ class Sequence:
     routes: list[RouteArray] = field(default_factory=list)  # of its first tokens, if the request asks for them
     routed: int = 0  # how many tokens these are
     state: int | None = None  # in a model with linear attention: the slot of the state behind the cached tokens
+    failed_at: int = 0  # and how many tokens it had when a pass of it alone failed last
 
     @property
     def order(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host che
 # The same while most sequences wait for their prompts: a step takes almost as long for few sequences as for many, so
 # it is better to take most steps when more sequences decode.
 _AHEAD_OF_PROMPTS = 2
+_PASSES_UNTIL_LARGER = 256  # so many passes after one that ran out of memory, passes may have twice as many sequences
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ class TorchSampler:
         self._other_work_is_next: Callable[[], bool] = lambda: False
         self._numbers_so_far = SamplerNumbers(0, 0)
         self._flight: _Flight | None = None  # always None between turns
+        # How many sequences with states may share a pass: fewer after a pass that ran out of memory, see `restart` of
+        # the schedule. A pass that is only repeated would fail again.
+        self._most_together = places
+        self._passes_until_larger = 0
 
     @property
     def memory(self) -> str:
@@ -425,7 +430,10 @@ class TorchSampler:
             by_class.setdefault(self._trainer.architecture.length_class(step.stop), []).append(step)
         for alike in by_class.values():
             if self._cache is not None:
-                yield alike
+                while alike:
+                    most = self._most_together
+                    yield alike[:most]
+                    alike = alike[most:]
                 continue
             batch: list[Step] = []
             for step in sorted(alike, key=lambda each: each.stop):
@@ -458,7 +466,10 @@ class TorchSampler:
         if pending is not None:
             for step, result in zip(steps, pending.results(), strict=True):
                 self._absorb(step, result)
-        elif len(steps) > 1 and self._schedule.restart(steps):
+            self._count_until_larger()
+        elif self._schedule.restart(steps):
+            self._most_together = max(1, len(steps) // 2)
+            self._passes_until_larger = _PASSES_UNTIL_LARGER
             logging.getLogger(__name__).warning("a pass ran out of memory; its %d sequences begin anew", len(steps))
         elif len(steps) > 1:
             self._compute(steps[: len(steps) // 2])
@@ -466,6 +477,14 @@ class TorchSampler:
         else:
             error = CapacityError(f"a sequence of {steps[0].stop} tokens does not fit this device's memory")
             self._finish(steps[0].sequence.job, SampleFailure(error))
+
+    def _count_until_larger(self) -> None:
+        """Note that a pass succeeded. After enough of them, try twice as many sequences with states in a pass."""
+        if self._most_together < self._places:
+            self._passes_until_larger -= 1
+            if not self._passes_until_larger:
+                self._most_together = min(self._places, 2 * self._most_together)
+                self._passes_until_larger = _PASSES_UNTIL_LARGER
 
     def _free_memory(self) -> None:
         """Free memory that is kept for later passes: gathered weights, and blocks that torch has cached."""

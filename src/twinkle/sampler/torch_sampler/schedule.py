@@ -95,14 +95,20 @@ class Schedule:
         if self._cache is not None:
             job.stem = self._cache.share(sequence.blocks[: blocks_for(job.prompt_length)])
 
-    def restart(self, steps: Iterable[Step]) -> bool:
-        """Begin anew the sequences of a pass that failed. Return False if the pass can be repeated as it was.
+    def restart(self, steps: Collection[Step]) -> bool:
+        """Begin anew the sequences of a pass that failed, where that is needed. Return whether any of them do.
 
-        A failed pass may have changed the states of some layers. Sequences that begin in it do so with the state 0.
+        A failed pass may have changed the states of some layers. Sequences that begin in it do so with the state 0, so
+        the pass can be repeated as it was. A sequence alone begins anew only if it came further than when its pass
+        failed last.
         """
-        touched = [step.sequence for step in steps if step.start > 0] if self._states is not None else []
-        for sequence in touched:
-            self._release(sequence)
+        touched = [step for step in steps if step.start > 0] if self._states is not None else []
+        if len(steps) == 1:
+            touched = [step for step in touched if step.stop > step.sequence.failed_at]
+            for step in touched:
+                step.sequence.failed_at = step.stop
+        for step in touched:
+            self._release(step.sequence)
         return bool(touched)
 
     # --- places -------------------------------------------------------------------------------------------------------
@@ -370,7 +376,7 @@ class Schedule:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, stop: int, planned: Collection[Sequence]) -> bool:
-        """Give the sequence blocks of its own up to ``stop``. Return False if it was preempted itself."""
+        """Give the sequence blocks of its own up to ``stop``. Return False if it waits, or was preempted itself."""
         cache = self._cache
         if cache is None:
             return True
@@ -382,8 +388,9 @@ class Schedule:
                 break
             if not self._drop_stems():
                 last = self._last(planned)
-                self._preempt(last)
-                if last is sequence:
+                if last is not None:
+                    self._preempt(last)
+                if last is None or last is sequence:
                     return False
         if copied:
             shared, sequence.blocks[first] = sequence.blocks[first], cache.take_copy(sequence.blocks[first])
@@ -391,13 +398,16 @@ class Schedule:
         sequence.blocks += [cache.take() for _ in range(missing)]
         return True
 
-    def _last(self, planned: Collection[Sequence]) -> Sequence:
-        """Return the sequence to preempt: never the oldest, nor one whose step is already planned."""
+    def _last(self, planned: Collection[Sequence]) -> Sequence | None:
+        """Return the sequence to preempt: never the oldest, nor one whose step is already planned.
+
+        Return None if there is no other. Then the oldest waits for a pass in which its scope is planned first.
+        """
         samples = Counter(sequence.job for sequence in self._running)
         scopes = Counter(sequence.job.scope for sequence in self._running)
         others = [sequence for sequence in self._running[1:] if sequence not in planned]
-        assert others, "a sequence must fit the cache alone"
-        return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order))
+        assert others or planned, "a sequence must fit the cache alone"
+        return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order), default=None)
 
     def preempt_all(self) -> None:
         """Take the places of all running sequences, which begin anew when they get one again."""
