@@ -43,7 +43,10 @@ from twinkle_client.model.downloads import download_checkpoint
 
 pytestmark = pytest.mark.skipif(SAMPLER != "torch", reason="the vLLM sampler refuses adapters on experts")
 
-MODELS = ("random://qwen3-moe-tiny", *(() if BACKEND == "megatron" else ("random://gpt-oss-tiny",)))
+MODELS = (
+    "random://qwen3-moe-tiny",
+    *(() if BACKEND == "megatron" else ("random://gpt-oss-tiny", "random://qwen3.5-moe-tiny")),
+)
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=0.1)
 
 
@@ -133,8 +136,7 @@ def test_train_sample_save_and_resume(
     assert_numbers_close(sampled.logprobs, scored[len(rows[0]) :])
 
     path = training.save_state("here").result().path
-    attention = "attn" if "gpt-oss" in model else "self_attn"
-    expected = {name.replace(".self_attn.", f".{attention}.") for name in trainer.weights("alone")}
+    expected = {tinkers_name(name, model) for name in trainer.weights("alone")}
     assert set(downloaded(server, key_of(request.node.name), path)) == expected
     with TwinkleClient(server.url, key_of(request.node.name)) as client:
         assert_downloads_in_all_forms(client, path, tmp_path, alternating="gpt-oss" in model)
@@ -142,6 +144,12 @@ def test_train_sample_save_and_resume(
     for _ in range(2):
         for ours, theirs in zip(step(training, rows), step(resumed, rows), strict=True):
             assert np.array_equal(ours, theirs)
+
+
+def tinkers_name(name: str, model: str) -> str:
+    """Return a tensor's name in Tinker's files, which name the text model, and gpt-oss's attention otherwise."""
+    attention = "attn" if "gpt-oss" in model else "self_attn"
+    return name.replace(".language_model.", ".").replace(".self_attn.", f".{attention}.")
 
 
 def downloaded(server: SdkServer, key: str, path: str) -> dict[str, np.ndarray]:
