@@ -65,7 +65,7 @@ TORCH_CPU := torch==2.13.0
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench wheels test-matrix $(MATRIX:%=test-matrix-%) test-compat test-cookbook \
 	test-experts test-environments test-kit test-megatron test-vllm test-vllm-ray test-parallel test-postgres test-preprocess test-ray \
-	test-dashboard test-wheels attack chaos damage fuzz soak clean
+	test-dashboard test-thorough test-wheels attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ demo: $(STAMP) ## start a server and train a small model on it; says first how m
 
 test: $(STAMP) ## run all tests, in TEST_WORKERS processes (default 2); a test file stays in one process
 	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
+
+test-thorough: $(STAMP) ## what `make test` checks, on more model families, sizes and options: before a release
+	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile -m thorough
 
 check: $(STAMP) ## check lint, formatting, types and import layers; changes nothing
 	@$(VENV)/bin/ruff check

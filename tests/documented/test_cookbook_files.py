@@ -149,11 +149,13 @@ def test_row_30_tree_of_the_cookbook(folder: str) -> None:
     assert not (ROOT / "cookbook" / folder).exists()
 
 
+@pytest.mark.thorough
 def test_row_78_sequence_parallel_with_fsdp(model_folder: Path, tmp_path: Path) -> None:
     """It runs in one process here. tests/model/parallel and tests/cookbook/modes run it in several."""
     _trains("sp_fsdp_dense.py", model_folder, tmp_path)
 
 
+@pytest.mark.thorough
 def test_row_79_fsdp2(model_folder: Path, tmp_path: Path) -> None:
     _trains("fsdp2.py", model_folder, tmp_path)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support.models.reference import toy_llama
+from tests.support.models.token_costs import costs_measured_once
 from twinkle.model import Trainer, adopt_model
 
 
@@ -21,6 +22,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _token_costs_are_measured_once() -> Iterator[None]:
+    """Measures the memory of a model's tokens for the first trainer on it only."""
+    with costs_measured_once():
+        yield
 
 
 @pytest.fixture

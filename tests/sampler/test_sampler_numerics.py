@@ -20,6 +20,7 @@ from tests.support.models.sampling import (
     toy_trainer,
 )
 from tests.support.models.tiny_models import EXPERT_FAMILIES, FAMILIES, add_trained_adapter, tiny_model, tiny_trainer
+from tests.support.thorough import by_default
 from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
 
@@ -45,7 +46,9 @@ def generate(model: PreTrainedModel, tokens: np.ndarray, count: int) -> list[int
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", by_default("llama", "qwen2-sliding", "gemma3", "phi3-longrope", "gpt_oss", "qwen3_5", of=FAMILIES)
+)
 def test_greedy_is_what_transformers_generates(family: str) -> None:
     """All lengths, the base model and two versions in one batch, including end tokens."""
     model = tiny_model(family)

@@ -118,6 +118,7 @@ def test_kernels_are_counted_apart_from_copies(monkeypatch: pytest.MonkeyPatch) 
     assert read_trace({"traceEvents": events}) == DeviceWork(2.0, 2, 2, 0.15)
 
 
+@pytest.mark.thorough
 def test_parts_run_on_a_small_model(tmp_path: Path) -> None:
     output = tmp_path / "tiny.json"
     command = [sys.executable, BENCHMARKS / "compare_h200.py", "--json", output, "--models", "tiny", "--repeats", "1"]

@@ -54,6 +54,7 @@ def test_sft_lora(run, capsys):
     assert server.names["metrics"].keys() == local.names["metrics"].keys()
 
 
+@pytest.mark.thorough
 def test_sft_full(run, full_model, monkeypatch, capsys):
     """The script adds no adapter: on a model with train_mode: full its first verb begins a run of all parameters."""
     monkeypatch.setenv("TWINKLE_MODEL", full_model)
@@ -69,6 +70,7 @@ def test_sft_full(run, full_model, monkeypatch, capsys):
     assert server.names["metrics"].keys() == local.names["metrics"].keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["fsdp2", "sp_fsdp_dense"])
 def test_meshes_are_left_to_the_server(run, script):
     arguments = (f"transformers/{script}.py", "--epochs", 1, "--batch-size", 16, *FP32)
@@ -87,6 +89,7 @@ def test_multi_lora(run, session):
         assert_same_weights(server, local, name)
 
 
+@pytest.mark.thorough
 def test_dpo(run, session):
     arguments = ("transformers/dpo.py", "--epochs", 1, "--batch-size", 24, *FP32)
     local, server = run(*arguments), run(*arguments, connection="", client=session)

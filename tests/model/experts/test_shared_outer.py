@@ -21,6 +21,7 @@ from tests.support.models.reference import (
 )
 from tests.support.models.sampling import prompt, request, run, toy_sampler
 from tests.support.models.tiny_models import EXPERT_FAMILIES, the_result, tiny_model, tiny_trainer
+from tests.support.thorough import by_default
 from twinkle.errors import InvalidInputError
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem
 from twinkle.model.decoder.architecture import read_architecture
@@ -127,7 +128,7 @@ def test_in_company_equals_the_plain_formula(family: str) -> None:
         assert_same(company(family)[name], steps, tolerance_of(family))
 
 
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("family", by_default("qwen3_moe", "gpt_oss", of=EXPERT_FAMILIES))
 def test_in_company_equals_alone(family: str) -> None:
     for name in ("rank 5", "experts"):
         trainer = tiny_trainer(base_model(family))
