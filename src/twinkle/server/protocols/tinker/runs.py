@@ -235,10 +235,14 @@ async def tar_response(
     threads = call.gateway.tenants.pools.downloads
     directory = call.gateway.files.root / record.directory
     run = await call.gateway.store.runs.get(record.run_id)
-    services = None if run is None else call.gateway.services.get(run.model_name)
-    family = "" if services is None else services.model.architecture  # the model may be served no more
-    if form is None:
-        make = partial(TarStream, directory, root, record.created_at, last, family if tinker_names else None)
+    family = None
+    if run is not None and (tinker_names or form is not None):
+        family = await call.gateway.family_of(run.model_name)
+    if form is None:  # for a model that is served no more, the names that most families have
+        make = partial(TarStream, directory, root, record.created_at, last, family or "" if tinker_names else None)
+    elif family is None:
+        allowed = "none: its base model is not served any more; use twinkle-server convert-adapter on the download"
+        raise InvalidInputError("format", form, allowed)
     else:
         make = partial(converted_tar, directory, form, family, root, record.created_at)
     tar = await threads.in_thread(tenant_id, make)
