@@ -22,6 +22,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.model import LoraSpec, TrainItem
 from twinkle.model.adapters.expert_exports import convert, convert_folder, for_peft, for_vllm, for_vllm_3d
 from twinkle.model.types import ADAPTER_FORMATS, tinker_name
+from twinkle.server.services.checkpoints.export import conversion_bytes
 
 SPEC = LoraSpec(rank=4, alpha=6, seed=1)
 
@@ -225,6 +226,16 @@ def test_a_file_in_no_form_is_refused(change: object, message: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=message):
         trainer.create_adapter_from_checkpoint("b", write(tmp_path / "bad", config, tensors), optimizer=False)
     assert trainer.adapter_ids() == []
+
+
+@pytest.mark.parametrize("form", ["peft", "vllm", "vllm-3d"])
+def test_the_memory_that_a_conversion_takes_is_known_before(form: str, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "own")
+    (tmp_path / "other").mkdir()
+    convert_folder(tmp_path / "own", tmp_path / "other", form)
+    files = [(tmp_path / each / "adapter_model.safetensors").stat().st_size for each in ("own", "other")]
+    assert sum(files) < conversion_bytes(tmp_path / "own") < 4 * sum(files)
+    assert conversion_bytes(tmp_path / "nothing") == 0
 
 
 @pytest.mark.parametrize("zero", [("w1",), ("w3",), ("w1", "w3")])

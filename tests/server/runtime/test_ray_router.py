@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from safetensors.numpy import load, save_file
 
 from tests.support.servers.running import mock_config, training_body
+from twinkle.model.trainer.host_memory import HostMemory
 from twinkle.server.app import make_app
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
@@ -32,6 +33,7 @@ from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
+from twinkle.server.tenancy.memory import MemoryGuard
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
@@ -259,6 +261,20 @@ def test_any_process_knows_the_form_of_a_models_adapters(run):
         }
         assert any(".attn." in name for name in adapter_in(there))
         await here.aclose()
+
+    run(check)
+
+
+def test_a_conversion_needs_free_memory(run):
+    async def check(cluster: Cluster) -> None:
+        place = await save_like_gpt_oss(cluster)
+        native = f"twinkle/checkpoints/{place.replace('/checkpoints', '', 1)}/archive"
+        memory = HostMemory(limit=2**40, used=0)
+        cluster.gateway.memory.guard = MemoryGuard(2**40 - 1000, lambda: memory)  # 1000 bytes are free
+        refused = await cluster.http.get(f"{native}?format=peft")
+        assert refused.status_code == 503, refused.text
+        assert "memory_reserve_bytes" in refused.json()["detail"]
+        assert (await cluster.http.get(native)).status_code == 200  # as saved, it is read in pieces
 
     run(check)
 

@@ -22,7 +22,7 @@ from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id
 from twinkle.server.http.routes import Call, Routes, json_body, unread_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import LISTED_KINDS, expired
-from twinkle.server.services.checkpoints.export import converted_tar
+from twinkle.server.services.checkpoints.export import conversion_bytes, converted_tar
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord
@@ -244,6 +244,8 @@ async def tar_response(
         allowed = "none: its base model is not served any more; use twinkle-server convert-adapter on the download"
         raise InvalidInputError("format", form, allowed)
     else:
+        needed = await threads.in_thread(tenant_id, partial(conversion_bytes, directory))
+        call.gateway.memory.guard.check(needed)
         make = partial(converted_tar, directory, form, family, root, record.created_at)
     tar = await threads.in_thread(tenant_id, make)
     if tar.empty:  # the checkpoint was deleted meanwhile
