@@ -127,7 +127,9 @@ def test_the_whole_layer_by_its_parameter_beside_its_projections_is_refused() ->
 
 
 def test_a_file_with_the_whole_layer_and_its_projections_is_refused(tmp_path: Path) -> None:
-    config, tensors = saved(trained(LoraSpec(rank=4, target_modules=["in_proj_q", "in_proj_k", "in_proj_v"])), tmp_path / "own")
+    config, tensors = saved(
+        trained(LoraSpec(rank=4, target_modules=["in_proj_q", "in_proj_k", "in_proj_v"])), tmp_path / "own"
+    )
     _, joint = with_joint_projections(config, tensors)
     with pytest.raises(UnsupportedError, match="linear_attn: got in_proj_qkv beside its parts in_proj_q"):
         with_joint_projections(config, {**tensors, **joint})

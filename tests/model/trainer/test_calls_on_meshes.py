@@ -19,8 +19,8 @@ from tests.support.models.tiny_models import the_result, tiny_trainer
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.loss import get_loss
 from twinkle.model import Datum, LoraSpec, Trainer, TrainFailure, TrainItem
-from twinkle.model.parallel import Parallelism, Ranks
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
+from twinkle.model.parallel import Parallelism, Ranks
 from twinkle.model.trainer.agreement import agree_on_plan, contents_digest
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.call import TrainerCall

@@ -121,9 +121,7 @@ class ImageReader:
             isinstance(image.pixels, EncodedImage) and self._trainer is not None and self._trainer.wants_pixels(image)
         )
 
-    def decode_lost(
-        self, images: Sequence[Image], field: str, decoded: dict[str, ResizedImage]
-    ) -> tuple[Image, ...]:
+    def decode_lost(self, images: Sequence[Image], field: str, decoded: dict[str, ResizedImage]) -> tuple[Image, ...]:
         """Return the images of an accepted sequence, with those decoded whose features were dropped meanwhile.
 
         ``decoded``: as in :meth:`decode`.
