@@ -117,3 +117,19 @@ def test_the_whole_layer_and_its_projections_in_one_adapter_are_refused() -> Non
     trainer.create_adapter("a", LoraSpec(4, target_modules=r".*\.in_proj_.*"))  # a pattern means PEFT's modules
     found = {name.split(".")[-3] for name in trainer.weights("a")}
     assert found == {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"}
+
+
+def test_the_whole_layer_by_its_parameter_beside_its_projections_is_refused() -> None:
+    trainer = tiny_trainer(tiny_model("qwen3_5"))
+    spec = LoraSpec(4, target_modules=["in_proj_v"], target_parameters=["linear_attn.in_proj_qkv.weight"])
+    with pytest.raises(InvalidInputError, match=r"target_parameters.*in_proj_qkv\.weight.*nothing beside in_proj_v"):
+        trainer.create_adapter("a", spec)
+
+
+def test_a_file_with_the_whole_layer_and_its_projections_is_refused(tmp_path: Path) -> None:
+    config, tensors = saved(
+        trained(LoraSpec(rank=4, target_modules=["in_proj_q", "in_proj_k", "in_proj_v"])), tmp_path / "own"
+    )
+    _, joint = with_joint_projections(config, tensors)
+    with pytest.raises(UnsupportedError, match="linear_attn: got in_proj_qkv beside its parts in_proj_q"):
+        with_joint_projections(config, {**tensors, **joint})

@@ -22,6 +22,7 @@ from twinkle.errors import CheckpointError, InvalidInputError, UnsupportedError
 from twinkle.model import LoraSpec, TrainItem
 from twinkle.model.adapters.expert_exports import convert, convert_folder, for_peft, for_vllm, for_vllm_3d
 from twinkle.model.types import ADAPTER_FORMATS, tinker_name
+from twinkle.server.services.checkpoints.export import conversion_bytes
 
 SPEC = LoraSpec(rank=4, alpha=6, seed=1)
 
@@ -211,6 +212,10 @@ EXPERTS = "base_model.model.model.layers.1.mlp.experts"
             lambda t: t.update({f"{EXPERTS}.0.up_proj.lora_A.weight": torch.zeros(1, 4, 32)}),
             r"experts\.0\.up_proj\.lora_A\.weight: got 3 dimensions, expected 2",
         ),
+        (
+            lambda t: t.update({f"{EXPERTS}.w3.lora_A.weight": torch.zeros(1, 4, 32)}),
+            r"layers\.1\.mlp\.experts: w3 has tensors of single experts beside tensors of all experts",
+        ),
     ],
 )
 def test_a_file_in_no_form_is_refused(change: object, message: str, tmp_path: Path) -> None:
@@ -221,6 +226,41 @@ def test_a_file_in_no_form_is_refused(change: object, message: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=message):
         trainer.create_adapter_from_checkpoint("b", write(tmp_path / "bad", config, tensors), optimizer=False)
     assert trainer.adapter_ids() == []
+
+
+@pytest.mark.parametrize("form", ["peft", "vllm", "vllm-3d"])
+def test_the_memory_that_a_conversion_takes_is_known_before(form: str, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "own")
+    (tmp_path / "other").mkdir()
+    convert_folder(tmp_path / "own", tmp_path / "other", form)
+    files = [(tmp_path / each / "adapter_model.safetensors").stat().st_size for each in ("own", "other")]
+    assert sum(files) < conversion_bytes(tmp_path / "own") < 4 * sum(files)
+    assert conversion_bytes(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize("zero", [("w1",), ("w3",), ("w1", "w3")])
+def test_an_alpha_of_zero_leaves_the_others_as_they_are(zero: tuple[str, ...], tmp_path: Path) -> None:
+    """PEFT allows it. Gate and up become one projection, with one scaling."""
+    config, tensors, _ = saved("qwen3_moe", tmp_path / "own")
+    pattern = {rf"experts\.{name}": 0 for name in zero}
+    _, got = convert({**config, "alpha_pattern": pattern}, tensors, "vllm-3d")
+    for name in zero:
+        tensors |= {key: torch.zeros_like(each) for key, each in tensors.items() if f".{name}.lora_B" in key}
+    _, wanted = convert(config, tensors, "vllm-3d")
+    front = f"{EXPERTS}.base_layer.lora"
+    assert got.keys() == wanted.keys()
+    for name in got:  # the scaling is multiplied into B
+        if not name.startswith(front) or "lora_B" in name:
+            torch.testing.assert_close(got[name], wanted[name], rtol=1e-6, atol=0, msg=name)
+
+
+def test_a_trained_adapter_has_an_alpha_above_zero(tmp_path: Path) -> None:
+    config, tensors, _ = saved("qwen3_moe", tmp_path / "own")
+    config, tensors = for_vllm(config, tensors)
+    trainer = tiny_trainer(tiny_model("qwen3_moe"))
+    folder = write(tmp_path / "zero", {**config, "lora_alpha": 0}, tensors)
+    with pytest.raises(InvalidInputError, match=r"alpha: got 0\.0, allowed: a finite number > 0"):
+        trainer.create_adapter_from_checkpoint("b", folder, optimizer=False)
 
 
 def test_experts_that_share_nothing_do_not_become_an_adapter_that_shares(tmp_path: Path) -> None:

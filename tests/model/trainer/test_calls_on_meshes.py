@@ -4,6 +4,7 @@ The pipeline here is one engine that computes the micro-batches of a group one a
 what is tested is how a call is planned, agreed on, and put together again.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ from tests.model.trainer.test_objectives_in_trainer import squared_sum
 from tests.support.models.reference import assert_tensors_close, random_datum, toy_llama, with_random_weights
 from tests.support.models.tiny_models import the_result, tiny_trainer
 from twinkle.errors import CapacityError, InvalidInputError
+from twinkle.loss import get_loss
 from twinkle.model import Datum, LoraSpec, Trainer, TrainFailure, TrainItem
+from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.parallel import Parallelism, Ranks
-from twinkle.model.trainer.agreement import agree_on_plan
+from twinkle.model.trainer.agreement import agree_on_plan, contents_digest
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.call import TrainerCall
 from twinkle.model.trainer.engine import Computed, Engine
@@ -278,3 +281,15 @@ def test_ranks_that_understand_a_plan_differently_notice() -> None:
         2, lambda ranks: agree_on_plan(ranks, make_plan, lambda items: True, lambda made: str(ranks.number))
     )
     assert [type(outcome) for outcome in outcomes] == [InvalidInputError] * 2
+
+
+def test_the_digest_of_a_requests_contents_has_its_routes() -> None:
+    """Ranks that replay different routes would not compute the same sequences."""
+    tokens = np.arange(3)
+    given = [None, np.zeros((3, 2, 1), np.int16), np.ones((3, 2, 1), np.int16), np.zeros((3, 1, 2), np.int16)]
+    digests = []
+    for routes in given:
+        datum = CheckedDatum(tokens, tokens[:, None], {}, (3,), routes=routes)
+        item = CheckedItem("a", get_loss("cross_entropy"), {}, (datum,))
+        digests += [contents_digest(dataclasses.replace(item, records_routes=each), "", None) for each in (False, True)]
+    assert len(set(digests)) == len(digests)

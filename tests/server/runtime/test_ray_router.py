@@ -1,15 +1,22 @@
 """Two replicas of a model and a gateway, as on Ray but in one process: the right replica answers each request."""
 
 import asyncio
+import io
+import json
+import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from safetensors.numpy import load, save_file
 
 from tests.support.servers.running import mock_config, training_body
+from twinkle.model.trainer.host_memory import HostMemory
 from twinkle.server.app import make_app
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
@@ -26,6 +33,7 @@ from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
+from twinkle.server.tenancy.memory import MemoryGuard
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
@@ -187,6 +195,105 @@ def test_everything_lands_where_it_belongs(run):
         assert status["models"]["mock"]["ops"] == 6 * 4
         capacity = (await cluster.http.get("twinkle/capacity_info")).json()
         assert capacity["used_loras"] == 6
+
+    run(check)
+
+
+async def save_like_gpt_oss(cluster: Cluster) -> str:
+    """Save a checkpoint, put an adapter on gpt-oss into it, and return its run and name for paths."""
+    for member in cluster.members.values():
+        model = replace(member.services.model, architecture="gpt_oss")
+        member.services = replace(member.services, model=model)
+        member.process.services["mock"] = member.gateway.services["mock"] = member.services
+    model = await cluster.model(await cluster.session(), 0)
+    save = {"model_id": model, "seq_id": 1, "path": "ck"}
+    assert (await cluster.result((await cluster.post("save_weights", save)).json()["request_id"])).is_success
+    record = await cluster.store.checkpoints.get(model, "weights", "ck")
+    assert record is not None
+    directory = cluster.config.data_dir / record.directory
+    for file in directory.iterdir():
+        file.unlink()
+    layer, count, rank = "base_model.model.model.layers.0", 2, 3
+    shapes = {
+        "self_attn.q_proj": ((rank, 4), (6, rank)),
+        "mlp.experts.base_layer": ((count * rank, 4), (8, rank * count)),
+        "mlp.experts": ((count * rank, 4), (4, rank * count)),
+    }
+    values = np.random.default_rng(1)
+    tensors = {
+        f"{layer}.{name}.lora_{factor}.weight": values.normal(size=size).astype(np.float32)
+        for name, sizes in shapes.items()
+        for factor, size in zip("AB", sizes, strict=True)
+    }
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = {"r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "target_parameters": parameters}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "LORA"}))
+    return f"{model}/checkpoints/weights/ck"
+
+
+def adapter_in(archive: bytes) -> dict[str, Any]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        name = next(each for each in tar.getnames() if each.endswith("adapter_model.safetensors"))
+        file = tar.extractfile(name)
+        assert file is not None
+        return load(file.read())
+
+
+def test_any_process_knows_the_form_of_a_models_adapters(run):
+    """The model is in other processes; its family decides names and the order of the experts' rows in archives."""
+
+    async def check(cluster: Cluster) -> None:
+        place = await save_like_gpt_oss(cluster)
+        signed = await cluster.http.get(f"training_runs/{place}/archive")
+        assert signed.status_code == 302, signed.text
+        url = signed.headers["location"].replace("http://localhost/api/v1/", "")
+        found = adapter_in((await cluster.http.get(url)).content)
+        assert {name.split(".")[5] for name in found} == {"attn", "mlp"}
+        native = f"twinkle/checkpoints/{place.replace('/checkpoints', '', 1)}/archive?format=tinker"
+        there = (await cluster.http.get(native)).content
+        member = next(iter(cluster.members.values()))
+        member.gateway.store = cluster.store
+        here = httpx.AsyncClient(transport=httpx.ASGITransport(member.app), base_url="http://localhost/api/v1/")
+        same = await here.get(native, headers={"X-API-Key": "tml-a"})
+        assert {name: each.tobytes() for name, each in adapter_in(there).items()} == {
+            name: each.tobytes() for name, each in adapter_in(same.content).items()
+        }
+        assert any(".attn." in name for name in adapter_in(there))
+        await here.aclose()
+
+    run(check)
+
+
+def test_a_conversion_needs_free_memory(run):
+    async def check(cluster: Cluster) -> None:
+        place = await save_like_gpt_oss(cluster)
+        native = f"twinkle/checkpoints/{place.replace('/checkpoints', '', 1)}/archive"
+        memory = HostMemory(limit=2**40, used=0)
+        cluster.gateway.memory.guard = MemoryGuard(2**40 - 1000, lambda: memory)  # 1000 bytes are free
+        refused = await cluster.http.get(f"{native}?format=peft")
+        assert refused.status_code == 503, refused.text
+        assert "memory_reserve_bytes" in refused.json()["detail"]
+        assert (await cluster.http.get(native)).status_code == 200  # as saved, it is read in pieces
+
+    run(check)
+
+
+def test_the_form_of_a_model_that_has_never_answered(run):
+    """A gateway that has just started must not guess."""
+
+    async def check(cluster: Cluster) -> None:
+        place = await save_like_gpt_oss(cluster)
+        signed = await cluster.http.get(f"training_runs/{place}/archive")
+        url = signed.headers["location"].replace("http://localhost/api/v1/", "")
+        for member in cluster.members.values():
+            member.is_gone = True
+        refused = await cluster.http.get(url)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1"), refused.text
+        assert "mock does not answer yet" in refused.json()["detail"]
+        for member in cluster.members.values():
+            member.is_gone = False
+        assert (await cluster.http.get(url)).status_code == 200
 
     run(check)
 

@@ -102,7 +102,8 @@ def test_an_image_whose_features_were_dropped_is_decoded_in_the_pool() -> None:
     async def later() -> tuple[Op, Op, Op]:
         reader = ImageReader("model", VISION, PROCESSING, trainer)
         images = RequestImages(SimpleNamespace(name="model", images=reader), FairPool("images", threads=2, at_once=1))  # type: ignore[arg-type]
-        accepted = await images.decode(await images.place(op_of(sent()), "tenant", None), "tenant", None)
+        op = op_of(sent(), sent(index=1))
+        accepted = await images.decode(await images.place(op, "tenant", None), "tenant", None)
         known = await images.decode_lost(accepted, "tenant")
         trainer.forgot = True
         return accepted, known, await images.decode_lost(accepted, "tenant")
@@ -112,7 +113,9 @@ def test_an_image_whose_features_were_dropped_is_decoded_in_the_pool() -> None:
     assert known is accepted
     for op, pixels in ((accepted, EncodedImage), (lost, ResizedImage)):
         assert isinstance(op.payload, TrainPass)
-        assert isinstance(op.payload.data[0].images[0].pixels, pixels)
+        first, second = (datum.images[0].pixels for datum in op.payload.data)
+        assert isinstance(first, pixels)
+        assert first is second, "one file is decoded once"
     assert lost.digest == accepted.digest
     assert trainer.threads[-1].startswith("images")
 
@@ -165,20 +168,25 @@ def test_the_images_of_a_pass_that_is_sent_again_are_not_read_again(tmp_path: Pa
     assert b"with another request" in other.body
 
 
-async def in_one_batch(root: Path, error: Exception) -> list[Outcome | None]:
+async def in_one_batch(root: Path, error: Exception | None) -> list[Outcome | None]:
     """Run passes of two tenants in one batch, where decoding the lost images of the second one raises ``error``.
 
-    Return the outcomes; None: the op has not ended.
+    None: it takes until the first one has its outcome. Return the outcomes; None: the op has not ended.
     """
     store, compute, now = await Store.open(root), Compute(), time.time()
     model = replace(mock_model(), images=ImageReader("mock", VISION, PROCESSING, Knows()))
     service = model_service(model, store, compute, root)
-    runner, held = service._runner, False
+    runner, held, others_ended = service._runner, False, asyncio.Event()
 
     class Failing(RequestImages):
+        def lacks_pixels(self, op: Op) -> bool:
+            return op.kind.is_pass and op.adapter_id == ids.run_id("s-second", 0)
+
         async def decode_lost(self, op: Op, tenant_id: str) -> Op:
             if tenant_id == "second" and op.kind.is_pass:
-                raise error
+                if error is not None:
+                    raise error
+                await others_ended.wait()
             return op
 
     runner._images = Failing(model, FairPool("images", threads=2, at_once=1))
@@ -199,8 +207,9 @@ async def in_one_batch(root: Path, error: Exception) -> list[Outcome | None]:
             requests.append(ids.RequestId.parse(await service.submit(op)))
         held = False
         runner._wake.set()
-        first = await service.wait(requests[0], runs[0], 30)
-        second = await service.wait(requests[1], runs[1], 0)
+        first = await service.wait(requests[0], runs[0], 10)
+        others_ended.set()
+        second = await service.wait(requests[1], runs[1], 0 if isinstance(error, ShuttingDownError) else 10)
         await service.stop()
         return [first, second]
     finally:
@@ -225,6 +234,15 @@ def test_lost_images_that_cannot_be_decoded_fail_their_own_op(
     assert first is not None
     assert not first.failed, first.body
     assert second is None if said is None else second is not None and second.failed and said in second.body
+
+
+def test_nobody_waits_for_the_lost_images_of_another_tenant(tmp_path: Path) -> None:
+    """They may wait long for their turn in the pool of threads, behind other images of their tenant."""
+    first, second = asyncio.run(in_one_batch(tmp_path, None))
+    assert first is not None
+    assert second is not None
+    assert not first.failed, first.body
+    assert not second.failed, second.body
 
 
 def test_the_digest_of_the_request_stays() -> None:

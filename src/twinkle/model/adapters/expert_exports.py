@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,6 +42,7 @@ from twinkle.model.adapters.expert_forms import (
 from twinkle.model.adapters.linear_attention_forms import with_joint_projections
 from twinkle.model.adapters.peft_config import NOTE
 from twinkle.model.types import ADAPTER_FORMATS, tinker_name
+from twinkle.model.weights.tensor_files import write_tensors
 
 # The form that vLLM 0.24 reads for the experts of each family. Of other families it takes no adapters on experts.
 VLLM_FORMS: Mapping[str, str] = {
@@ -202,7 +204,17 @@ def convert_folder(source: Path, target: Path, form: str, *, alternating: bool =
     except (ValueError, RecursionError, OSError, SafetensorError) as error:
         raise CheckpointError(f"could not read {source}: {error}") from error
     config, tensors = convert(config, tensors, form, alternating=alternating)
-    save_file({name: each.contiguous() for name, each in tensors.items()}, target / _WEIGHTS, {"format": "pt"})
+    _write(target / _WEIGHTS, tensors)
     (target / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if (source / NOTE).is_file():
         shutil.copyfile(source / NOTE, target / NOTE)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors one at a time, so that a server answers meanwhile. Few files have tensors of several dtypes."""
+    dtypes = {each.dtype for each in tensors.values()}
+    if len(dtypes) > 1:
+        save_file({name: each.contiguous() for name, each in tensors.items()}, path, {"format": "pt"})
+    else:
+        shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+        write_tensors({path: shapes}, dtypes.pop() if dtypes else torch.float32, tensors.items())

@@ -199,6 +199,8 @@ def _layer(name: str, factors: Mapping[tuple[str, str], Mapping[int | None, Tens
         a, b = (factors.get((projection, factor)) for factor in "AB")
         if a is None or b is None:
             raise CheckpointError(f"{name}: {projection} has no lora_{'A' if a is None else 'B'}")
+        if (None in a) is not (None in b) or (None in a and len(a) + len(b) > 2):
+            raise CheckpointError(f"{name}: {projection} has tensors of single experts beside tensors of all experts")
         if None not in a:
             layer[projection] = _stacked(name, projection, a, b, spec)
         elif a[None].dim() == 3:
@@ -337,11 +339,12 @@ def joined(layer: Layer) -> Layer:
             found["gate_up"] = Projection(gate.a_ERI, both, gate.scaling)
         else:
             width = gate.b_EOR.shape[1]
+            scaling = gate.scaling or up.scaling  # an alpha of 0 is allowed: then that one stays 0, in its B
             a_ERI = torch.cat([gate.a_ERI.expand(count, -1, -1), up.a_ERI.expand(count, -1, -1)], 1)
             b_EOR = gate.b_EOR.new_zeros(count, 2 * width, gate.rank + up.rank)
-            b_EOR[:, :width, : gate.rank] = gate.b_EOR
-            b_EOR[:, width:, gate.rank :] = up.b_EOR * (up.scaling / gate.scaling)
-            found["gate_up"] = Projection(a_ERI, b_EOR, gate.scaling)
+            b_EOR[:, :width, : gate.rank] = gate.b_EOR * (gate.scaling / scaling if scaling else 1.0)
+            b_EOR[:, width:, gate.rank :] = up.b_EOR * (up.scaling / scaling if scaling else 1.0)
+            found["gate_up"] = Projection(a_ERI, b_EOR, scaling)
     return {name: _for_all(each) for name, each in found.items()}
 
 

@@ -75,6 +75,8 @@ def _by_net(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[tuple[str, st
     for net, factors in nets.items():
         if len(factors) != 2 * len(PARTS):
             raise UnsupportedError(f"{net}: other programs need all of {', '.join(PARTS)}")
+        if any(name.startswith(f"{net}.{JOINT}.lora_") for name in others):
+            raise UnsupportedError(f"{net}: got {JOINT} beside its parts {', '.join(PARTS)}, allowed: one of both")
     return nets, others
 
 

@@ -115,6 +115,11 @@ def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, 
         if name in kept or not kept.isdisjoint(f"{experts}.{each}" for each in ("w1", "w2", "w3")):
             raise InvalidInputError("target_parameters", name, "no part of the modules that target_modules names")
     wanted = kept | parameters
+    for split in architecture.split:  # names in target_modules alone were checked before
+        parts = [_last(part.name) for part in split.parts if part.name in wanted]
+        if split.whole.name in wanted and parts:
+            allowed = f"nothing beside {', '.join(parts)} in target_modules, which are parts of it"
+            raise InvalidInputError("target_parameters", f"{split.whole.name}.weight", allowed)
     every = (*architecture.projections, *architecture.shared_outer, *architecture.independent, architecture.head)
     targets = tuple(target for target in every if target.name in wanted)
     if spec.dropout and any(target.copies is not None for target in targets):  # PEFT refuses it, too

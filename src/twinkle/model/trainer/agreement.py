@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleError
 from twinkle.model.csr import Csr
 from twinkle.model.decoder.lora.dropout import DropoutDraw
@@ -56,11 +58,14 @@ def agree(ranks: Ranks, own: Sequence[RankReport]) -> list[TwinkleError | None]:
 def contents_digest(item: CheckedItem, layout: str, dropout: DropoutDraw | None) -> str:
     """Return a digest of all that decides the numbers of a request, except the weights. ``layout``: its digest."""
     draw = None if dropout is None else (dropout.probability, dropout.seed, dropout.number, tuple(dropout.sequences))
-    options = item.loss.name, sorted(item.config.items()), item.temperature, item.statistics, item.output
+    said = item.loss.name, sorted(item.config.items()), item.temperature, item.statistics, item.output
+    options = (*said, item.records_routes)
     summed = hashlib.blake2b(repr((layout, draw, *options)).encode(), digest_size=16)
     for datum in item.data:
         summed.update(repr([(image.first, image.rows, image.columns, image.digest) for image in datum.images]).encode())
-        for name, array in (("", datum.tokens), ("", datum.targets), *sorted(datum.inputs.items())):
+        routes = np.empty(0, np.int16) if datum.routes is None else datum.routes
+        given = (("", datum.tokens), ("", datum.targets), ("routes", routes), *sorted(datum.inputs.items()))
+        for name, array in given:
             parts = (array.crow, array.col, array.values) if isinstance(array, Csr) else (array,)
             for part in parts:
                 summed.update(f"{name} {part.shape} ".encode())

@@ -121,14 +121,16 @@ class ImageReader:
             isinstance(image.pixels, EncodedImage) and self._trainer is not None and self._trainer.wants_pixels(image)
         )
 
-    def decode_lost(self, images: Sequence[Image], field: str) -> tuple[Image, ...]:
-        """Return the images of an accepted sequence, with those decoded whose features were dropped meanwhile."""
-        return tuple(
-            replace(image, pixels=self._of_model(field).resized(image.pixels, field, _LARGEST))
-            if isinstance(image.pixels, EncodedImage) and self.lacks_pixels(image)
-            else image
-            for image in images
-        )
+    def decode_lost(self, images: Sequence[Image], field: str, decoded: dict[str, ResizedImage]) -> tuple[Image, ...]:
+        """Return the images of an accepted sequence, with those decoded whose features were dropped meanwhile.
+
+        ``decoded``: as in :meth:`decode`.
+        """
+        for image in images:
+            file = image.pixels
+            if image.digest not in decoded and isinstance(file, EncodedImage) and self.lacks_pixels(image):
+                decoded[image.digest] = self._of_model(field).resized(file, field, _LARGEST)
+        return tuple(replace(image, pixels=decoded.get(image.digest, image.pixels)) for image in images)
 
     def _between(self, tokens: IntArray, sent: SentImages, limits: ImageLimits) -> tuple[IntArray, SentImages]:
         """Return the tokens of the text, and the files with their places between these tokens."""

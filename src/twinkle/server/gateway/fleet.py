@@ -52,6 +52,7 @@ class ModelReport:
     adapters: Mapping[str, int]  # number of live adapters by tenant
     busy_sessions: frozenset[str]  # ids of the sessions that have ops which are not finished
     device: str = "cpu"  # what the model computes on
+    architecture: str = ""  # the family of the model, which decides what its adapters look like in files
     replicas: Mapping[str, bool] = field(default_factory=lambda: {"": True})  # by name: whether it answers now
 
     @property
@@ -131,6 +132,7 @@ def report_of(services: Services, longest_step: float) -> ModelReport:
         adapters=dict(Counter(adapter.run.tenant_id for adapter in training.adapters)),
         busy_sessions=frozenset(adapter.run.session_id for adapter in training.adapters if adapter.unfinished),
         device=model.device,
+        architecture=model.architecture,
     )
 
 

@@ -15,7 +15,15 @@ from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
+from twinkle.errors import (
+    CapacityError,
+    GoneError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from twinkle.images import SentImages
 from twinkle.model.types import LoraSpec, TrainingSpec
 from twinkle.sampler.types import SampleRequest
@@ -120,6 +128,7 @@ class Gateway:
         self._sampling_services = [entry.sampling for entry in services.values() if entry.sampling is not None]
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
+        self._families: dict[str, str] = {}  # a cache: of models in other processes, by the name of the model
         # A cache: every sample looks up its sampling session, and these records never change.
         self._samplers: dict[str, SamplingSessionRecord] = {}
         self._sampling_clients = SamplingClients(store.sampling_sessions)
@@ -193,6 +202,24 @@ class Gateway:
             served = ", ".join(one.name for one in self.config.served_models)
             raise UnsupportedError(f"base model {model_name!r} is not served any more; served: {served}")
         return services
+
+    async def family_of(self, model_name: str) -> str | None:
+        """Return the family of a base model that a database record names, which decides what its adapters look like in
+        files. None: it is not served any more.
+
+        On Ray its services may be in another process, which is asked once. CapacityError: it has never answered.
+        """
+        services = self.services.get(model_name)
+        if services is not None:
+            return services.model.architecture
+        if model_name not in (served.name for served in self.config.served_models):
+            return None
+        if model_name not in self._families:
+            reports = await self.fleet_of_all.reports()
+            self._families |= {name: report.architecture for name, report in reports.items()}
+        if model_name not in self._families:
+            raise CapacityError(f"{model_name} does not answer yet: try again")
+        return self._families[model_name]
 
     async def listed_models(self) -> dict[str, ModelReport]:
         """Return the reports of models, by the names that the configuration shows to clients.

@@ -69,18 +69,24 @@ class RequestImages:
         payload = await self._pool.in_thread(tenant_id, decoded)
         return replace(op, payload=payload, sent_digest=op.digest)
 
+    def lacks_pixels(self, op: Op) -> bool:
+        """Return whether an op that is to run now has images whose features were known and then dropped."""
+        asked, reader = op.payload, self._model.images
+        if not isinstance(asked, Pass) or reader is None:
+            return False
+        return any(reader.lacks_pixels(image) for each in asked.sequences for image in each.images)
+
     async def decode_lost(self, op: Op, tenant_id: str) -> Op:
         """Return an op that is to run now with those images decoded whose features were known and then dropped."""
         asked, reader = op.payload, self._model.images
-        if not isinstance(asked, Pass) or reader is None:
+        if not self.lacks_pixels(op) or not isinstance(asked, Pass) or reader is None:
             return op
         sequences = asked.sequences
-        if not any(reader.lacks_pixels(image) for each in sequences for image in each.images):
-            return op
 
         def decoded() -> Payload:
+            again: dict[str, ResizedImage] = {}
             found = [
-                replace(each, images=reader.decode_lost(each.images, f"images of sequence {index}"))
+                replace(each, images=reader.decode_lost(each.images, f"images of sequence {index}", again))
                 for index, each in enumerate(sequences)
             ]
             return asked.placed(found, asked.pixels)

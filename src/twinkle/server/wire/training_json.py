@@ -105,9 +105,9 @@ def _array(name: str, tensor: _Tensor, field: str) -> AnyArray:
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
         raise InvalidInputError(f"{field}.shape", shape, f"sizes whose product is {len(tensor.data)}")
+    if dtype == "int64" and any(isinstance(value, float) for value in tensor.data):
+        raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
     try:
-        if dtype == "int64" and tensor.data and np.array(tensor.data).dtype.kind == "f":  # at least one is no integer
-            raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
         return np.array(tensor.data, dtype).reshape(shape)
     except ValueError:  # an empty tensor may declare sizes that numpy refuses, such as (0, 10**30)
         raise InvalidInputError(f"{field}.shape", shape, "sizes that memory can hold") from None

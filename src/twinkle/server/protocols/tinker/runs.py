@@ -22,7 +22,7 @@ from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id
 from twinkle.server.http.routes import Call, Routes, json_body, unread_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import LISTED_KINDS, expired
-from twinkle.server.services.checkpoints.export import converted_tar
+from twinkle.server.services.checkpoints.export import conversion_bytes, converted_tar
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord
@@ -235,11 +235,17 @@ async def tar_response(
     threads = call.gateway.tenants.pools.downloads
     directory = call.gateway.files.root / record.directory
     run = await call.gateway.store.runs.get(record.run_id)
-    services = None if run is None else call.gateway.services.get(run.model_name)
-    family = "" if services is None else services.model.architecture  # the model may be served no more
-    if form is None:
-        make = partial(TarStream, directory, root, record.created_at, last, family if tinker_names else None)
+    family = None
+    if run is not None and (tinker_names or form is not None):
+        family = await call.gateway.family_of(run.model_name)
+    if form is None:  # for a model that is served no more, the names that most families have
+        make = partial(TarStream, directory, root, record.created_at, last, family or "" if tinker_names else None)
+    elif family is None:
+        allowed = "none: its base model is not served any more; use twinkle-server convert-adapter on the download"
+        raise InvalidInputError("format", form, allowed)
     else:
+        needed = await threads.in_thread(tenant_id, partial(conversion_bytes, directory))
+        call.gateway.memory.guard.check(needed)
         make = partial(converted_tar, directory, form, family, root, record.created_at)
     tar = await threads.in_thread(tenant_id, make)
     if tar.empty:  # the checkpoint was deleted meanwhile

@@ -4,6 +4,7 @@ An adapter is exported as PEFT's two files, and all parameters of a model as the
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from twinkle.errors import InvalidInputError
@@ -23,6 +25,7 @@ from twinkle.server.state.files.file_checksums import check_files
 from twinkle.utils.progress import Progress
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NUMBER_BYTES = 4  # our files have float32
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
@@ -72,11 +75,26 @@ def check_format(form: str | None) -> None:
         raise InvalidInputError("format", form, f"one of {', '.join(ADAPTER_FORMATS)}")
 
 
+def conversion_bytes(directory: Path) -> int:
+    """Return about how much memory :func:`converted_tar` takes; 0 for what it refuses. Reads the names of tensors.
+
+    A form may have a copy of a factor for each expert where the file has one for all of them.
+    """
+    try:
+        with safe_open(directory / WEIGHTS, "numpy") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError):
+        return 0
+    experts = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=1)
+    copied = sum(math.prod(shape) * (experts if len(shape) == 3 and shape[0] == 1 else 1) for shape in shapes.values())
+    # As read, and twice as written: while a form is made, its parts are there, too.
+    return _NUMBER_BYTES * (sum(map(math.prod, shapes.values())) + 2 * copied)
+
+
 def converted_tar(directory: Path, form: str, family: str, root: str, modified: float) -> TarStream:
     """Return the adapter of a model of this family in another form, as a tar stream whose files are already deleted.
 
-    Blocks, and holds the adapter in memory in both forms: with copies for each expert, a form may be much larger than
-    the checkpoint.
+    Blocks, and holds the adapter in memory in both forms, see :func:`conversion_bytes`.
     """
     # It imports torch, which a server whose models are in other processes needs only for this.
     from twinkle.model.adapters.expert_exports import convert_folder

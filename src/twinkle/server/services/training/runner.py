@@ -207,7 +207,9 @@ class OpRunner:
             held_until = self._held_until()
             batch = self._scheduler.next_batch(hold_passes=held_until is not None)
             tasks = [] if batch is None else [self._task(op) for op in batch.ops]
-            if batch is not None and batch.long and self._may_run_beside():
+            if batch is not None and self._model.images is not None:
+                tasks = self._without_lost_images(tasks, long=batch.long)
+            if batch is not None and batch.long and tasks and self._may_run_beside():
                 await self._long_passes.beside.acquire()  # does not wait: _may_run_beside has checked it
                 self._background.start(self._run_long(tasks))
             elif batch is not None:
@@ -288,6 +290,30 @@ class OpRunner:
         finally:
             self._long_passes.beside.release()
             self._wake.set()
+
+    def _without_lost_images(self, tasks: list[Task], *, long: bool) -> list[Task]:
+        """Return the tasks of a batch without those of adapters that need images decoded again, which run in the
+        background.
+
+        Decoding takes long, and waits for its tenant's turn in the pool of threads: other tenants must not wait, too.
+        While there are suspects, only one batch runs at a time, so all stay.
+        """
+        lost = {task.op.adapter_id for task in tasks if self._images.lacks_pixels(task.op)}
+        if not lost or self._running.has_suspects:
+            return tasks
+        # All passes of an adapter stay together, in their order.
+        apart = [task for task in tasks if task.op.adapter_id in lost]
+        self._background.start(self._run_decoded(apart, long=long))
+        return [task for task in tasks if task.op.adapter_id not in lost]
+
+    async def _run_decoded(self, tasks: Sequence[Task], *, long: bool) -> None:
+        """Run a batch with images that are decoded again first, in the background."""
+        if long:
+            async with self._long_passes.beside:
+                await self._run_batch(tasks, partial(self._run_in_steps, beside=True))
+        else:
+            await self._run_batch(tasks, self._run_at_once)
+        self._wake.set()
 
     async def _run_batch(self, tasks: Sequence[Task], compute: _Compute) -> None:
         for part in self._running.apart([task.op.request_id for task in tasks]):
