@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 import twinkle
@@ -18,8 +19,8 @@ from torch.distributed import DistBackendError
 
 from twinkle.errors import RankFailedError, TwinkleServerError, UserError
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.types import LoraSpec
-from twinkle.server.runtime.ray.actors import group_launch, group_watch
+from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.server.runtime.ray.actors import group_launch, group_watch, trainer_group
 from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
 from twinkle.server.runtime.ray.actors.group_launch import GroupLaunch
 from twinkle.server.runtime.ray.actors.group_watch import GroupWatch
@@ -228,6 +229,44 @@ def test_a_call_of_the_first_rank_may_wait_for_the_call_before_it(watch, scripte
     (hung,) = calls(scripted, [("fine", inf)])
     with pytest.raises(Ended, match=r"no answer to check_adapter from rank 0 .* for 601 s"):
         watch.result_of_first(Work("check_adapter"), hung)
+
+
+@dataclass
+class RecordingRank:
+    """Stands for the actor of a rank, which records with what it is called, and answers nothing or a price."""
+
+    called: list[tuple[str, object]] = field(default_factory=list)
+
+    @property
+    def call(self) -> "RecordingRank":
+        return self
+
+    def remote(self, method: str, args: object, options: dict[str, Any], *, sends: bool, compares: bool) -> Call:
+        self.called.append((method, args))
+        return Call(Answer(1000 if method == "host_bytes_of" else None, None))
+
+
+def test_a_snapshot_is_put_into_the_object_store_once_for_all_ranks(watch, scripted, monkeypatch):
+    stored: list[object] = []
+
+    def put(value: object) -> str:
+        stored.append(value)
+        return f"reference {len(stored)}"
+
+    monkeypatch.setattr(scripted, "put", put, raising=False)
+    monkeypatch.setattr(trainer_group, "ray", scripted)
+    ranks = [RecordingRank() for _ in range(4)]
+    group = TrainerGroup(ranks, watch)
+    rows = np.zeros(3, np.float32)
+    snapshot = AdapterSnapshot(LoraSpec(rank=8), 1, "layout", rows, rows, rows, None)
+    group.restore("a", snapshot)
+    assert len(stored) == 1
+    assert stored[0] == ("a", snapshot)
+    assert [rank.called[0] for rank in ranks] == [("restore", "reference 1")] * 4
+    assert (group.adapter_ids(), group.host_bytes()) == (["a"], 4000)
+    group.zero_grad("a")
+    assert [rank.called[-1] for rank in ranks] == [("zero_grad", ("a",))] * 4
+    assert len(stored) == 1
 
 
 def test_the_price_of_a_shape_is_asked_of_the_first_rank_once(watch):
