@@ -1,5 +1,6 @@
 """What ends a group of ranks, and what is only an error. Ranks are scripted, and time is a number, so nothing waits."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from twinkle.server.runtime.ray.actors.step_clock import StepClock, Work
 from twinkle.server.runtime.ray.actors.trainer_group import TrainerGroup
 from twinkle.server.runtime.ray.actors.trainer_rank import RankPlace, TrainerRank
 from twinkle.server.runtime.ray.replica import Failure
+from twinkle.server.services.training.adapters import AdapterMemory
 from twinkle.utils.progress import Progress
 
 pytestmark = pytest.mark.ray
@@ -273,8 +275,21 @@ def test_the_price_of_a_shape_is_asked_of_the_first_rank_once(watch):
     rank = PricedRank(1000)
     group = TrainerGroup([rank, None, None, None], watch)
     assert [group.host_bytes_of(LoraSpec(rank=8, seed=seed)) for seed in (1, 2)] == [4000, 4000]
-    assert group.host_bytes_of(LoraSpec(rank=16)) == 4000
-    assert [spec.rank for spec in rank.asked] == [8, 16]
+    same = {"alpha": 2.0, "alpha_pattern": {"q_proj": 4.0}, "use_rslora": True, "dropout": 0.5, "init_weights": "pissa"}
+    assert group.host_bytes_of(LoraSpec(rank=8, **same)) == 4000
+    assert [spec.rank for spec in rank.asked] == [8]
+    others = [LoraSpec(rank=16), LoraSpec(rank=8, train_mlp=False), LoraSpec(rank=8, rank_pattern={"q_proj": 4})]
+    assert [group.host_bytes_of(spec) for spec in others] == [4000] * 3
+    assert rank.asked[1:] == others
+
+
+@pytest.mark.parametrize("train_unembed", [False, True])
+def test_the_first_adapter_of_a_shape_is_priced_before_it_is_accepted(watch, train_unembed):
+    rank = PricedRank(1000)
+    memory = AdapterMemory(TrainerGroup([rank, None, None, None], watch), limit=1_000_000)
+    spec = LoraSpec(rank=8, train_unembed=train_unembed)
+    assert memory.growth(asyncio.run(memory.size_of(spec))) == 4000
+    assert rank.asked == [spec]
 
 
 @dataclass

@@ -41,8 +41,10 @@ _MOST_PRICES = 4096  # adapters of different shapes whose price is known at a ti
 
 
 def _shape(spec: TrainingSpec) -> str:
-    """Return a spec as text, without its seed, which does not change how large an adapter is."""
-    return repr(replace(spec, seed=None) if isinstance(spec, LoraSpec) else spec)
+    """Return a spec as text, without the options that do not change how large an adapter is."""
+    if isinstance(spec, LoraSpec):
+        spec = replace(spec, seed=None, alpha=1.0, alpha_pattern={}, use_rslora=False, dropout=0.0, init_weights=True)
+    return repr(spec)
 
 
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
