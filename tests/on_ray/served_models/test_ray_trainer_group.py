@@ -82,7 +82,7 @@ def test_a_group_in_which_a_rank_hangs_while_it_loads_comes_back(tmp_path):
         "dtype": "fp32",
         "device_group": {"name": "model", "ranks": 2, "device_type": "cpu"},
         "device_mesh": {"dp_size": 2},
-        "group_load_timeout_seconds": 40.0,
+        "group_load_timeout_seconds": 60.0,
     }
     light = [{"ray_actor_options": {"num_cpus": 0}}]
     applications = [
