@@ -1,6 +1,7 @@
 """What ends a group of ranks, and what is only an error. Ranks are scripted, and time is a number, so nothing waits."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -419,13 +420,16 @@ class CollectingBoard:
             assert self._came.acquire(timeout=30)
 
 
-def test_a_rank_reports_what_it_does_and_where_it_is():
+def test_a_rank_reports_what_it_does_and_where_it_is(monkeypatch):
+    modules = len(sys.modules)
     board = CollectingBoard()
     wait_for_others = compile("wait()", "/site-packages/torch/distributed/distributed_c10d.py", "exec")
 
     def weights() -> Iterator[int]:
         yield 1
         board.wait()  # called by a line of Twinkle's
+        monkeypatch.setitem(sys.modules, "a module that was imported", sys)
+        board.wait()
         yield 2
         exec(wait_for_others, {"wait": board.wait})
 
@@ -433,6 +437,9 @@ def test_a_rank_reports_what_it_does_and_where_it_is():
         assert list(progress.count(weights(), "weights", 3)) == [1, 2]
     reports = board.collected
     assert [report.number for report in reports] == list(range(1, len(reports) + 1))
-    found = {(report.changes, report.doing, report.line.partition(":")[0], report.waits) for report in reports}
+    found = {
+        (report.changes - modules, report.doing, report.line.partition(":")[0], report.waits) for report in reports
+    }
     assert (2, "loading: 1 of 3 weights", "utils/progress.py", False) in found
-    assert (3, "loading: 2 of 3 weights", "utils/progress.py", True) in found
+    assert (3, "loading: 1 of 3 weights", "utils/progress.py", False) in found
+    assert (4, "loading: 2 of 3 weights", "utils/progress.py", True) in found

@@ -27,8 +27,9 @@ _WAITS_IN = "distributed_c10d.py"  # torch's file in which a rank waits for the 
 class LoadReport:
     """What a rank that loads says about itself.
 
-    ``number``: of the report. ``changes``: how often the rank has got further. ``doing``: what it does, and how far it
-    is. ``line``: the innermost line of Twinkle in which it is. ``waits``: whether it waits for other ranks there.
+    ``number``: of the report. ``changes``: how often the rank has got further, also by importing a module. ``doing``:
+    what it does, and how far it is. ``line``: the innermost line of Twinkle in which it is. ``waits``: whether it waits
+    for other ranks there.
     """
 
     number: int
@@ -76,7 +77,8 @@ class LoadReporter:
             while not ended.is_set():
                 number += 1
                 line, waits = _place(loading)
-                self.board.put.remote(self.rank, LoadReport(number, activity.changes, activity.text(), line, waits))
+                changes = activity.changes + len(sys.modules)  # importing torch takes minutes on a busy machine
+                self.board.put.remote(self.rank, LoadReport(number, changes, activity.text(), line, waits))
                 ended.wait(self.seconds)
 
         with Activity() as activity:
