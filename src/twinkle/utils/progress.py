@@ -7,18 +7,24 @@
 
 The first line comes after five seconds, then one every ten seconds, and after the first minute one every minute. Short
 work reports nothing. A line is text and not a bar, so that it can stand in a log file.
+
+Another thread that wants to know whether the work still gets further asks an :class:`Activity` around it.
 """
 
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from types import TracebackType
+from typing import TypeVar
 
 from twinkle.environment import read_environment
 
-__all__ = ["FIRST_SECONDS", "NO_BARS", "Progress"]
+__all__ = ["FIRST_SECONDS", "NO_BARS", "Activity", "Progress"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,46 @@ NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BA
 
 FIRST_SECONDS = 5.0
 _PAUSES = ((60.0, 10.0), (float("inf"), 60.0))  # seconds so far, and the pause until the next line
+
+
+class Activity:
+    """Knows what the work inside its context does now, and how often it has got further.
+
+    Each :class:`Progress` of the thread that entered the context tells it. Any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._running: tuple[Progress, ...] = ()  # the innermost is the last
+        self._ended = ""  # the text of the last one that ended
+
+    def __enter__(self) -> "Activity":
+        self._token = _activity.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _activity.reset(self._token)
+
+    def text(self) -> str:
+        """Return what is being done, such as "loading m: 37 of 291 weights"."""
+        running = self._running
+        if running:
+            return running[-1].text()
+        return f"after {self._ended}" if self._ended else "nothing yet"
+
+    def begin(self, progress: "Progress") -> None:
+        self._running += (progress,)
+        self.changes += 1
+
+    def end(self, progress: "Progress") -> None:
+        self._running = tuple(each for each in self._running if each is not progress)
+        self._ended = progress.what
+        self.changes += 1
+
+
+_activity: ContextVar[Activity | None] = ContextVar("activity of this thread", default=None)
 
 
 class Progress:
@@ -44,7 +90,7 @@ class Progress:
         *,
         first_seconds: float | None = None,
     ) -> None:
-        self._what = what
+        self.what = what
         self._report = report or _log
         self._detail = detail
         self._first = FIRST_SECONDS if first_seconds is None else first_seconds
@@ -52,11 +98,15 @@ class Progress:
         self._count = ""  # how far it is
         self._has_reported = self._is_given_up = False
         self._ended = threading.Event()
+        self._activity: Activity | None = None
         self._thread = threading.Thread(target=self._run, name=f"progress of {what}", daemon=True)
 
     def __enter__(self) -> "Progress":
         self._began = time.monotonic()
         self._thread.start()
+        self._activity = _activity.get()
+        if self._activity is not None:
+            self._activity.begin(self)
         return self
 
     def __exit__(
@@ -64,20 +114,46 @@ class Progress:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if self._activity is not None:
+            self._activity.end(self)
         if self._has_reported and kind is None and not self._is_given_up:
-            self._report(f"{self._what}: done after {self._seconds:.0f} s")
+            self._report(f"{self.what}: done after {self._seconds:.0f} s")
 
     def doing(self, now: str) -> None:
         """Say which part of the work begins now."""
         self._now, self._count = now, ""
+        self._note_change()
 
     def reached(self, done: float, total: float, unit: str) -> None:
         """Say how far the work is, such as 3 of 8 files."""
         self._count = f"{done:.0f} of {total:.0f} {unit}"
+        self._note_change()
+
+    def count(self, items: Iterable[T], unit: str, total: int | None = None) -> Iterator[T]:
+        """Yield the items, and say after each how far the work is. ``total``: their number, if it is known."""
+        for number, item in enumerate(items, 1):
+            yield item
+            if total is None:
+                self._count = f"{number} {unit}"
+                self._note_change()
+            else:
+                self.reached(number, total, unit)
 
     def give_up(self) -> None:
         """Say that the work will not be finished: then there is no line that it is done."""
         self._is_given_up = True
+
+    def text(self) -> str:
+        """Return what is being done and how far it is. May be called from any thread."""
+        return f"{self.what}: {self._state()}"
+
+    def _state(self) -> str:
+        parts = [self._now, self._count, "" if self._detail is None else self._detail()]
+        return ", ".join(part for part in parts if part) or "still working"
+
+    def _note_change(self) -> None:
+        if self._activity is not None:
+            self._activity.changes += 1
 
     @property
     def _seconds(self) -> float:
@@ -86,10 +162,8 @@ class Progress:
     def _run(self) -> None:
         wait = self._first
         while not self._ended.wait(wait):
-            parts = [self._now, self._count, "" if self._detail is None else self._detail()]
-            said = ", ".join(part for part in parts if part)
             self._has_reported = True
-            self._report(f"{self._what}: {said or 'still working'} ({self._seconds:.0f} s so far)")
+            self._report(f"{self.text()} ({self._seconds:.0f} s so far)")
             wait = next(pause for limit, pause in _PAUSES if self._seconds < limit)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from twinkle.utils import progress
-from twinkle.utils.progress import Progress
+from twinkle.utils.progress import Activity, Progress
 
 
 class Lines(list[str]):
@@ -84,6 +84,25 @@ def test_work_that_fails_is_not_called_done() -> None:
     with pytest.raises(ValueError, match="no"):
         fail()
     assert all("still working" in line for line in lines)
+
+
+def test_another_thread_can_ask_how_far_the_work_is() -> None:
+    lines = Lines()
+    with Activity() as activity:
+        assert (activity.changes, activity.text()) == (0, "nothing yet")
+        with Progress("loading", lines.report, lambda: "12 MB") as now:
+            assert (activity.changes, activity.text()) == (1, "loading: 12 MB")
+            now.doing("reading")
+            now.reached(3, 8, "files")
+            assert (activity.changes, activity.text()) == (3, "loading: reading, 3 of 8 files, 12 MB")
+            with Progress("converting", lines.report) as inner:
+                counted = inner.count("ab", "tensors")
+                assert next(counted) + next(counted) == "ab"
+                assert (activity.changes, activity.text()) == (5, "converting: 1 tensors")
+            assert activity.text() == "loading: reading, 3 of 8 files, 12 MB"
+        assert (activity.changes, activity.text()) == (7, "after loading")
+    with Progress("something else", lines.report):
+        assert activity.changes == 7
 
 
 @pytest.mark.parametrize("has_logging", [True, False])

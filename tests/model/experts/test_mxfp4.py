@@ -18,6 +18,7 @@ from twinkle.model import LoraSpec, Trainer, TrainItem, TransformersModel
 from twinkle.model.decoder.experts.mxfp4 import dequantized
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.transformers.loading import load_for_training
+from twinkle.utils.progress import Activity
 
 
 def make(hidden: int = 64, width: int = 32, **values: object) -> PreTrainedModel:
@@ -82,7 +83,10 @@ def test_the_library_takes_a_dtype_by_name_and_a_class(tmp_path: Path) -> None:
     """The loader is asked with the same options as ``from_pretrained``, whose place it takes."""
     folder, cpu = str(save_mxfp4(make(), tmp_path / "packed")), torch.device("cpu")
     for given in ("bfloat16", "auto"):
-        assert load_for_training(folder, None, None, cpu, {"dtype": given}).dtype == torch.bfloat16
+        with Activity() as activity:
+            model = load_for_training(folder, None, None, cpu, {"dtype": given})
+        assert model.dtype == torch.bfloat16
+        assert activity.changes >= len(list(model.parameters()))  # others can see how far it is
     with pytest.raises(InvalidInputError, match=r"dtype: got 'bf8'.* \"auto\""):
         load_for_training(folder, None, None, cpu, {"dtype": "bf8"})
     assert type(load_for_training(folder, "GptOssForCausalLM", None, cpu, {})) is GptOssForCausalLM

@@ -17,6 +17,7 @@ from twinkle.hub import LocalModel
 from twinkle.model.decoder.loading import load_model
 from twinkle.model.megatron.mesh import MegatronMesh
 from twinkle.model.megatron.stage import build_stage
+from twinkle.utils.progress import Activity
 
 pytestmark = pytest.mark.megatron
 
@@ -58,7 +59,9 @@ def test_weights_come_back_bit_by_bit(tmp_path: Path, two: ProcessPool, name: st
 
 def test_experts_as_one_tensor_and_one_by_one(tmp_path: Path) -> None:
     weights = saved("qwen3_moe", tmp_path)
-    before = stage_programs.score(tmp_path, {})
+    with Activity() as activity:
+        before = stage_programs.score(tmp_path, {})
+    assert activity.changes >= len(weights)  # others can see how far loading is
     fused: dict[str, torch.Tensor] = {name: each for name, each in weights.items() if ".experts." not in name}
     for layer in (0, 2, 3):  # layer 1 has no experts
         prefix = f"model.layers.{layer}.mlp.experts"

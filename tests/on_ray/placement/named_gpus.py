@@ -50,7 +50,7 @@ def main():
     seen = {}
     for served in config.served_models:
         processes = ranks_of(config, served, place) if served.model.processes > 1 else []
-        seen[served.name] = ray.get([rank.visible_gpus.remote() for rank in start_ranks(processes)])
+        seen[served.name] = [each.gpus for each in ray.get([rank.place.remote() for rank in start_ranks(processes)])]
     one = config.applications[1]
     left = ray.available_resources()["GPU"]
     others = ray.get(ray.remote(ids_of_task).options(num_cpus=0, num_gpus=3).remote())

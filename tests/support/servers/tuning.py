@@ -146,6 +146,24 @@ def _rank_differs_after(number: float) -> None:
     signal.signal(int(number), lambda *_: asked.append(True))
 
 
+def _rank_loads_slowly(seconds: float) -> None:
+    """Let the ranks of a trainer's group get further for so many seconds before they load. SIGUSR2 lets a rank hang."""
+
+    def change(module: Any) -> None:
+        load = module.load_trainer
+
+        def load_slowly(*arguments: Any, **options: Any) -> Any:
+            with progress.Progress("loading slowly") as now:
+                for _ in now.count(range(int(seconds)), "seconds", int(seconds)):
+                    time.sleep(1.0)
+            return load(*arguments, **options)
+
+        module.load_trainer = load_slowly
+
+    _when_imported(_RANK, change)
+    signal.signal(signal.SIGUSR2, lambda *_: time.sleep(86_400.0))
+
+
 def _die_of_saving(_number: float) -> None:
     """Kill the process when it saves a checkpoint."""
 
@@ -228,6 +246,7 @@ FAULTS: dict[str, Callable[[float], None]] = {
     "poison_save": _die_of_saving,
     "rank_poison": _rank_dies_of_token,
     "rank_differs": _rank_differs_after,
+    "rank_loads": _rank_loads_slowly,
     "save": _save_slowly,
     "full_save": _fail_saving,
     "progress": _report_after,

@@ -1,5 +1,7 @@
 """From a model id to a frozen Hugging Face decoder on a device, with packed attention where possible."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging as transformers_logging
 
 from twinkle import hub
 from twinkle.errors import UnsupportedError
@@ -35,16 +38,41 @@ def load_model(
 
     Otherwise a model has a tower only if Transformers has no class for its text alone.
     """
-    with Progress(f"loading {local.model_id}", detail=lambda: f"weights as {dtype}, to {device}"):
+    with Progress(f"loading {local.model_id}", detail=lambda: f"weights as {dtype}, to {device}") as progress:
         config = AutoConfig.from_pretrained(local.path)
         chosen = auto_class(config, images=images and (local.path / PROCESSOR).is_file())
         if is_mxfp4(config):
-            model = load_mxfp4(chosen, config, local.path, dtype, device)
+            model = load_mxfp4(chosen, config, local.path, dtype, device, progress)
         elif local.random_seed is None:
-            model = chosen.from_pretrained(local.path, dtype=dtype).to(device)
+            with counted_weights(progress):
+                model = chosen.from_pretrained(local.path, dtype=dtype)
+            model = model.to(device)
         else:
             model = _random_model(chosen, config, local.random_seed, dtype, device)
     return adopt_model(model)
+
+
+@contextmanager
+def counted_weights(progress: Progress) -> Iterator[None]:
+    """Let Transformers say how many weights it has loaded, where it would draw a progress bar."""
+
+    def bar(make: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        if not arguments:
+            return make(**options)
+        items, *others = arguments
+        total = len(items) if hasattr(items, "__len__") else None
+        unit = "weights" if "weights" in str(options.get("desc")) else "steps"
+        return make(progress.count(items, unit, total), *others, **{"total": total, **options})
+
+    set_hook = getattr(transformers_logging, "set_tqdm_hook", None)
+    if set_hook is None:  # an older release
+        yield
+        return
+    before = set_hook(bar)
+    try:
+        yield
+    finally:
+        set_hook(before)
 
 
 def auto_class(config: PreTrainedConfig, *, images: bool = False) -> Any:

@@ -99,8 +99,8 @@ def load_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, de
     if local.random_seed is None:
         for parameter in stage.model.parameters():
             parameter.data = torch.empty_like(parameter.data, dtype=torch.float32)
-    with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights, to {device}"):
-        read_weights(stage, local)
+    with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights, to {device}") as progress:
+        read_weights(stage, local, progress)
     return stage
 
 

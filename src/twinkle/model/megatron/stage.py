@@ -120,19 +120,21 @@ class Stage:
 def build_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
     """Build this process's stage of a model, and read its cut of the weights."""
     stage = empty_stage(AutoConfig.from_pretrained(local.path), mesh, dtype, device)
-    with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}"):
-        read_weights(stage, local)
+    what = Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}")
+    with what as progress:
+        read_weights(stage, local, progress)
     return stage
 
 
-def read_weights(stage: Stage, local: hub.LocalModel) -> None:
+def read_weights(stage: Stage, local: hub.LocalModel, progress: Progress) -> None:
     """Read this process's cut of the model's weights from its files; for a ``random://`` model, draw it."""
     if local.random_seed is None:
         files = CheckpointFiles(local.path)
-        load_pieces(stage.pieces(fused_experts=files.fused_experts), files)
+        pieces = list(stage.pieces(fused_experts=files.fused_experts))
+        load_pieces(progress.count(pieces, "weights", len(pieces)), files)
     else:
         drawn = draw_weights(stage.hf_config, local.random_seed, stage.dtype, stage.device)
-        put_weights(stage.pieces(fused_experts=True), drawn)
+        put_weights(stage.pieces(fused_experts=True), progress.count(drawn, "weights"))
 
 
 def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.decoder.experts.mxfp4 import is_mxfp4, load_mxfp4
-from twinkle.model.decoder.loading import AUTO_CLASSES, auto_class
+from twinkle.model.decoder.loading import AUTO_CLASSES, auto_class, counted_weights
+from twinkle.utils.progress import Progress
 from twinkle.utils.unsafe import trust_remote_code
 
 
@@ -42,10 +43,13 @@ def load_for_training(
     if config is None:
         config = AutoConfig.from_pretrained(local.path, **trust)
     chosen = model_class(model_cls, config)
-    if is_mxfp4(config) and set(options) <= {"dtype", "trust_remote_code"}:  # mxfp4 layers themselves cannot be trained
-        return load_mxfp4(chosen, config, local.path, _dtype(given["dtype"], config), device)
-    if local.random_seed is None:
-        return chosen.from_pretrained(local.path, config=config, **{**trust, **given}).to(device)
+    with Progress(f"loading {local.model_id}") as progress:
+        if is_mxfp4(config) and set(options) <= {"dtype", "trust_remote_code"}:  # mxfp4 layers cannot be trained
+            return load_mxfp4(chosen, config, local.path, _dtype(given["dtype"], config), device, progress)
+        if local.random_seed is None:
+            with counted_weights(progress):
+                model = chosen.from_pretrained(local.path, config=config, **{**trust, **given})
+            return model.to(device)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(local.random_seed)

@@ -114,6 +114,10 @@ class ModelArgs(Section):
     group_timeout_factor: float = Field(default=10.0, ge=2)
     """For a model of several processes: a step may take this many times as long as the median of earlier steps of its
     kind and size, if that is more than `group_timeout_seconds`. No effect with one process."""
+    group_load_timeout_seconds: float = Field(default=600.0, gt=0)
+    """For a model of several processes: if no process that still loads the model gets further for this many seconds, or
+    one of them gives no sign of life for as long, loading has failed, and the whole group is started again. No effect
+    with one process."""
 
     @property
     def compute_device(self) -> str | None:

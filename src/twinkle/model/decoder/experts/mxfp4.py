@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from twinkle.errors import CheckpointError, UnsupportedError
+from twinkle.utils.progress import Progress
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
@@ -46,7 +47,12 @@ def dequantized(blocks_OGB: Tensor, scales_OG: Tensor, dtype: torch.dtype) -> Te
 
 
 def load_mxfp4(
-    chosen: Any, config: PreTrainedConfig, folder: Path, dtype: torch.dtype, device: torch.device
+    chosen: Any,
+    config: PreTrainedConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> PreTrainedModel:
     """Load a model from a folder with mxfp4 weights, as weights of ``dtype``.
 
@@ -58,7 +64,7 @@ def load_mxfp4(
     with torch.device("meta"):
         model: PreTrainedModel = from_config(plain, dtype=dtype)
     with ExitStack() as stack:
-        missing = _fill(model, _tensors(folder, device, stack), dtype, device)
+        missing = _fill(model, _tensors(folder, device, stack), dtype, device, progress)
     if plain.get_text_config().tie_word_embeddings:
         model.tie_weights()
         missing -= {name for name in missing if not model.get_parameter(name).is_meta}
@@ -86,10 +92,13 @@ def _tensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, 
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> set[str]:
+def _fill(
+    model: PreTrainedModel, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device, progress: Progress
+) -> set[str]:
     """Give the model its parameters, and return the names of those that no file has."""
     missing = set()
-    for name in [name for name, _ in model.named_parameters()]:
+    names = [name for name, _ in model.named_parameters()]
+    for name in progress.count(names, "weights", len(names)):
         module_name, _, own_name = name.rpartition(".")
         module = model.get_submodule(module_name)
         parameter = torch.empty(module._parameters[own_name].shape, dtype=dtype, device=device)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import ray
+
 from twinkle.model.types import (
     EMPTY,
     AdapterSnapshot,
@@ -39,8 +41,10 @@ _MOST_PRICES = 4096  # adapters of different shapes whose price is known at a ti
 
 
 def _shape(spec: TrainingSpec) -> str:
-    """Return a spec as text, without its seed, which does not change how large an adapter is."""
-    return repr(replace(spec, seed=None) if isinstance(spec, LoraSpec) else spec)
+    """Return a spec as text, without the options that do not change how large an adapter is."""
+    if isinstance(spec, LoraSpec):
+        spec = replace(spec, seed=None, alpha=1.0, alpha_pattern={}, use_rslora=False, dropout=0.0, init_weights=True)
+    return repr(spec)
 
 
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
@@ -121,7 +125,8 @@ class TrainerGroup(TrainingBackend):
     peft_config = _on_all(TrainingBackend.peft_config)
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
-        self._all("restore", adapter_id, snapshot)
+        """Restore all ranks from one copy of the snapshot in Ray's object store; of all parameters it is large."""
+        self._call_all(Work(f"restore of {adapter_id}"), "restore", ray.put((adapter_id, snapshot)), {})
         self._adapters[adapter_id] = self._price(snapshot.spec)
 
     def prepare_save(
@@ -155,6 +160,10 @@ class TrainerGroup(TrainingBackend):
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
         """Call a method on all ranks, and return the result of the first, which is the only one that is sent."""
         work = Work(method if method in _STEPS or not args else f"{method} of {args[0]}")
+        return self._call_all(work, method, args, kwargs)
+
+    def _call_all(self, work: Work, method: str, args: Any, kwargs: Mapping[str, object]) -> Any:
+        """Call a method on all ranks. ``args``: its arguments as a tuple, or that tuple in Ray's object store."""
         calls = [
             rank.call.remote(method, args, kwargs, sends=number == 0, compares=method in _COMPARED)
             for number, rank in enumerate(self._ranks)

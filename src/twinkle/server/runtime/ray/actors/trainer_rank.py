@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from twinkle.environment import listed_devices, set_variables, twinkle_variables
 from twinkle.errors import RankFailedError, TwinkleError
+from twinkle.hub import resolve
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.platform import GPU
 from twinkle.model.types import TrainItem
@@ -18,11 +19,24 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ServedModelConfig, resources_of
 from twinkle.server.config.demand import rank_process
 from twinkle.server.runtime.ray.actors.answers import Answer, BrokenGroup, fingerprint
+from twinkle.server.runtime.ray.actors.load_watch import LoadReporter
 from twinkle.server.runtime.ray.gpu_reservations import Place
 from twinkle.server.runtime.ray.replica import Failure
 from twinkle.utils.network import find_free_port
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs: the address of its machine, a free port there, and the ids of the GPUs that it may use.
+
+    ``gpus`` None: all GPUs of the machine.
+    """
+
+    address: str
+    port: int
+    gpus: tuple[str, ...] | None
 
 
 class TrainerRank:
@@ -32,15 +46,19 @@ class TrainerRank:
         set_variables(variables)  # before torch looks at them
         self._trainer: Any = None
 
-    def meeting_place(self) -> tuple[str, int]:
+    def place(self) -> RankPlace:
         address = ray.util.get_node_ip_address()
-        return address, find_free_port(address)
+        return RankPlace(address, find_free_port(address), listed_devices(GPU.visible_variable))
 
-    def visible_gpus(self) -> tuple[str, ...] | None:
-        """Return the ids of the GPUs that this process may use; None: those of the machine."""
-        return listed_devices(GPU.visible_variable)
+    def find_files(self, reporter: LoadReporter, model_id: str) -> Failure | None:
+        """Find the files of the model on this machine, or download them."""
+        with reporter.reporting():
+            found = _tried(lambda: resolve(model_id))
+        return found if isinstance(found, Failure) else None
 
-    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts | Failure:
+    def load(
+        self, reporter: LoadReporter, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh
+    ) -> TrainerFacts | Failure:
         """Join the other ranks, which load too, and load the model."""
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
         load = load_full_trainer if args.train_mode == "full" else load_trainer
@@ -49,7 +67,8 @@ class TrainerRank:
             self._trainer = load(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
             return TrainerFacts.from_trainer(self._trainer)
 
-        return _tried(loaded)
+        with reporter.reporting():
+            return _tried(loaded)
 
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, sends: bool, compares: bool
