@@ -9,7 +9,7 @@ import peft
 import pytest
 
 from tests.support.models.reference import assert_numbers_close, assert_tensors_close
-from tests.support.servers.running import Server, torch_config
+from tests.support.servers.running import BACKEND, Server, torch_config
 from twinkle.model import MultiLoraTransformersModel as LocalModel
 from twinkle_client import InvalidRequestError, LoraConfig, TwinkleClient
 from twinkle_client.model import MultiLoraTransformersModel
@@ -40,6 +40,21 @@ def train(model: Any, features: list[dict[str, Any]], **who: str) -> list[float]
     return losses
 
 
+@pytest.mark.skipif(BACKEND != "megatron", reason="what Megatron's models refuse")
+def test_models_of_megatron_refuse_routes(server: Server) -> None:
+    with TwinkleClient(server.url, "a-token", seed=SEED) as client:
+        model = MultiLoraTransformersModel(MODEL, client=client)
+        model.add_adapter_to_model("a", LoraConfig(r=4), seed=SEED)
+        row = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
+        with pytest.raises(InvalidRequestError, match=r"records_routes: .* runs with Megatron"):
+            model.forward_only(inputs=[row], router_replay_action="record")
+        routes = [[[0, 1]] * 2] * 3
+        with pytest.raises(InvalidRequestError, match=r"routed_experts of sequence 0: .* runs with Megatron"):
+            model.forward_only(inputs=[{**row, "routed_experts": routes}], router_replay_action="replay_forward")
+        assert np.isfinite(model.forward_only(inputs=[row])["logps"]).all()
+
+
+@pytest.mark.skipif(BACKEND == "megatron", reason="Megatron's models refuse routes")
 @pytest.mark.slow
 def test_samples_are_replayed_in_training_and_after_a_crash(server: Server) -> None:
     with TwinkleClient(server.url, "a-token", seed=SEED) as client:

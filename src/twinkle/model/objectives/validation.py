@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from twinkle.loss import TokenLoss
 
 NO_COLUMNS: Mapping[OutputKind, int] = MappingProxyType({})
-_NO_ROUTES = "this model has no routers to experts whose choice can be recorded and replayed"
+_NO_ROUTES = (
+    "this model has no routers to experts whose choice can be recorded and replayed, or runs with Megatron, "
+    "which does neither"
+)
 _TOKENS_AT_ONCE = 1024  # whose routes are compared: few enough for a processor's cache
 _HOTTEST = 1e4  # the highest temperature; above it distributions are flat, and the value is probably a mistake
 
@@ -222,9 +225,9 @@ def check_routes(values: object, length: int, routing: RoutingSpec | None, field
 
     The K experts of a token differ, or all are 0: then it has no route there.
     """
-    if routing is None:
-        raise UnsupportedError(f"{field}: {_NO_ROUTES}")
     array = _array(values, field)
+    if routing is None:
+        raise InvalidInputError(field, f"shape {array.shape}", f"nothing, because {_NO_ROUTES}")
     shape = f"(T, {routing.layers}, {routing.chosen}) with 1 ≤ T ≤ {length}: all layers of the decoder, and top-k"
     if isinstance(array, Csr) or array.dtype.kind not in "iu":
         raise InvalidInputError(field, f"dtype {array.dtype}", f"an integer array {shape}")
