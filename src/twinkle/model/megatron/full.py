@@ -89,8 +89,10 @@ def make_full_trainer(
     return FullTrainer.from_assembled(assembled, model_id=model_id)
 
 
-def load_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
-    """Build this process's stage of a model, and read its cut of the weights.
+def load_stage(
+    local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device, *, images: bool = False
+) -> Stage:
+    """Build this process's stage of a model, and read its cut of the weights. ``images``: as for ``read_weights``.
 
     Its parameters are fp32, with the precision of the model's files. The weights of ``random://`` models have the
     compute ``dtype``, so that they are those of a sampler on the same model id.
@@ -100,7 +102,7 @@ def load_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, de
         for parameter in stage.model.parameters():
             parameter.data = torch.empty_like(parameter.data, dtype=torch.float32)
     with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights, to {device}"):
-        read_weights(stage, local)
+        read_weights(stage, local, images=images)
     return stage
 
 
