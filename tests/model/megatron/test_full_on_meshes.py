@@ -136,7 +136,7 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
         assert_tensors_close(together[0]["weights"][window], case.weights[window])
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_5", "qwen3_moe"])
 def test_one_process(cases: Cases, name: str) -> None:
     case = cases(name)
     compare([train(case.folder, {"dp_size": 1}, case.windows)], case)
@@ -154,7 +154,9 @@ def test_one_process(cases: Cases, name: str) -> None:
         pytest.param(EP2_SP, "qwen3_moe_plain", id="tp2 ep2 sp"),
         pytest.param(PP2, "qwen2", id="pp2"),
         pytest.param(PP2, "llama_tied", id="pp2 tied"),
+        pytest.param(PP2, "qwen3_5_tied", id="pp2 linear attention, tied"),
         pytest.param(DP2, "llama", id="dp2"),
+        pytest.param(DP2, "qwen3_5", id="dp2 linear attention"),
         pytest.param(EP2, "qwen3_moe", id="dp2 ep2"),
     ],
 )

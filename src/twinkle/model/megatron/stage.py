@@ -127,11 +127,13 @@ class Stage:
             yield vocabulary_piece(name, self.head_weight_VH, vocabulary, tp)
 
 
-def build_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
-    """Build this process's stage of a model, and read its cut of the weights."""
+def build_stage(
+    local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device, *, images: bool = True
+) -> Stage:
+    """Build this process's stage of a model, and read its cut of the weights. ``images``: see :func:`read_weights`."""
     stage = empty_stage(AutoConfig.from_pretrained(local.path), mesh, dtype, device)
     with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}"):
-        read_weights(stage, local, images=True)
+        read_weights(stage, local, images=images)
     return stage
 
 
@@ -146,7 +148,9 @@ def read_weights(stage: Stage, local: hub.LocalModel, *, images: bool) -> None:
         load_pieces(stage.pieces(fused_experts=files.fused_experts), files)
     else:
         config = AutoConfig.from_pretrained(local.path)
-        model = meta_model(config, stage.dtype, auto_class(config, images=images and (local.path / PROCESSOR).is_file()))
+        model = meta_model(
+            config, stage.dtype, auto_class(config, images=images and (local.path / PROCESSOR).is_file())
+        )
         drawn = draw_weights(model, local.random_seed, stage.dtype, stage.device)
         put_weights(stage.pieces(fused_experts=True), drawn)
 
