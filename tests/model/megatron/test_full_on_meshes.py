@@ -18,6 +18,7 @@ from tests.model.megatron.full_programs import Saved, Sizes, Window, fail_and_co
 from tests.model.megatron.trainer_programs import make_model
 from tests.model.parallel.process_pool import ProcessPool
 from tests.support.models.reference import (
+    TOLERANCE,
     assert_logprobs_close,
     assert_numbers_close,
     assert_tensors_close,
@@ -128,7 +129,9 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
         for data, each in by_data.items():
             assert_logprobs_close(each["logprobs"][number], case.logprobs[number][data :: len(by_data)])
     for window, gradients in enumerate(case.gradients):
-        assert_tensors_close(together[0]["gradients"][window], gradients)
+        # Transformers' delta rule adds up in another order, which gates amplify.
+        bound = 5e-5 if "qwen3_5" in case.model.config.model_type else TOLERANCE
+        assert_tensors_close(together[0]["gradients"][window], gradients, bound)
         # torch's own norm in fp32 is too inexact for wide models
         numbers = np.concatenate([each.astype(np.float64).ravel() for each in gradients.values()])
         found = [together[0]["norms"][window], *together[0]["other norms"][window]]
@@ -275,6 +278,7 @@ def check_moved(saved: Saved, states: Mapping[str, AdapterSnapshot], into: Path,
         pytest.param(TP2_PP2_SP, "llama_tied", id="tp2 pp2 sp tied"),
         pytest.param(DP2_TP2_EP2_SP, "qwen3_moe", id="dp2 tp2 ep2 sp"),
         pytest.param({**DP2_TP2, "share_optimizer": True}, "llama_biases", id="dp2 tp2 shared"),
+        pytest.param({**DP2_PP2, "share_optimizer": True}, "qwen3_5", id="dp2 pp2 shared, linear attention"),
     ],
 )
 def test_files_move_between_meshes(

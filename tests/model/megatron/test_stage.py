@@ -24,10 +24,7 @@ TP2_PP2: Mapping[str, Any] = {"tp_size": 2, "pp_size": 2}
 TP2_PP2_SP: Mapping[str, Any] = {**TP2_PP2, "sequence_parallel": True}
 DP2_TP2: Mapping[str, Any] = {"dp_size": 2, "tp_size": 2}
 DENSE = ("llama", "llama_biases", "llama_tied", "qwen2", "qwen2_window", "qwen3")
-LINEAR = (
-    "qwen3_5",
-    "qwen3_5_tied",
-)  # three of four layers have linear attention, which tensor parallelism does not cut
+LINEAR = ("qwen3_5", "qwen3_5_tied")  # three of four layers have linear attention, which is not cut
 MIXTURES = ("qwen3_moe", "qwen3_moe_plain")
 
 

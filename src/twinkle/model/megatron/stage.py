@@ -148,9 +148,8 @@ def read_weights(stage: Stage, local: hub.LocalModel, *, images: bool) -> None:
         load_pieces(stage.pieces(fused_experts=files.fused_experts), files)
     else:
         config = AutoConfig.from_pretrained(local.path)
-        model = meta_model(
-            config, stage.dtype, auto_class(config, images=images and (local.path / PROCESSOR).is_file())
-        )
+        chosen = auto_class(config, images=images and (local.path / PROCESSOR).is_file())
+        model = meta_model(config, stage.dtype, chosen)
         drawn = draw_weights(model, local.random_seed, stage.dtype, stage.device)
         put_weights(stage.pieces(fused_experts=True), drawn)
 
