@@ -89,6 +89,10 @@ def make_case(name: str, folder: Path) -> Case:
     model = make_model(name)
     model.save_pretrained(folder)
     windows = make_windows(model)
+    if name.startswith("qwen3_5"):
+        # A plain loop with Transformers' delta rule, which adds up in another order, is compared in tests/model/full.
+        alone = train(folder, {}, windows)
+        return Case(folder, model, windows, *(alone[each] for each in ("losses", "logprobs", "gradients", "weights")))
     plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [])
     for items, params in windows:
         for item in items:
@@ -129,8 +133,7 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
         for data, each in by_data.items():
             assert_logprobs_close(each["logprobs"][number], case.logprobs[number][data :: len(by_data)])
     for window, gradients in enumerate(case.gradients):
-        # Transformers' delta rule adds up in another order, which gates amplify.
-        bound = 5e-5 if "qwen3_5" in case.model.config.model_type else TOLERANCE
+        bound = 5e-5 if "qwen3_5" in case.model.config.model_type else TOLERANCE  # decays amplify rounding
         assert_tensors_close(together[0]["gradients"][window], gradients, bound)
         # torch's own norm in fp32 is too inexact for wide models
         numbers = np.concatenate([each.astype(np.float64).ravel() for each in gradients.values()])

@@ -10,6 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from twinkle import hub
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.decoder.layers import install
 from twinkle.model.full.assembly import TrainedModel, model_files
 from twinkle.model.full.gradients import HeadWeightGradient
 from twinkle.model.full.memory import StateBytes, divide_memory, random_part, require_state
@@ -121,6 +122,10 @@ def assemble_stage(
     All ranks get the same plan of tokens: that of the rank with the least memory.
     """
     mesh, device = stage.mesh, stage.device
+    if (
+        stage.architecture.has_linear_attention
+    ):  # its layers have their weights in another order than Transformers' have
+        install(model, stage.architecture)
     layout, parallel = read_layout(model), parallelism(mesh)
     own = own_weights(stage, layout, shared=share_optimizer)
     held, count = parameter_bytes(stage.model), sum(each.parameter.numel() for each in own)
