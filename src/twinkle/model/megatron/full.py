@@ -122,9 +122,7 @@ def assemble_stage(
     All ranks get the same plan of tokens: that of the rank with the least memory.
     """
     mesh, device = stage.mesh, stage.device
-    if (
-        stage.architecture.has_linear_attention
-    ):  # its layers have their weights in another order than Transformers' have
+    if stage.architecture.has_linear_attention:  # our layers have their weights in another order than Transformers'
         install(model, stage.architecture)
     layout, parallel = read_layout(model), parallelism(mesh)
     own = own_weights(stage, layout, shared=share_optimizer)
