@@ -5,6 +5,7 @@ tests/cookbook/megatron starts the servers, with a tiny model on CPU processes; 
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -49,20 +50,25 @@ def launched_by(script: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked[0]
 
 
-def refused_family(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
-    """Return why check-config refuses a file whose model is on this machine, with the config.json of its family."""
-    text = file.read_text()
-    family = "qwen3_5" if "Qwen3.5" in text or "Qwen3.6" in text else "qwen2"
+def of_its_family(file: Path, tmp_path: Path, layers: int) -> dict[str, Any]:
+    """Return a file's configuration with its model on this machine: a config.json of Qwen3.5, which reads images."""
+    assert re.search(r"Qwen3\.[56]-", file.read_text())
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": family}))
-    config = yaml.safe_load(text)
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 9216}
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": layers, **sizes}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    config: dict[str, Any] = yaml.safe_load(file.read_text())
     for application in config["applications"]:
         if "model_id" in (application.get("args") or {}):
             application["args"]["model_id"] = str(model)
-    (tmp_path / "local.yaml").write_text(yaml.safe_dump(config))
-    assert cli.main(["check-config", str(tmp_path / "local.yaml")]) == 2
-    return capsys.readouterr().err
+    return config
+
+
+def mesh_of(config: dict[str, Any]) -> dict[str, Any]:
+    (found,) = [each["args"] for each in config["applications"] if each["import_path"] == "model"]
+    mesh: dict[str, Any] = found["device_mesh"]
+    return mesh
 
 
 def test_row_02_use_megatron(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -86,13 +92,13 @@ def test_older_servers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_06_twinkle_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = refused_family(CLIENT / "twinkle/megatron/server_config.yaml", capsys, tmp_path)
-    assert "with backend: megatron (this one is of qwen3_5)" in said
+    config = of_its_family(CLIENT / "twinkle/megatron/server_config.yaml", tmp_path, layers=32)
+    assert "megatron, dp 2 × tp 1 × pp 1, 2 processes" in notes_on(config, capsys, tmp_path)
 
 
 def test_row_11_tinker_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = refused_family(CLIENT / "tinker/megatron/server_config.yaml", capsys, tmp_path)
-    assert "with backend: megatron (this one is of qwen3_5)" in said
+    config = of_its_family(CLIENT / "tinker/megatron/server_config.yaml", tmp_path, layers=32)
+    assert "megatron, dp 2 × tp 1 × pp 1, 2 processes" in notes_on(config, capsys, tmp_path)
 
 
 def test_row_12_tinker_7b_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -176,19 +182,27 @@ def test_row_22_run_script(tmp_path: Path) -> None:
 
 
 def test_row_23_27b_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The file asks for eight GPUs; its model's family is not supported yet."""
+    """The file asks for eight GPUs, and for a mesh that its model can have."""
     said = notes_on(MEGATRON / "server_config.yaml", capsys, tmp_path)
     assert "megatron, dp 2 × tp 1 × pp 2, 4 processes" in said
     assert "need 8 GPUs" in said
-    assert "this one is of qwen3_5" in refused_family(MEGATRON / "server_config.yaml", capsys, tmp_path)
+    config = of_its_family(MEGATRON / "server_config.yaml", tmp_path, layers=64)
+    assert "megatron, dp 2 × tp 1 × pp 2, 4 processes" in notes_on(config, capsys, tmp_path)
+    mesh_of(config).update(tp_size=2, dp_size=1)
+    (tmp_path / "cut.yaml").write_text(yaml.safe_dump(config))
+    assert cli.main(["check-config", str(tmp_path / "cut.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "qwen3_5 has layers with linear attention, which are not cut" in said
+    assert "the nearest mesh that works: dp_size=2, tp_size=1, pp_size=2" in said
 
 
 def test_row_24_4b_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The file asks for three GPUs; its model's family is not supported yet."""
+    """The file asks for three GPUs, and for a mesh that its model can have."""
     said = notes_on(MEGATRON / "server_config_4b.yaml", capsys, tmp_path)
     assert "megatron, dp 2 × tp 1 × pp 1, 2 processes" in said
     assert "need 3 GPUs" in said
-    assert "this one is of qwen3_5" in refused_family(MEGATRON / "server_config_4b.yaml", capsys, tmp_path)
+    config = of_its_family(MEGATRON / "server_config_4b.yaml", tmp_path, layers=32)
+    assert "megatron, dp 2 × tp 1 × pp 1, 2 processes" in notes_on(config, capsys, tmp_path)
 
 
 def test_row_48_fragment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

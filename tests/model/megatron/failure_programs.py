@@ -208,9 +208,9 @@ def _snapshots(trainer: Trainer) -> dict[str, AdapterSnapshot]:
     return {name: trainer.snapshot(name) for name in trainer.adapter_ids()}
 
 
-def random_model(sizes: Sizes) -> Any:
+def random_model(sizes: Sizes, model_id: str = "random://llama-tiny?seed=3") -> Any:
     """Return log-probabilities of a model whose weights are drawn from a seed."""
-    trainer = make_trainer("random://llama-tiny?seed=3", sizes, 60)
+    trainer = make_trainer(model_id, sizes, 60)
     tokens = np.arange(3, 30)
     result = trainer.forward([TrainItem("", [Datum(tokens, tokens)], base_model=True)])[0]
     assert not isinstance(result, TrainFailure), result.error

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.support.models.peak_memory import measured
 from twinkle.errors import TwinkleError, UnsupportedError
@@ -16,6 +24,8 @@ from twinkle.hub import LocalModel
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.decoder.attention import Packing
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
+from twinkle.model.decoder.linear_attention.bounds import Bounds
+from twinkle.model.decoder.linear_attention.layer import PackedRows
 from twinkle.model.megatron.gathering import cut_weights, whole_tensors
 from twinkle.model.megatron.mesh import MegatronMesh, join_mesh, leave_mesh
 from twinkle.model.megatron.stage import Stage, build_stage, empty_stage
@@ -46,6 +56,22 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_LINEAR_ATTENTION: dict[str, Any] = {  # the first stage of two has linear attention alone
+    **_SIZES,
+    "initializer_range": 0.05,  # larger weights amplify rounding: other batches of the same model then differ by 1e-4
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3),
     "llama_biases": lambda: LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, rope_parameters=_LINEAR),
@@ -53,6 +79,8 @@ CONFIGS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen2_window": lambda: Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**_SIZES, rope_parameters=_YARN),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_LINEAR_ATTENTION),
+    "qwen3_5_tied": lambda: Qwen3_5TextConfig(**_LINEAR_ATTENTION, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe_plain": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
 }
@@ -79,7 +107,8 @@ def make_batch(stage: Stage, tokens: Sequence[Tensor], recompute: bool) -> tuple
     """Return ids, positions and a batch without adapters."""
     positions = torch.cat([torch.arange(len(each)) for each in tokens]).to(stage.device)
     packing = Packing.from_lengths(tuple(map(len, tokens)), stage.device)
-    batch = LayerBatch(packing, bind_layers([], stage.architecture), recompute)
+    rows = PackedRows(Bounds.from_lengths(tuple(map(len, tokens)), stage.device))
+    batch = LayerBatch(packing, bind_layers([], stage.architecture), recompute, rows=rows)
     return torch.cat(list(tokens)).to(stage.device)[None], positions[None], batch
 
 

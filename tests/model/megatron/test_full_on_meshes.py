@@ -18,13 +18,13 @@ from tests.model.megatron.full_programs import Saved, Sizes, Window, fail_and_co
 from tests.model.megatron.trainer_programs import make_model
 from tests.model.parallel.process_pool import ProcessPool
 from tests.support.models.reference import (
-    assert_logprobs_close,
+    TOLERANCE,
     assert_numbers_close,
     assert_tensors_close,
     relative_error,
 )
 from twinkle.errors import CapacityError
-from twinkle.model import AdamParams, AdapterSnapshot, Datum, TrainItem
+from twinkle.model import AdamParams, AdapterSnapshot, Datum, FullTrainer, TrainItem
 from twinkle.model.megatron.full import load_full_trainer
 
 pytestmark = pytest.mark.megatron
@@ -88,6 +88,10 @@ def make_case(name: str, folder: Path) -> Case:
     model = make_model(name)
     model.save_pretrained(folder)
     windows = make_windows(model)
+    if name.startswith("qwen3_5"):
+        # A plain loop with Transformers' delta rule, which adds up in another order, is compared in tests/model/full.
+        alone = train(folder, {}, windows)
+        return Case(folder, model, windows, *(alone[each] for each in ("losses", "logprobs", "gradients", "weights")))
     plain, case = PlainRun(model), Case(folder, model, windows, [], [], [], [])
     for items, params in windows:
         for item in items:
@@ -123,20 +127,23 @@ def compare(together: list[dict[str, Any]], case: Case) -> None:
         assert each["padding"] == 0
         assert_tensors_close(each["computed"], together[0]["weights"][-1], 0.0)
         assert each is together[0] or not any(each["gradients"] + each["weights"]), "arrays are those of the first rank"
+    # The gates and decays of linear attention amplify rounding, and steps of all parameters amplify it again.
+    bound = 2e-4 if "qwen3_5" in case.model.config.model_type else TOLERANCE
     for number, loss in enumerate(case.losses):
         assert_numbers_close(sum(each["losses"][number] for each in by_data.values()), loss)
         for data, each in by_data.items():
-            assert_logprobs_close(each["logprobs"][number], case.logprobs[number][data :: len(by_data)])
+            for ours, theirs in zip(each["logprobs"][number], case.logprobs[number][data :: len(by_data)], strict=True):
+                assert_numbers_close(ours, theirs, bound)
     for window, gradients in enumerate(case.gradients):
-        assert_tensors_close(together[0]["gradients"][window], gradients)
+        assert_tensors_close(together[0]["gradients"][window], gradients, bound)
         # torch's own norm in fp32 is too inexact for wide models
         numbers = np.concatenate([each.astype(np.float64).ravel() for each in gradients.values()])
         found = [together[0]["norms"][window], *together[0]["other norms"][window]]
-        np.testing.assert_allclose(found, [np.linalg.norm(numbers, kind) for kind in (2, 1, np.inf)], rtol=1e-5)
-        assert_tensors_close(together[0]["weights"][window], case.weights[window])
+        np.testing.assert_allclose(found, [np.linalg.norm(numbers, kind) for kind in (2, 1, np.inf)], rtol=bound)
+        assert_tensors_close(together[0]["weights"][window], case.weights[window], bound)
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_biases", "llama_tied", "qwen3_5", "qwen3_moe"])
 def test_one_process(cases: Cases, name: str) -> None:
     case = cases(name)
     compare([train(case.folder, {"dp_size": 1}, case.windows)], case)
@@ -154,7 +161,9 @@ def test_one_process(cases: Cases, name: str) -> None:
         pytest.param(EP2_SP, "qwen3_moe_plain", id="tp2 ep2 sp"),
         pytest.param(PP2, "qwen2", id="pp2"),
         pytest.param(PP2, "llama_tied", id="pp2 tied"),
+        pytest.param(PP2, "qwen3_5_tied", id="pp2 linear attention, tied"),
         pytest.param(DP2, "llama", id="dp2"),
+        pytest.param(DP2, "qwen3_5", id="dp2 linear attention"),
         pytest.param(EP2, "qwen3_moe", id="dp2 ep2"),
     ],
 )
@@ -273,6 +282,7 @@ def check_moved(saved: Saved, states: Mapping[str, AdapterSnapshot], into: Path,
         pytest.param(TP2_PP2_SP, "llama_tied", id="tp2 pp2 sp tied"),
         pytest.param(DP2_TP2_EP2_SP, "qwen3_moe", id="dp2 tp2 ep2 sp"),
         pytest.param({**DP2_TP2, "share_optimizer": True}, "llama_biases", id="dp2 tp2 shared"),
+        pytest.param({**DP2_PP2, "share_optimizer": True}, "qwen3_5", id="dp2 pp2 shared, linear attention"),
     ],
 )
 def test_files_move_between_meshes(
@@ -296,7 +306,10 @@ def test_files_move_between_meshes(
                 ours, theirs = vars(moved[state])[kind], vars(alone[state])[kind]
                 assert_tensors_close({kind: ours}, {kind: theirs})
     loaded = AutoModelForCausalLM.from_pretrained(saved.exported)
-    weights = np.concatenate([each.detach().numpy().ravel() for each in loaded.parameters()])
+    parameters = dict(loaded.named_parameters())
+    names = FullTrainer.from_pretrained(case.folder, device="cpu", dtype="fp32")._weights.layout.names
+    assert parameters.keys() == set(names)
+    weights = np.concatenate([parameters[each].detach().numpy().ravel() for each in names])
     np.testing.assert_array_equal(weights, saved.snapshot.weights)
 
 

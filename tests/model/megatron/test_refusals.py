@@ -73,7 +73,7 @@ def test_odd_intermediate_features() -> None:
 
 def test_families_and_options_of_models() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"gemma: the Megatron backend supports .* llama, qwen2, qwen3, qwen3_moe"
+        UnsupportedError, match=r"gemma: the Megatron backend supports .* llama, qwen2, qwen3, qwen3_5, qwen3_moe"
     ):
         read_shape(GemmaConfig())
     with pytest.raises(UnsupportedError, match="its weights are quantized"):

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.megatron
 
 TP2: Mapping[str, Any] = {"tp_size": 2}
 PP2: Mapping[str, Any] = {"pp_size": 2}
+DP2: Mapping[str, Any] = {"dp_size": 2}
 SP: Mapping[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 EP2: Mapping[str, Any] = {"dp_size": 2, "ep_size": 2}
 EP2_TP2: Mapping[str, Any] = {"tp_size": 2, "ep_size": 2}  # the experts are divided among the two ranks of tp
@@ -23,6 +24,7 @@ TP2_PP2: Mapping[str, Any] = {"tp_size": 2, "pp_size": 2}
 TP2_PP2_SP: Mapping[str, Any] = {**TP2_PP2, "sequence_parallel": True}
 DP2_TP2: Mapping[str, Any] = {"dp_size": 2, "tp_size": 2}
 DENSE = ("llama", "llama_biases", "llama_tied", "qwen2", "qwen2_window", "qwen3")
+LINEAR = ("qwen3_5", "qwen3_5_tied")  # three of four layers have linear attention, which is not cut
 MIXTURES = ("qwen3_moe", "qwen3_moe_plain")
 
 
@@ -81,7 +83,7 @@ def check(name: str, sizes: Mapping[str, Any], folder: Path, pool: ProcessPool) 
     check_gradients(name, pool.run(stage_programs.gradients, folder, sizes))
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("name", [*DENSE, *LINEAR, *MIXTURES])
 def test_one_process(folders: Mapping[str, Path], name: str) -> None:
     check_logprobs(name, {}, [stage_programs.score(folders[name], {})])
     check_gradients(name, [stage_programs.gradients(folders[name], {})])
@@ -92,8 +94,13 @@ def test_one_process(folders: Mapping[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("sizes", [TP2, PP2, SP], ids=str)
 def test_two_processes(folders: Mapping[str, Path], two: ProcessPool, sizes: Mapping[str, Any]) -> None:
-    for name in (*DENSE, *MIXTURES):
+    for name in (*DENSE, *MIXTURES, *([] if "tp_size" in sizes else LINEAR)):
         check(name, sizes, folders[name], two)
+
+
+def test_linear_attention_on_data_ranks(folders: Mapping[str, Path], two: ProcessPool) -> None:
+    check("qwen3_5", DP2, folders["qwen3_5"], two)
+    check_gradients("qwen3_5", two.run(stage_programs.gradients, folders["qwen3_5"], DP2, True))
 
 
 @pytest.mark.parametrize("sizes", [EP2, EP2_TP2, EP2_SP], ids=str)

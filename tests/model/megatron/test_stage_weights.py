@@ -46,11 +46,11 @@ def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_5", "qwen3_moe"])
 def test_weights_come_back_bit_by_bit(tmp_path: Path, two: ProcessPool, name: str) -> None:
     wanted = saved(name, tmp_path)
     for sizes in MESHES:
-        if "ep_size" in sizes and name != "qwen3_moe":
+        if ("ep_size" in sizes and name != "qwen3_moe") or ("tp_size" in sizes and name == "qwen3_5"):
             continue
         for found in two.run(stage_programs.round_trip, tmp_path, sizes):
             assert found.keys() == wanted.keys()

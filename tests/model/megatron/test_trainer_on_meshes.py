@@ -3,6 +3,7 @@
 The tenants differ in ranks, losses, lengths, targets and LoRA options; some have adapters on the head.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,14 +55,15 @@ class Case:
     def peft(self) -> Results:
         """Return what PEFT makes of the requests.
 
-        Without those of tenants with dropout, which PEFT draws, and of tenants on experts, whose form PEFT does not
-        have: tests/model/experts compares those with the plain model.
+        Without those of tenants with dropout, which PEFT draws, and of tenants on experts or on query, key and value of
+        linear attention, whose form PEFT does not have: tests/model compares those with the plain model.
         """
         results: Results = {"losses": {}, "gradients": {1: {}, 2: {}}, "norms": {}, "weights": {}}
         specs = {name: tenant.spec for name, tenant in trainer_programs.tenants(self.name).items()}
-        on_experts = {name for name, each in self.alone["initial"].items() if any(".experts." in key for key in each)}
+        others = re.compile(r"\.experts\.|\.in_proj_[qkv]\.")
+        in_own_form = {name for name, each in self.alone["initial"].items() if any(map(others.search, each))}
         for name, spec in specs.items():
-            if spec.dropout or name in on_experts:
+            if spec.dropout or name in in_own_form:
                 continue
             config = peft.LoraConfig(**{**self.alone["configs"][name], "inference_mode": False})
             reference = Reference(self.model, spec, self.alone["initial"][name], config)
@@ -124,8 +126,10 @@ def check(case: Case, together: list[Results]) -> None:
             assert_equal(each["weights"][name], together[0]["weights"][name])
             assert_equal(each["moments"][name], together[0]["moments"][name])
     merged = merge(together)
-    for theirs in (case.alone, case.peft):
-        found = differences(merged, theirs)
+    # Transformers' delta rule adds up in another order, which gates amplify: tests/model/decoder has the same bound.
+    of_peft = 5e-5 if case.name == "qwen3_5" else TOLERANCE
+    for theirs, tolerance in ((case.alone, TOLERANCE), (case.peft, of_peft)):
+        found = differences(merged, theirs, tolerance)
         assert not found, "\n".join(found)
 
 
@@ -139,8 +143,8 @@ def merge(together: list[Results]) -> Results:
     return merged
 
 
-def differences(ours: Results, theirs: Results) -> list[str]:
-    """Return what is not equal, up to the tolerance, of all that ``theirs`` has."""
+def differences(ours: Results, theirs: Results, tolerance: float = TOLERANCE) -> list[str]:
+    """Return what is not equal, up to a tolerance, of all that ``theirs`` has. ``tolerance``: that of tensors."""
     found = []
     for kind in ("losses", "norms", "logprobs", "outputs"):
         assert kind not in theirs or kind in ("losses", "norms") or ours[kind].keys() == theirs[kind].keys()
@@ -155,7 +159,7 @@ def differences(ours: Results, theirs: Results) -> list[str]:
             tensors[f"gradients {window} {name}"] = ours["gradients"][window][name], wanted
     for text, (left, right) in tensors.items():
         assert left.keys() == right.keys()
-        found += [f"{text} {name}" for name in right if not relative_error(left[name], right[name]) <= TOLERANCE]
+        found += [f"{text} {name}" for name in right if not relative_error(left[name], right[name]) <= tolerance]
     return found
 
 
@@ -204,6 +208,19 @@ def test_long_sequences_are_recomputed(cases: Cases, two: ProcessPool, model: st
 def test_eight_tenants_on_four_processes(cases: Cases, four: ProcessPool, sizes: Sizes) -> None:
     case = cases("llama")
     check(case, run(four, case, sizes))
+
+
+@pytest.mark.parametrize("sizes", [PP2, DP2], ids=["pp2", "dp2"])
+def test_linear_attention_on_two_processes(cases: Cases, two: ProcessPool, sizes: Sizes) -> None:
+    """With PP2 the first stage has linear attention in all of its layers, and the second one in one of two."""
+    case = cases("qwen3_5")
+    check(case, run(two, case, sizes))
+
+
+def test_linear_attention_on_four_processes(cases: Cases, four: ProcessPool) -> None:
+    """Activations are recomputed, as for long sequences above."""
+    case = cases("qwen3_5")
+    check(case, run(four, case, {"dp_size": 2, "pp_size": 2}, 12))
 
 
 def test_a_wide_model(cases: Cases, four: ProcessPool) -> None:
@@ -269,6 +286,13 @@ def test_input_gradients_of_column_layers_that_are_not_added_up_are_found(cases:
     found = differences(merge(run(two, case, TP2, 60, "no sum of the inputs' gradients")), case.alone)
     assert [each for each in found if each.startswith("gradients 1 ")]
     assert not [each for each in found if each.startswith(("losses (0", "losses (1"))], "the forward pass is right"
+
+
+def test_linear_attention_that_does_not_know_where_sequences_begin_is_found(cases: Cases, two: ProcessPool) -> None:
+    case = cases("qwen3_5")
+    found = differences(merge(run(two, case, PP2, 60, "no bounds of sequences")), case.alone)
+    packed = {name for name, each in trainer_programs.tenants("qwen3_5").items() if len(each.lengths) > 1}
+    assert {f"losses {(0, name)}" for name in packed} <= set(found)
 
 
 def test_exchanged_cuts_are_found(cases: Cases, two: ProcessPool) -> None:

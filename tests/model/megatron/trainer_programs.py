@@ -19,6 +19,7 @@ from tests.model.megatron.stage_programs import device_mesh, make_mesh
 from tests.support.models.reference import random_datum
 from twinkle.model import AdamParams, Datum, LoraSpec, ObjectiveValue, TokenValues, Trainer, TrainFailure, TrainItem
 from twinkle.model.adapters.cuts import ModelCuts
+from twinkle.model.decoder.linear_attention.bounds import Bounds
 from twinkle.model.megatron import layers
 from twinkle.model.megatron.head import VocabParallelHead
 from twinkle.model.megatron.trainer import load_trainer
@@ -121,6 +122,27 @@ _EXPERTS = {name: tenant for name, tenant in _DENSE.items() if name not in ("dro
         spec=LoraSpec(5, 2, 7, target_modules=["k_proj", "experts.w2"], layers_to_transform=[2, 3], init_weights=False),
     ),
 }
+# In a model with linear attention those without names of modules are on q, k, v, z and out of it, too. "joint" has
+# PEFT's form, and is on the gates that the switches leave out. Adapters are smaller, like the model's weights.
+_LINEAR = _DENSE | {
+    "mlp": replace(_DENSE["mlp"], spec=replace(_DENSE["mlp"].spec, rank=7)),
+    "patterns": replace(
+        _DENSE["patterns"],
+        spec=replace(_DENSE["patterns"].spec, rank_pattern={"in_proj_v": 10, "q_proj": 9, "linear_attn.out_proj": 3}),
+    ),
+    "one layer": replace(
+        _DENSE["one layer"],
+        spec=LoraSpec(
+            5, 2, 7, target_modules=["in_proj_k", "up_proj", "out_proj"], layers_to_transform=[1], init_weights=False
+        ),
+    ),
+    "joint": Tenant(
+        LoraSpec(3, 1, 9, target_modules=["in_proj_qkv", "in_proj_a", "in_proj_b", "o_proj"], init_weights=False),
+        (70, 14),  # longer than a chunk of the delta rule
+        owners=(1, 0),
+    ),
+}
+_LINEAR = {name: replace(each, spec=replace(each.spec, alpha=each.spec.alpha / 4)) for name, each in _LINEAR.items()}
 
 
 def make_model(name: str) -> PreTrainedModel:
@@ -143,7 +165,7 @@ def make_model(name: str) -> PreTrainedModel:
 
 
 def tenants(model: str) -> dict[str, Tenant]:
-    return _EXPERTS if model == "qwen3_moe" else _DENSE
+    return {"qwen3_moe": _EXPERTS, "qwen3_5": _LINEAR}.get(model, _DENSE)
 
 
 def make_calls(model: Any, name: str) -> list[list[Request]]:
@@ -180,10 +202,16 @@ def mistake(name: str | None) -> Iterator[None]:
         if gradient.index in self._requests:
             own_add(self, gradient)
 
+    own_bounds = Bounds.from_lengths
+
+    def of_one_sequence(lengths: Sequence[int], device: torch.device) -> Bounds:
+        return own_bounds((sum(lengths),), device)
+
     own_head, own_add = VocabParallelHead.__init__, TrainerCall._add_gradient
     patches = {
         "no sum of whole factors": mock.patch.object(ModelCuts, "unite", return_value=None),
         "no sum of the inputs' gradients": mock.patch.object(layers, "enter_cut", lambda x, *args, **kwargs: x),
+        "no bounds of sequences": mock.patch.object(Bounds, "from_lengths", of_one_sequence),
         "exchanged cuts": mock.patch.object(ModelCuts, "cut", exchanged),
         "unmasked vocabulary": mock.patch.object(VocabParallelHead, "__init__", unmasked),
         "no gradients of others' requests": mock.patch.object(TrainerCall, "_add_gradient", of_own_requests),

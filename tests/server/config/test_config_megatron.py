@@ -150,8 +150,43 @@ def test_a_family_that_megatron_does_not_run(tmp_path: Path, runtime: str) -> No
     folder = folder_of(tmp_path, model_type="gemma2")
     (problem,) = find_problems({"runtime": runtime, "applications": applications(folder)})
     assert problem.field == "applications[0].args.model_id"
-    assert "llama, qwen2, qwen3, qwen3_moe" in problem.allowed
+    assert "llama, qwen2, qwen3, qwen3_5, qwen3_moe" in problem.allowed
     assert "gemma2" in problem.allowed
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss"])
+def test_families_whose_experts_megatron_does_not_run(tmp_path: Path, family: str) -> None:
+    folder = folder_of(tmp_path, model_type=family)
+    (problem,) = find_problems({"runtime": "ray", "applications": applications(folder)})
+    assert problem.allowed == (
+        "a model of the families llama, qwen2, qwen3, qwen3_5, qwen3_moe with backend: megatron (this one is of "
+        f"{family.removesuffix('_text')})"
+    )
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["with a tower", "text"])
+def test_linear_attention_is_not_cut(tmp_path: Path, nested: bool) -> None:
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
+    text = {"model_type": "qwen3_5_text", **sizes}
+    config = {"model_type": "qwen3_5", "text_config": text} if nested else text
+    folder = folder_of(tmp_path, **config)
+
+    def problems(**mesh: int) -> list[tuple[str, str]]:
+        found = find_problems({"runtime": "ray", "applications": applications(folder, device_mesh=mesh)})
+        return [(problem.field.rpartition(".")[2], problem.allowed) for problem in found]
+
+    assert problems(dp_size=2, pp_size=2) == problems(dp_size=2) == []
+    text_of_tp = "1: qwen3_5 has layers with linear attention, which are not cut; the nearest mesh that works: "
+    assert problems(tp_size=2, pp_size=2) == [("tp_size", f"{text_of_tp}dp_size=2, tp_size=1, pp_size=2")]
+    assert problems(pp_size=4) == [("pp_size", "1 or 2 or 3 or 6, which divide its 6 layers")]
+    assert problems(dp_size=2, ep_size=2) == [("ep_size", "1: qwen3_5 has no experts")]
+
+
+def test_linear_attention_is_not_cut_whatever_its_sizes_are(tmp_path: Path) -> None:
+    given = applications(folder_of(tmp_path, model_type="qwen3_5"), device_mesh={"tp_size": 2})
+    (problem,) = find_problems({"runtime": "ray", "applications": given})
+    assert problem.field == "applications[0].args.device_mesh.tp_size"
+    assert problem.allowed.startswith("1: qwen3_5 has layers with linear attention")
 
 
 def test_a_configuration_that_leaves_sizes_to_defaults_is_checked_by_the_launch(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.linear_attention.layer import JOINT, PARTS
 from twinkle.model.decoder.lora.stacks import Cut, RowLayout, Target
 from twinkle.model.parallel import ALONE, Ranks, add_up_all
 
@@ -44,6 +45,9 @@ _SIDES: dict[str, Side] = {
     "up_proj": "outputs",
     "o_proj": "inputs",
     "down_proj": "inputs",
+    # Those of linear attention, in models that have no tensor parallelism
+    **dict.fromkeys((JOINT, *PARTS, "in_proj_z", "in_proj_b", "in_proj_a"), "outputs"),
+    "out_proj": "inputs",
 }
 
 

@@ -29,6 +29,16 @@ class FusedRmsNorm(nn.Module):
         return _RmsNorm.apply(x, self.weight_H, self.eps)
 
 
+class CenteredRmsNorm(FusedRmsNorm):
+    """``x / rms(x) · (1 + weight)``, computed in fp32 and rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_H = 1.0 + self.weight_H.float()
+        if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return F.rms_norm(x.float(), weight_H.shape, weight_H, self.eps).to(x.dtype)
+        return _RmsNorm.apply(x, weight_H, self.eps)
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x·s·w with s = 1/√(mean(x²) + eps); dx = s·(g − x·s²·mean(g·x)) with g = dy·w.
 

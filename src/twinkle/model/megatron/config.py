@@ -4,6 +4,7 @@ Every family is read here. A family that is not listed is refused, because its l
 configuration does not show.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,21 +14,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from twinkle.errors import UnsupportedError
 from twinkle.model.megatron.mcore import TransformerConfig
 from twinkle.model.megatron.mesh import MegatronMesh
-from twinkle.model.megatron.sizes import MeshSizes, ModelCounts, check_counts, check_family
+from twinkle.model.megatron.sizes import MeshSizes, ModelCounts, check_counts, check_family, family_name
 
 __all__ = [
     "DecoderShape",
     "ExpertShape",
+    "LinearShape",
     "StageSpec",
     "check_sizes",
     "read_rope",
     "read_shape",
     "refuse_options",
     "stage_config",
+    "text_config",
 ]
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -41,6 +45,17 @@ class ExpertShape:
     per_token: int
     intermediate: int
     normalize: bool  # whether the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """The sizes of a layer's linear attention, which is a gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    window: int  # how many tokens its convolution sees
 
 
 @dataclass(frozen=True)
@@ -61,10 +76,14 @@ class DecoderShape:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    gated: bool  # whether the outputs of attention are gated; q_proj then has the gate of each head behind its query
+    centered_norms: bool  # whether norms multiply by 1 + weight
     tied: bool  # whether the head has the weights of the embedding
     windows: tuple[int | None, ...]  # of each layer: how many tokens its attention looks back; None: all
     experts: ExpertShape | None
     expert_layers: frozenset[int]  # the layers that have experts
+    linear: LinearShape | None = None
+    linear_layers: frozenset[int] = frozenset()  # the layers that have linear attention in the place of attention
 
     def padded_vocabulary(self, tp: int) -> int:
         """Return the number of rows of embedding and head together on ``tp`` ranks: all have the same number."""
@@ -95,17 +114,33 @@ _FAMILIES: dict[str, tuple[Callable[[PreTrainedConfig], _Biases], bool]] = {
     "llama": (lambda config: _Biases(config.attention_bias, config.attention_bias, config.mlp_bias), False),
     "qwen2": (lambda config: _Biases(True, False, False), False),
     "qwen3": (lambda config: _Biases(config.attention_bias, config.attention_bias, False), True),
+    "qwen3_5": (lambda config: _Biases(config.attention_bias, config.attention_bias, False), True),
     "qwen3_moe": (lambda config: _Biases(config.attention_bias, config.attention_bias, False), True),
 }
 
 
-def read_shape(config: PreTrainedConfig) -> DecoderShape:
-    """Return the shape of a decoder; raise for a family or option that is not supported."""
-    family = config.model_type
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the decoder alone; raise for a family of models that is not supported.
+
+    The decoder of a model with a vision tower is a model of its own, which reads text.
+    """
+    family = family_name(config.model_type)
     check_family(family)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(f"{family}: its weights are quantized; the Megatron backend reads bf16, fp16 and fp32")
+    own = config.get_text_config()
+    if own is not config:
+        own = copy.deepcopy(own)
+        own.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
+    return own
+
+
+def read_shape(config: PreTrainedConfig) -> DecoderShape:
+    """Return the shape of a decoder; raise for a family or option that is not supported."""
+    config = text_config(config)
+    family = family_name(config.model_type)
     read_biases, qk_norm = _FAMILIES[family]
+    has_linear = family == "qwen3_5"
     biases, experts = read_biases(config), _experts(config)
     return DecoderShape(
         family=family,
@@ -122,11 +157,35 @@ def read_shape(config: PreTrainedConfig) -> DecoderShape:
         output_bias=biases.output,
         mlp_bias=biases.mlp,
         qk_norm=qk_norm,
+        gated=has_linear,
+        centered_norms=has_linear,
         tied=bool(config.tie_word_embeddings),
         windows=_windows(config),
         experts=experts,
         expert_layers=frozenset(filter(lambda layer: _has_experts(config, layer), range(config.num_hidden_layers))),
+        linear=_linear(config) if has_linear else None,
+        linear_layers=_linear_layers(config) if has_linear else frozenset(),
     )
+
+
+def _linear(config: PreTrainedConfig) -> LinearShape:
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"hidden_act: got {config.hidden_act!r}, linear attention is known with 'silu' only")
+    return LinearShape(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+
+
+def _linear_layers(config: PreTrainedConfig) -> frozenset[int]:
+    types = dict(enumerate(config.layer_types))
+    unknown = sorted(set(types.values()) - {"full_attention", "linear_attention"})
+    if unknown:
+        raise UnsupportedError(f"layer_types: got {unknown}, allowed: full_attention and linear_attention")
+    return frozenset(layer for layer, kind in types.items() if kind == "linear_attention")
 
 
 def _experts(config: PreTrainedConfig) -> ExpertShape | None:
@@ -152,17 +211,23 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def read_rope(config: PreTrainedConfig) -> tuple[Tensor, float]:
-    """Return the frequencies (head_dim / 2,) of rotary embeddings, and the factor of their cosines and sines."""
+    """Return the frequencies of rotary embeddings, and the factor of their cosines and sines.
+
+    There are head_dim / 2 of them; fewer where only the first features of each head are rotated.
+    """
+    config = text_config(config)
     settings = config.rope_parameters
     kind = settings.get("rope_type", "default")
     if kind not in _ROPE_TYPES:
         raise UnsupportedError(f"{config.model_type}: rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}")
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+    rotated = settings.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and family_name(config.model_type) != "qwen3_5":
         raise UnsupportedError(f"{config.model_type}: rotary embeddings of a part of each head are not supported")
     if kind != "default":
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies, scaling
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = int(head_dim * rotated)
     return 1.0 / (settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
 
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from twinkle import hub
 from twinkle.hub.resolution import loadable_name
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.decoder.layers import install
 from twinkle.model.full.assembly import TrainedModel, model_files
 from twinkle.model.full.gradients import HeadWeightGradient
 from twinkle.model.full.memory import StateBytes, divide_memory, random_part, require_state
@@ -89,8 +90,10 @@ def make_full_trainer(
     return FullTrainer.from_assembled(assembled, model_id=model_id)
 
 
-def load_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
-    """Build this process's stage of a model, and read its cut of the weights.
+def load_stage(
+    local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device, *, images: bool = False
+) -> Stage:
+    """Build this process's stage of a model, and read its cut of the weights. ``images``: as for ``read_weights``.
 
     Its parameters are fp32, with the precision of the model's files. The weights of ``random://`` models have the
     compute ``dtype``, so that they are those of a sampler on the same model id.
@@ -100,7 +103,7 @@ def load_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, de
         for parameter in stage.model.parameters():
             parameter.data = torch.empty_like(parameter.data, dtype=torch.float32)
     with Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights, to {device}") as progress:
-        read_weights(stage, local, progress)
+        read_weights(stage, local, progress, images=images)
     return stage
 
 
@@ -119,6 +122,8 @@ def assemble_stage(
     All ranks get the same plan of tokens: that of the rank with the least memory.
     """
     mesh, device = stage.mesh, stage.device
+    if stage.architecture.has_linear_attention:  # our layers have their weights in another order than Transformers'
+        install(model, stage.architecture)
     layout, parallel = read_layout(model), parallelism(mesh)
     own = own_weights(stage, layout, shared=share_optimizer)
     held, count = parameter_bytes(stage.model), sum(each.parameter.numel() for each in own)

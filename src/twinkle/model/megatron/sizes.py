@@ -20,12 +20,15 @@ __all__ = [
     "check_compilable",
     "check_counts",
     "check_family",
+    "check_uncut_layers",
     "divisors",
+    "family_name",
     "find_refused_sizes",
     "read_sizes",
 ]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # values of model_type in config.json
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_moe")  # see family_name
+_UNCUT = {"qwen3_5": "layers with linear attention"}  # families with layers that tensor parallelism does not divide
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,28 @@ def _check_order(mesh: DeviceMesh) -> None:
         raise InvalidInputError("device_mesh.mesh", mesh.mesh.tolist(), allowed)
 
 
+def family_name(model_type: str) -> str:
+    """Return the family of a model by its model_type in config.json. A decoder has that of its model with a tower."""
+    return model_type.removesuffix("_text")
+
+
 def check_family(family: str) -> None:
     """Raise UnsupportedError for a family of models that is not supported."""
     if family not in FAMILIES:
         raise UnsupportedError(f"{family}: the Megatron backend supports the families {', '.join(FAMILIES)}")
 
 
+def check_uncut_layers(family: str, sizes: MeshSizes) -> None:
+    """Raise for tensor parallelism of a family that has layers which it does not divide."""
+    if family in _UNCUT and sizes.tp > 1:
+        nearest = MeshSizes(dp=sizes.dp * sizes.tp, pp=sizes.pp)
+        allowed = f"1: {family} has {_UNCUT[family]}, which are not cut; the nearest mesh that works: {nearest}"
+        raise InvalidInputError("tp_size", sizes.tp, allowed)
+
+
 def check_counts(counts: ModelCounts, sizes: MeshSizes) -> None:
     """Raise for a mesh that cannot hold this model, with the sizes that work."""
+    check_uncut_layers(counts.family, sizes)
     cut = {"attention heads": counts.heads, "key-value heads": counts.kv_heads}
     if counts.intermediate is not None:
         cut["intermediate features"] = counts.intermediate

@@ -14,11 +14,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from twinkle import hub
+from twinkle.images.processing import PROCESSOR
 from twinkle.model.decoder.architecture import Architecture, read_architecture
 from twinkle.model.decoder.attention import PACKED, register
 from twinkle.model.decoder.layers import LayerBatch, TenantLayer
-from twinkle.model.megatron.config import DecoderShape, StageSpec, check_sizes, read_rope, read_shape, stage_config
-from twinkle.model.megatron.layers import DecoderLayer, FinalNorm, rotary_tables
+from twinkle.model.decoder.loading import auto_class
+from twinkle.model.megatron.config import (
+    DecoderShape,
+    StageSpec,
+    check_sizes,
+    read_rope,
+    read_shape,
+    stage_config,
+    text_config,
+)
+from twinkle.model.megatron.layers import CenteredFinalNorm, DecoderLayer, FinalNorm, rotary_tables
 from twinkle.model.megatron.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
 from twinkle.model.megatron.mesh import MegatronMesh
 from twinkle.model.megatron.random_weights import draw_weights, meta_model
@@ -42,7 +52,7 @@ class Stage:
 
     ``architecture`` is that of the whole model, as one process has it; its weights are on torch's meta device.
     ``layers`` are the stage's own decoder layers; the ``index`` of each is its number in the whole model. ``config`` is
-    megatron-core's, for its schedules; ``hf_config`` is the model's own. Embedding and head have this rank's rows of
+    megatron-core's, for its schedules; ``hf_config`` is the decoder's own. Embedding and head have this rank's rows of
     the vocabulary, with padding; they are None on stages that have none, and one parameter where they are tied and on
     the same stage.
     """
@@ -117,23 +127,32 @@ class Stage:
             yield vocabulary_piece(name, self.head_weight_VH, vocabulary, tp)
 
 
-def build_stage(local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device) -> Stage:
-    """Build this process's stage of a model, and read its cut of the weights."""
+def build_stage(
+    local: hub.LocalModel, mesh: MegatronMesh, dtype: torch.dtype, device: torch.device, *, images: bool = True
+) -> Stage:
+    """Build this process's stage of a model, and read its cut of the weights. ``images``: see :func:`read_weights`."""
     stage = empty_stage(AutoConfig.from_pretrained(local.path), mesh, dtype, device)
     what = Progress(f"loading {local.model_id}", detail=lambda: f"a cut of its weights as {dtype}, to {device}")
     with what as progress:
-        read_weights(stage, local, progress)
+        read_weights(stage, local, progress, images=images)
     return stage
 
 
-def read_weights(stage: Stage, local: hub.LocalModel, progress: Progress) -> None:
-    """Read this process's cut of the model's weights from its files; for a ``random://`` model, draw it."""
+def read_weights(stage: Stage, local: hub.LocalModel, progress: Progress, *, images: bool) -> None:
+    """Read this process's cut of the model's weights from its files; for a ``random://`` model, draw it.
+
+    ``images``: as for :func:`twinkle.model.decoder.loading.load_model`. With a vision tower, which is not kept, the
+    decoder of a ``random://`` model has other numbers.
+    """
     if local.random_seed is None:
         files = CheckpointFiles(local.path)
         pieces = list(stage.pieces(fused_experts=files.fused_experts))
         load_pieces(progress.count(pieces, "weights", len(pieces)), files)
     else:
-        drawn = draw_weights(stage.hf_config, local.random_seed, stage.dtype, stage.device)
+        config = AutoConfig.from_pretrained(local.path)
+        chosen = auto_class(config, images=images and (local.path / PROCESSOR).is_file())
+        model = meta_model(config, stage.dtype, chosen)
+        drawn = draw_weights(model, local.random_seed, stage.dtype, stage.device)
         put_weights(stage.pieces(fused_experts=True), progress.count(drawn, "weights"))
 
 
@@ -141,6 +160,7 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
     """Build this process's stage of a model with uninitialized weights; raise for a mesh that cannot hold it."""
     shape = read_shape(hf_config)
     check_sizes(shape, mesh.sizes)
+    hf_config = text_config(hf_config)
     frequencies_F, rope_scaling = read_rope(hf_config)
     spec = StageSpec(shape, mesh, dtype, device)
     config = stage_config(spec)
@@ -150,7 +170,7 @@ def empty_stage(hf_config: PreTrainedConfig, mesh: MegatronMesh, dtype: torch.dt
     with torch.device(device):
         model = GPTModel(
             config,
-            TransformerBlockSubmodules(slots, FinalNorm),
+            TransformerBlockSubmodules(slots, CenteredFinalNorm if shape.centered_norms else FinalNorm),
             vocab_size=shape.padded_vocabulary(mesh.tp.size),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=mesh.is_first,

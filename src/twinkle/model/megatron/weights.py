@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, InvalidInputError, UnsupportedError
+from twinkle.model.decoder.linear_attention.layer import JOINT, DeltaNet
+from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.megatron.experts import ExpertMlp
-from twinkle.model.megatron.layers import DecoderLayer
+from twinkle.model.megatron.layers import DecoderLayer, RowLinear
 from twinkle.model.parallel import Ranks
+from twinkle.model.types import text_name
 
 __all__ = [
     "CheckpointFiles",
@@ -84,6 +87,8 @@ class CheckpointFiles:
 
     A tensor is a view of its file, so reading copies nothing. But the pages of a file that were read count as memory of
     the process; those of one tensor are given back before the next one is read.
+
+    The decoder of a model with a vision tower has the names that it has in a model for text alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,11 +96,12 @@ class CheckpointFiles:
         self._mapped: dict[Path, _MappedFile] = {}
         if index.is_file():
             files = json.loads(index.read_text())["weight_map"]
-            self._files: dict[str, Path] = {name: folder / file for name, file in files.items()}
+            stored: dict[str, Path] = {name: folder / file for name, file in files.items()}
         elif single.is_file():
-            self._files = dict.fromkeys(self._file(single).names(), single)
+            stored = dict.fromkeys(self._file(single).names(), single)
         else:
             raise UnsupportedError(f"{folder}: no model.safetensors; the Megatron backend reads safetensors files only")
+        self._files = {text_name(name): (path, name) for name, path in stored.items()}  # name → file, name in it
 
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
@@ -106,10 +112,12 @@ class CheckpointFiles:
         return any(name.endswith(".experts.gate_up_proj") for name in self._files)
 
     def read(self, piece: Piece) -> Tensor:
-        return piece.select(self._file(self._files[piece.name]).tensor(piece.name))
+        path, stored = self._files[piece.name]
+        return piece.select(self._file(path).tensor(stored))
 
     def give_back(self, piece: Piece) -> None:
-        self._file(self._files[piece.name]).give_back(piece.name)
+        path, stored = self._files[piece.name]
+        self._file(path).give_back(stored)
 
     def _file(self, path: Path) -> "_MappedFile":
         if path not in self._mapped:
@@ -196,11 +204,16 @@ def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, *, fused_experts: 
     """
     yield Piece(f"{prefix}.input_layernorm.weight", layer.input_norm.weight_H)
     yield Piece(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm.weight_H)
+    columns: list[LoraLinear] = []
+    rows: list[RowLinear] = []
     attention = layer.attention
-    for norm, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
-        if norm is not None:
-            yield Piece(f"{prefix}.self_attn.{name}.weight", norm.weight_H)
-    columns, rows = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
+    if isinstance(attention, DeltaNet):
+        yield from _delta_net_pieces(attention, f"{prefix}.linear_attn")
+    else:
+        for norm, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
+            if norm is not None:
+                yield Piece(f"{prefix}.self_attn.{name}.weight", norm.weight_H)
+        columns, rows = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
     if isinstance(layer.mlp, ExpertMlp):
         yield from _expert_pieces(layer.mlp, f"{prefix}.mlp", fused=fused_experts)
     else:
@@ -219,6 +232,16 @@ def layer_pieces(layer: DecoderLayer, prefix: str, tp: Ranks, *, fused_experts: 
 def _cut(name: str, weight: Tensor, dim: int, tp: Ranks) -> Piece:
     size = weight.shape[dim]
     return Piece(name, weight, dim, tp.number * size, (tp.number + 1) * size)
+
+
+def _delta_net_pieces(net: DeltaNet, prefix: str) -> Iterator[Piece]:
+    """Yield the pieces of linear attention, which every rank has whole."""
+    for name in (JOINT, "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
+        yield Piece(f"{prefix}.{name}.weight", getattr(net, name).weight_OI)
+    yield Piece(f"{prefix}.conv1d.weight", net.conv1d.weight)
+    yield Piece(f"{prefix}.norm.weight", net.norm.weight)
+    yield Piece(f"{prefix}.A_log", net.A_log)
+    yield Piece(f"{prefix}.dt_bias", net.dt_bias)
 
 
 def _expert_pieces(mlp: ExpertMlp, prefix: str, *, fused: bool) -> Iterator[Piece]:

@@ -19,6 +19,8 @@ from twinkle.model.megatron.sizes import (
     ModelCounts,
     check_compilable,
     check_counts,
+    check_uncut_layers,
+    family_name,
     find_refused_sizes,
     read_sizes,
 )
@@ -152,12 +154,17 @@ def _find_model_problems(args: ModelArgs, sizes: MeshSizes) -> Iterator[MeshProb
     config = read_local_config(args.model_id)
     if config is None:
         return
-    family = config.get("model_type")
+    family = family_name(str(config.get("model_type")))
     if family not in FAMILIES:
         allowed = f"a model of the families {', '.join(FAMILIES)} with backend: megatron (this one is of {family})"
         yield MeshProblem(("model_id",), args.model_id, allowed)
         return
-    counts = _read_counts(config)
+    try:
+        check_uncut_layers(family, sizes)
+    except InvalidInputError as error:
+        yield _size_problem(args, error)
+        return
+    counts = _read_counts(config.get("text_config") or config, family)
     if counts is None:
         return
     try:
@@ -166,18 +173,18 @@ def _find_model_problems(args: ModelArgs, sizes: MeshSizes) -> Iterator[MeshProb
         yield _size_problem(args, error)
 
 
-def _read_counts(config: Mapping[str, Any]) -> ModelCounts | None:
-    """Return what a mesh divides; None if the file leaves something to the defaults of Transformers."""
+def _read_counts(config: Mapping[str, Any], family: str) -> ModelCounts | None:
+    """Return what a mesh divides in a decoder; None if its file leaves something to the defaults of Transformers."""
     layers: Any = config.get("num_hidden_layers")
     heads: Any = config.get("num_attention_heads")
     kv_heads, intermediate = config.get("num_key_value_heads", heads), config.get("intermediate_size")
-    has_experts = config["model_type"] == "qwen3_moe"
+    has_experts = family == "qwen3_moe"
     experts = config.get("num_experts") if has_experts else None
     sizes = [layers, heads, kv_heads, intermediate, *([experts] if has_experts else [])]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     everywhere = has_experts and not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
-    return ModelCounts(config["model_type"], layers, heads, kv_heads, None if everywhere else intermediate, experts)
+    return ModelCounts(family, layers, heads, kv_heads, None if everywhere else intermediate, experts)
 
 
 def _size_problem(args: ModelArgs, error: InvalidInputError) -> MeshProblem:

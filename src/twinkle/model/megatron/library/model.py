@@ -318,7 +318,7 @@ class MegatronModel(MegatronVerbs):
 
     def _load_whole(self) -> "TrainedModel":
         options = self._options
-        stage = load_stage(hub.resolve(options.model_id), *options.place(self.strategy))
+        stage = load_stage(hub.resolve(options.model_id), *options.place(self.strategy), images=True)
         trainer = make_full_trainer(
             stage,
             options.model_id,
