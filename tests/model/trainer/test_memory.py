@@ -49,7 +49,7 @@ def test_the_parts_of_the_preparation_are_reported(monkeypatch: pytest.MonkeyPat
 
     class Recorded(Progress):
         def doing(self, now: str) -> None:
-            reported.append((self._what, now))
+            reported.append((self.what, now))
 
     monkeypatch.setattr("twinkle.model.trainer.trainer.Progress", Recorded)
     Trainer.from_pretrained("random://llama-tiny", device="cpu", dtype="fp32")
