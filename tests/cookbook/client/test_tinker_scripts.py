@@ -73,6 +73,7 @@ def test_modelscope_variants_are_one_file() -> None:
     assert len({without_data(text).replace(name, "NAME") for name, text in variants.items()}) == 1
 
 
+@pytest.mark.thorough
 def test_modelscope_variant(server: Server, tmp_path: Path) -> None:
     """Runs in a separate process, because it modifies the SDK. The SDK alone would not accept this key."""
     names = {"TWINKLE_SERVER_URL": server.url, "MODELSCOPE_TOKEN": "ms-0123", "TWINKLE_MODEL": MODEL}

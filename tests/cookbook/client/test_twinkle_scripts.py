@@ -48,6 +48,7 @@ def _answers(printed: str) -> str:
     return re.sub(r"^epoch .*\n", "", printed[printed.index("before:") : printed.index("saved")], flags=re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_dpo_raises_margins(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"{SELF_HOST}/dpo.py", "--epochs", 2, "--batch-size", 24, "--curve", tmp_path / "c.json")
     curves = json.loads((tmp_path / "c.json").read_text())

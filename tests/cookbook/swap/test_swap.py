@@ -80,6 +80,7 @@ def test_meshes_are_left_to_the_server(run, script):
     assert_same_weights(server, local, script)
 
 
+@pytest.mark.thorough
 def test_multi_lora(run, session):
     arguments = ("transformers/multi_lora.py", "--epochs", 1, "--batch-size", 16, *FP32)
     local, server = run(*arguments), run(*arguments, connection="", client=session)

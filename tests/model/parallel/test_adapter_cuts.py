@@ -22,6 +22,7 @@ from tests.model.parallel.cut_programs import (
     train,
 )
 from tests.model.parallel.process_pool import ProcessPool
+from tests.support.thorough import by_default
 from twinkle.model import AdapterSnapshot
 
 TOLERANCE = 1e-5
@@ -69,7 +70,7 @@ def facts(snapshot: AdapterSnapshot) -> tuple[Any, ...]:
     return snapshot.spec, snapshot.step, snapshot.layout, snapshot.optimizer, dict(snapshot.scalars), snapshot.passes
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, BOTH], ids=["tp2", "pp2", "tp2pp2"])
+@pytest.mark.parametrize("layout", by_default(BOTH, of=[TP2, PP2, BOTH]), ids=["tp2", "pp2", "tp2pp2"])
 def test_cut_adapters_train_as_whole_ones(
     pool: ProcessPool, layout: Layout, alone: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

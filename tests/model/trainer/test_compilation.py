@@ -19,6 +19,7 @@ from tests.support.models.reference import (
     wide_llama,
     with_random_weights,
 )
+from tests.support.thorough import by_default
 from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.model.decoder import attention
 from twinkle.model.decoder.attention import Packing
@@ -69,7 +70,7 @@ def train(trainer: Trainer) -> tuple[list[Sequence[np.ndarray]], dict[str, dict[
     return logprobs, {name: trainer.gradients(name) for name in SPECS}
 
 
-@pytest.mark.parametrize("tokens", [None, 8])
+@pytest.mark.parametrize("tokens", by_default(8, of=[None, 8]))
 def test_one_graph_serves_every_batch(
     tokens: int | None, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
