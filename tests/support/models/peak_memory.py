@@ -15,7 +15,7 @@ from twinkle import hub
 BUCKET_MB = 8
 # glibc keeps freed blocks below a limit, which it raises to the size of a freed one, and may not find a place for the
 # next among them. With a fixed limit they go back to the kernel, so what is measured is what is held.
-RETURNING_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+RETURNING_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 
 
 class PeakMemory:
