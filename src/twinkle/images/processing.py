@@ -67,7 +67,13 @@ class ImageProcessing:
         require("PIL", "images")
         from transformers import AutoImageProcessor
 
-        return cls(AutoImageProcessor.from_pretrained(folder, backend="pil"))
+        try:
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        except ImportError:  # Transformers before 5.18 finds no processor without torchvision
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        return cls(processor)
 
     def size(self, encoded: EncodedImage, field: str = "image") -> ImageSize:
         """Return how many tokens an image becomes. Its pixels are not decoded."""

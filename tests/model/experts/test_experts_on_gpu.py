@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.models.reference import (
+    TOLERANCE,
     assert_logprobs_close,
     assert_numbers_close,
     assert_tensors_close,
@@ -69,10 +70,12 @@ def test_fp32_equals_the_cpu(family: str) -> None:
         ours, theirs = (results(trainer, items(family)) for trainer in (on_gpu, on_cpu))
         for name, left, right in zip(SPECS, ours, theirs, strict=True):
             assert_logprobs_close(left.logprobs, right.logprobs)
-            assert_tensors_close(on_gpu.gradients(name), on_cpu.gradients(name))
+            # The delta rule adds up many more numbers than other layers do.
+            tolerance = 5e-5 if family == "qwen3_5_moe" else TOLERANCE
+            assert_tensors_close(on_gpu.gradients(name), on_cpu.gradients(name), tolerance)
             for trainer in (on_gpu, on_cpu):
                 trainer.optim_step(name, AdamParams(learning_rate=3e-3, eps=0.1 + 0.05 * step))
-            assert_tensors_close(on_gpu.weights(name), on_cpu.weights(name))
+            assert_tensors_close(on_gpu.weights(name), on_cpu.weights(name), tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

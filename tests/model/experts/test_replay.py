@@ -4,12 +4,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from tests.support.models.experts_reference import ExpertsReference
@@ -92,10 +94,14 @@ class Forced:
     routes: Routes | None = None
     layers: list[int] = field(default_factory=list)
 
-    def hook(self, family: str, layer: int, router: nn.Module, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        logits, weights, chosen = output
+    def hook(
+        self, family: str, layer: int, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        first, weights, chosen = output
         if self.routes is None:
             return output
+        rows = inputs[0].reshape(-1, router.weight.shape[1])
+        logits = linear(rows, router.weight, getattr(router, "bias", None))  # Transformers 5.5 returns probabilities
         given = torch.from_numpy(self.routes[:, layer].astype(np.int64))
         chosen = torch.cat([given, chosen[len(given) :]])
         picked = (logits.sigmoid() if family == "deepseek_v3" else logits.softmax(-1)).gather(1, chosen)
@@ -104,7 +110,7 @@ class Forced:
         if family == "deepseek_v3":
             picked = picked * 2.5
         self.layers.append(layer)
-        return logits, picked.to(weights.dtype), chosen
+        return first, picked.to(weights.dtype), chosen
 
 
 def forced_model(family: str, forced: Forced) -> PreTrainedModel:
@@ -115,7 +121,7 @@ def forced_model(family: str, forced: Forced) -> PreTrainedModel:
         router = getattr(layer.mlp, "router" if family == "gpt_oss" else "gate", None)
         if router is not None:
             router.register_forward_hook(
-                lambda router, _, output, index=index: forced.hook(family, index, router, output)
+                lambda router, inputs, output, index=index: forced.hook(family, index, router, inputs, output)
             )
     return model
 
@@ -125,6 +131,9 @@ def forced_model(family: str, forced: Forced) -> PreTrainedModel:
 def test_other_routes_equal_the_plain_model_with_forced_routers(family: str) -> None:
     """Several tenants in one batch, of which one replays nothing and one only for the beginning of a sequence."""
     trainer, forced = trainer_of(family), Forced()
+    if trainer.architecture.routing is None:
+        assert family == "deepseek_v3"
+        pytest.skip("in Transformers 5.5 its router does not choose the experts, so there are no routes to replay")
     given = {
         "a": routed(item(family, "a"), [random_routes(trainer, 7, 1), random_routes(trainer, 21, 2)]),
         "b": item(family, "b"),

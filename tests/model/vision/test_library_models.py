@@ -88,7 +88,10 @@ class Plain:
             given["position_ids"] = axes
             if getattr(seen, "deepstack_features", None):
                 given["visual_pos_masks"] = mask
-                given["deepstack_visual_embeds"] = [torch.cat(list(each)) for each in seen.deepstack_features]
+                features = seen.deepstack_features  # of all images, or of each
+                given["deepstack_visual_embeds"] = [
+                    each if isinstance(each, Tensor) else torch.cat(each) for each in features
+                ]
         hidden = self.inner.language_model(**given, use_cache=False).last_hidden_state
         logits = self.model.base_model.model.lm_head(hidden)[0]
         return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]

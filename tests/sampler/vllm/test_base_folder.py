@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.mxfp4_writer import save_mxfp4
@@ -42,6 +43,39 @@ def test_random_weights_are_the_trainers_own(
         for name, parameter in named_weights(trainer.base).items():
             torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
     assert not folder.exists()
+
+
+ONE_BY_ONE = ["qwen3-moe-tiny", "mixtral-tiny", "olmoe-tiny", "deepseek-v3-tiny"]  # experts in files
+OTHERS = ["gpt-oss-tiny", "qwen3-vl-tiny", "qwen3-vl-moe-tiny", "qwen3.5-tiny", "qwen3.5-moe-tiny"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, *OTHERS])
+def test_files_have_the_weights_that_transformers_writes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, Transformers has all experts in one tensor. vLLM knows them one by one, as in files."""
+    monkeypatch.setattr(module, "_FILE_BYTES", 2**15)
+    model = load_model(hub.resolve(f"random://{name}"), torch.float32, torch.device("cpu"), images=True)
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = contents(tmp_path / "theirs")
+    with module.base_folder(tiny(f"random://{name}"), tmp_path) as folder:
+        ours = contents(folder)
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+    assert ours.keys() == theirs.keys()
+    for weight, tensor in ours.items():
+        assert torch.equal(tensor, theirs[weight]), weight
+    own = named_weights(model)
+    assert name in OTHERS or any(".experts.3." in weight for weight in theirs)
+    for weight, tensor in named_weights(loaded).items():
+        assert torch.equal(tensor, own[weight]), weight
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
 def test_other_models_are_read_where_they_are(tmp_path: Path) -> None:

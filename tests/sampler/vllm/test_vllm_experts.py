@@ -13,6 +13,8 @@ from twinkle.sampler import TorchSampler
 
 pytestmark = pytest.mark.vllm
 
+# The share must be free when vLLM starts; it is not the size of the cache.
+CACHE = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
 SPECS = {
     "shared-outer": LoraSpec(8, seed=1),
     "independent": LoraSpec(8, seed=2, experts="independent"),
@@ -22,12 +24,12 @@ SPECS = {
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("model", ["random://qwen3-moe-tiny", "random://qwen3-vl-moe-tiny"])
+@pytest.mark.parametrize("model", ["qwen3-moe-tiny", "qwen3-vl-moe-tiny", "gpt-oss-tiny", "qwen3.5-moe-tiny"])
 def test_vllm_computes_what_the_trainer_does(model: str) -> None:
     from twinkle.sampler.vllm import VllmSampler
 
-    trainer = Trainer.from_pretrained(model, device="cuda", dtype="bf16", memory_budget_bytes=20 * 2**30)
-    options = {"gpu_memory_utilization": 0.4, "max_model_len": 512, "max_num_seqs": 16, "max_loras": 4}
+    trainer = Trainer.from_pretrained(f"random://{model}", device="cuda", dtype="bf16", memory_budget_bytes=8 * 2**30)
+    options = {"max_model_len": 512, "max_num_seqs": 16, "max_loras": 4, **CACHE}
     sampler = VllmSampler(trainer, None, engine_args=options)
     scorer = TorchSampler(trainer, None, max_sequences=4)
     try:

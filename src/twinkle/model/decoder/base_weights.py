@@ -1,14 +1,17 @@
-"""The weights of a decoder by the names that its checkpoints use.
+"""The weights of a decoder by the names that Transformers gives them.
 
 :func:`~twinkle.model.decoder.layers.install` and the fused norms rename parameters of the modules they replace. The
-functions here undo that, so that weights can be read from, and written to, a model that an engine runs.
+functions here undo that, so that weights can be read from, and written to, a model that an engine runs. The files of a
+checkpoint may have other names and forms: :func:`as_in_files`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.model.decoder.layers import TenantLayer
@@ -16,16 +19,15 @@ from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.decoder.lora.split import SplitLoraLinear
 from twinkle.model.decoder.norms import FusedRmsNorm
 
-__all__ = ["named_weights", "put_weights"]
+__all__ = ["as_in_files", "named_constants", "named_weights", "put_weights"]
 
 _OF_LINEAR = {"weight_OI": "weight", "bias_O": "bias"}
 _OWN_NAMES = {LoraLinear: _OF_LINEAR, SplitLoraLinear: _OF_LINEAR, FusedRmsNorm: {"weight_H": "weight"}}
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in a checkpoint. Weights that are tied occur once, under the first name."""
-    wrapped = [f"{name}.inner" for name, module in model.named_modules() if isinstance(module, TenantLayer)]
-    unwrap = re.compile("|".join(rf"^{re.escape(name)}\." for name in wrapped) or r"(?!)")
+    """Return the parameters by Transformers' names. Weights that are tied occur once, under the first name."""
+    unwrap = _unwrap(model)
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -34,9 +36,26 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            full = ".".join(filter(None, (module_name, own_names.get(own_name, own_name))))
-            found[unwrap.sub(lambda match: match.group().removesuffix("inner."), full)] = parameter
+            found[unwrap(".".join(filter(None, (module_name, own_names.get(own_name, own_name)))))] = parameter
     return found
+
+
+def named_constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that checkpoints have beside the weights, and that no step changes: persistent buffers."""
+    unwrap = _unwrap(model)
+    return {
+        unwrap(".".join(filter(None, (module_name, own_name)))): buffer
+        for module_name, module in model.named_modules()
+        for own_name, buffer in module.named_buffers(recurse=False)
+        if own_name not in module._non_persistent_buffers_set
+    }
+
+
+def _unwrap(model: nn.Module) -> Callable[[str], str]:
+    """Return what turns a name in the model into the name without our layers around those of Transformers."""
+    wrapped = [f"{name}.inner" for name, module in model.named_modules() if isinstance(module, TenantLayer)]
+    pattern = re.compile("|".join(rf"^{re.escape(name)}\." for name in wrapped) or r"(?!)")
+    return lambda name: pattern.sub(lambda match: match.group().removesuffix("inner."), name)
 
 
 @torch.no_grad()
@@ -55,3 +74,13 @@ def put_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[
         own[name].copy_(tensor)
         done.add(name)
     return done
+
+
+def as_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with the names and shapes that they have in the files of a checkpoint.
+
+    Transformers joins some weights when it loads a model: most checkpoints have each expert by itself. Programs that
+    read the files without Transformers, such as vLLM, know only the weights of the files.
+    """
+    converted: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return converted

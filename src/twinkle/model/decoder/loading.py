@@ -96,7 +96,7 @@ def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
     architecture = read_architecture(model)  # raises for models that are not supported, before anything runs
     if architecture.experts:
         experts.register()
-        model.set_experts_implementation(experts.TENANTS)
+        model.config._experts_implementation = experts.TENANTS  # Transformers 5.5 has a setter for its own names only
     own = model.config.get_text_config()._attn_implementation
     if state_is_known(model):
         set_attention(model, PACKED)

@@ -42,6 +42,7 @@ from twinkle.model.trainer.memory import head_chunk_rows
 from twinkle.model.transformers.sequence_parallel import ADDED_TOKEN, SLICED, RowSlice, check_model
 from twinkle.model.transformers.sequence_parallel import register as register_sliced
 from twinkle.model.types import RouteArray, VisionSpec
+from twinkle.model.vision.tower import deepstack_features
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class CausalForward(nn.Module):
         patches = torch.from_numpy(np.concatenate([image.pixels for _, image in images])).to(self._model.device)
         grids = torch.tensor([(1, image.rows * merge, image.columns * merge) for _, image in images])
         seen = tower.get_image_features(patches, grids.to(self._model.device), return_dict=True)
-        layers = getattr(seen, "deepstack_features", None) or ()
+        layers = deepstack_features(seen, [image.tokens for _, image in images])
         rows_n = torch.from_numpy(rows).to(self._model.device)
         return ImageRows(rows_n, torch.cat(list(seen.pooler_output)), tuple(torch.cat(list(each)) for each in layers))
 

@@ -28,6 +28,15 @@ class ImageFeatures:
         return ImageFeatures(change(self.embeddings_nH), tuple(map(change, self.added)))
 
 
+def deepstack_features(seen: Any, tokens: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Return the features of each image for each layer of DeepStack, from what ``get_image_features`` returned.
+
+    ``tokens``: how many each image has. Before Transformers 5.19 there is one tensor for all images.
+    """
+    layers = getattr(seen, "deepstack_features", None) or ()
+    return [each.split(list(tokens)) if isinstance(each, Tensor) else each for each in layers]
+
+
 class Tower:
     """The vision tower of a model."""
 
@@ -44,7 +53,7 @@ class Tower:
             patches = patches.pin_memory().to(self.device, non_blocking=True)
         grids = [(1, rows * self._merge, columns * self._merge) for _, (rows, columns) in images]
         seen = self._model.get_image_features(patches, torch.tensor(grids, device=self.device), return_dict=True)
-        layers = getattr(seen, "deepstack_features", None) or ()
+        layers = deepstack_features(seen, [rows * columns for _, (rows, columns) in images])
         added = zip(*layers, strict=True) if layers else (() for _ in images)
         # Copies: views of one image would keep the memory of all images that were computed with it.
         return [

@@ -190,6 +190,8 @@ class FusedDecoder:
         decoder: Any = engine.model.get_decoder()
         self._embed: nn.Module = decoder.embed_tokens
         self._rotary: nn.Module = decoder.rotary_emb
+        # Tokens that are decoded are text: their positions on the three axes of images are equal.
+        self._three_axes = "mrope_section" in (decoder.config.rope_parameters or {})
         self._norm: FusedRmsNorm = decoder.norm
         self._cache = cache
         self._beside = _Beside(engine.device)
@@ -199,8 +201,11 @@ class FusedDecoder:
     def hidden_states(self, inputs: Inputs, lora: SlotLora | None) -> Tensor:
         """Return the hidden state of every row, (n, H). Keys and values of the new tokens are written to the cache."""
         residual_nH = self._embed(inputs.ids_n)
-        cos, sin = self._rotary(residual_nH[None], position_ids=inputs.positions_n[None])
-        rotation = cos[0].contiguous(), sin[0].contiguous()
+        positions = inputs.positions_n[None]
+        if self._three_axes:
+            positions = positions.expand(3, 1, -1)
+        cos, sin = self._rotary(residual_nH[None], position_ids=positions)
+        rotation = cos.flatten(0, -3)[0].contiguous(), sin.flatten(0, -3)[0].contiguous()
         lengths_n = (inputs.indices_n + 1).int()
         tiles = None if lora is None else lora.tiles(len(residual_nH))
         delta_nH = None

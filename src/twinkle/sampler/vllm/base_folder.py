@@ -3,16 +3,17 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from twinkle import hub
 from twinkle.errors import UnsupportedError
-from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.decoder.base_weights import as_in_files, named_constants, named_weights
 from twinkle.model.trainer.trainer import Trainer
 
 _FILE_BYTES = 2**30  # weights in one file
@@ -47,17 +48,18 @@ def base_folder(trainer: Trainer, directory: Path) -> Iterator[Path]:
     if local.random_seed is None:
         yield local.path
         return
-    weights = {name: parameter.detach() for name, parameter in named_weights(trainer.base).items()}
+    parameters = {name: parameter.detach() for name, parameter in named_weights(trainer.base).items()}
+    weights = parameters | named_constants(trainer.base)
     size = sum(tensor.nbytes for tensor in weights.values())
     fits = shutil.disk_usage(directory).free > size + _SPARE_BYTES
     with tempfile.TemporaryDirectory(prefix="base-", dir=directory if fits else None) as name:
         folder = Path(name)
         shutil.copytree(local.path, folder, dirs_exist_ok=True)
-        _write_weights(weights, folder)
+        write_weights(trainer.base, weights, folder)
         yield folder
 
 
-def _write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
+def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the weights in files of about 1 GiB, and the index that says which file has which."""
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -70,9 +72,8 @@ def _write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
     places: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"}
-        )
-        places |= dict.fromkeys(tensors, file)
+        written = {name: tensor.cpu().contiguous() for name, tensor in as_in_files(model, tensors).items()}
+        save_file(written, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(written, file)
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel
 
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleError, TwinkleServerError, UserError
-from twinkle.model.decoder.base_weights import named_weights
+from twinkle.model.decoder.base_weights import as_in_files, named_weights
 from twinkle.model.weights.buckets import Bucket, TensorMeta
 from twinkle.sampler.vllm.engine import Engine
 
@@ -36,12 +36,13 @@ class EngineWeights:
     def __init__(
         self,
         engine: Engine,
-        model: nn.Module,
+        model: PreTrainedModel,
         directory: Path,
         changed: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
         self._engine = engine
+        self._model = model
         self._own = named_weights(model)
         self._file = directory / _FILE
         self._changed = changed
@@ -105,7 +106,8 @@ class EngineWeights:
         self._refusal = None
 
     def _send(self, names: Sequence[str]) -> None:
-        tensors = {name: self._own[name].detach().contiguous() for name in names}
+        converted = as_in_files(self._model, {name: self._own[name].detach() for name in names})
+        tensors = {name: tensor.contiguous() for name, tensor in converted.items()}
         size, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(self._file.parent).free
         if size + _SPARE_BYTES > free:
             raise CapacityError(

@@ -141,8 +141,9 @@ class VllmSampler:
         try:
             self._check_base()
             if adapters:
-                never = frozenset({EXPERTS} if experts_form is None else ())
-                tried = (kind for kind in kinds(architecture) if kind not in never)
+                found = frozenset(kinds(architecture))
+                never = found & ({EXPERTS} if experts_form is None else frozenset())
+                tried = sorted(found - never)
                 self._unapplied = never | {kind for kind in tried if not self._applies(kind)}
         except BaseException:
             self.close()

@@ -1,7 +1,7 @@
 """The experts of a layer, computed for all tenants of a batch at once. Transformers calls this instead of its own code.
 
-Transformers looks the function up by the name :data:`TENANTS` (``set_experts_implementation``), as it does for
-attention. For the time of one call the module of the experts holds the adapters of the batch (``lora``).
+Transformers looks the function up by the name :data:`TENANTS` in a model's configuration, as it does for attention. For
+the time of one call the module of the experts holds the adapters of the batch (``lora``).
 
 The product with W + B A is never formed. Autograd knows the hidden states, the activations and the router's weights,
 which depend on the hidden states; the gradients of A and B are added to the gradient rows of the batch.

@@ -58,7 +58,7 @@ class PackedRows:
         return causal_convolution(x_TF, weight_FW, self._bounds)
 
     def delta_rule(self, q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, g_TV: Tensor, beta_TV: Tensor) -> Tensor:
-        kernel = delta_rule_kernel(v_TVE)
+        kernel = delta_rule_kernel(q_TKD, v_TVE)
         if kernel is not None:
             return kernel(q_TKD, k_TKD, v_TVE, g_TV, beta_TV, self._bounds)
         return gated_delta_rule(q_TKD, k_TKD, v_TVE, g_TV, beta_TV, self._bounds)[0]
