@@ -443,6 +443,7 @@ RANDOM_MODELS: dict[str, dict[str, object]] = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
+            "norm_topk_prob": True,  # vLLM reads it; Transformers knows no other value
             **_QWEN_TINY,
         },
         {"patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, **_TINY_TOWER},

@@ -98,13 +98,13 @@ def test_captured_passes_give_what_plain_ones_give(family: str, fused: bool) -> 
         )
     )
     ours, theirs = run(captured, asked), run(plain, asked)
-    differing = 0
+    compared = drawn = 0
     for name, result in ours.items():
         if result.prompt_logprobs is not None:
             np.testing.assert_allclose(result.prompt_logprobs[1:], theirs[name].prompt_logprobs[1:], atol=BOUND)
         for left, right in zip(result.sequences, theirs[name].sequences, strict=True):
             unequal = np.flatnonzero(left.tokens != right.tokens)
             same = int(unequal[0]) if len(unequal) else len(left.tokens)
-            differing += bool(len(unequal))
+            compared, drawn = compared + same, drawn + len(left.tokens)
             np.testing.assert_allclose(left.logprobs[:same], right.logprobs[:same], atol=BOUND)
-    assert differing <= 0.7 * sum(len(result.sequences) for result in ours.values())
+    assert compared >= 0.2 * drawn  # behind the first token for which two likelihoods are too close, all may differ

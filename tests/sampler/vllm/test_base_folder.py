@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.models.mxfp4_writer import save_mxfp4
 from twinkle import hub
@@ -36,13 +36,16 @@ def test_random_weights_are_the_trainers_own(
     if room == "too little":
         monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
     with module.base_folder(trainer, tmp_path) as folder:
-        assert (folder.parent == tmp_path) == (room == "enough")
+        (weights_at,) = {file.resolve().parent.parent for file in folder.glob("*.safetensors")}
+        assert (weights_at == tmp_path) == (room == "enough")
         assert (len(list(folder.glob("*.safetensors"))) > 1) == (file_bytes < 2**30)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         weights = named_weights(loaded)
         for name, parameter in named_weights(trainer.base).items():
             torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
-    assert not folder.exists()
+    assert not list(folder.glob("*.safetensors*"))
+    assert not list(tmp_path.glob("base-weights-*"))
+    assert AutoTokenizer.from_pretrained(folder).vocab_size  # vLLM may read what is beside the weights at any time
 
 
 ONE_BY_ONE = ["qwen3-moe-tiny", "mixtral-tiny", "olmoe-tiny", "deepseek-v3-tiny"]  # experts in files
@@ -92,9 +95,19 @@ def test_gpt_oss_on_a_cpu_and_in_mxfp4_is_refused_by_name(tmp_path: Path) -> Non
         module.require_served(trainer, adapters=True)
     model = load_model(hub.resolve("random://gpt-oss-tiny"), torch.float32, torch.device("cpu"))
     folder = save_mxfp4(model, tmp_path / "packed")
-    elsewhere = SimpleNamespace(architecture=trainer.architecture, device=torch.device("cuda"), model_id=str(folder))
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    elsewhere = SimpleNamespace(architecture=trainer.architecture, device=cuda, dtype=half, model_id=str(folder))
     with pytest.raises(UnsupportedError, match=r"model_id: .* mxfp4, allowed: one in bf16"):
         module.require_served(elsewhere, adapters=True)
     module.require_served(elsewhere, adapters=False)
     elsewhere.model_id = "random://gpt-oss-tiny"
     module.require_served(elsewhere, adapters=True)
+
+
+def test_adapters_in_fp32_are_refused_on_a_gpu() -> None:
+    trainer = tiny()
+    module.require_served(trainer, adapters=True)
+    elsewhere = SimpleNamespace(architecture=trainer.architecture, device=torch.device("cuda"), dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match=r"dtype: got fp32 .* allowed: bf16"):
+        module.require_served(elsewhere, adapters=True)
+    module.require_served(elsewhere, adapters=False)

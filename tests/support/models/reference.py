@@ -404,7 +404,9 @@ def assert_within(ours: NDArray[np.float32], exact: NDArray[np.float64], bound: 
     assert (excess <= 1).all(), f"largest difference {excess.max()} times what rounding can do"
 
 
-def assert_logprobs_close(ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]]) -> None:
+def assert_logprobs_close(
+    ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]], tolerance: float = TOLERANCE
+) -> None:
     assert len(ours) == len(theirs)
     for left, right in zip(ours, theirs, strict=True):
-        assert_numbers_close(left, right)
+        assert_numbers_close(left, right, tolerance)

@@ -48,6 +48,7 @@ from twinkle.model.weights.tensor_files import write_tensors
 VLLM_FORMS: Mapping[str, str] = {
     "deepseek_v2": "vllm",
     "deepseek_v3": "vllm",
+    "gpt_oss": "vllm-3d",
     "mixtral": "vllm",
     "olmoe": "vllm",
     "qwen2_moe": "vllm",

@@ -5,11 +5,14 @@ with its own attention and the adapters as plain hooks; then both go through the
 that mixes neighbours in a packed row, scales logits in its own way, or calls its linear layers with rows in another
 order, before a tenant trains on it. It does not find differences that only long sequences show (a sliding window larger
 than ``_LARGEST_WINDOW``).
+
+In bf16 the engine replays the routes of the plain model to its experts. Where two experts are about as likely, rounding
+decides, and other experts have other outputs: with 256 experts in 40 layers the difference would be half the spread.
 """
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +25,14 @@ from twinkle.loss import get_loss
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import TESTED_FAMILIES, Architecture
 from twinkle.model.decoder.attention import PACKED
+from twinkle.model.decoder.experts.replay import PassRoutes, watch_routers
 from twinkle.model.decoder.loading import set_attention
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
 from twinkle.model.decoder.precision import hide_bf16_trace
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.trainer.batch import Part
 from twinkle.model.trainer.engine import Engine
-from twinkle.model.types import FloatArray, IntArray, LoraSpec
+from twinkle.model.types import FloatArray, IntArray, LoraSpec, RouteArray
 
 _RANK = 8
 _B_SCALE = 0.2
@@ -43,13 +47,17 @@ _BOUND_BF16 = 0.15
 
 @dataclass(frozen=True)
 class Reference:
-    """Sequences, the adapter of each as a flat row (P,), and the plain model's log-probabilities of scored tokens."""
+    """Sequences, the adapter of each as a flat row (P,), and the plain model's log-probabilities of scored tokens.
+
+    ``routes``: to the experts, for each sequence; None where the engine's own routers choose.
+    """
 
     family: str
     layout: RowLayout
     tokens: tuple[IntArray, ...]
     rows: tuple[Tensor, ...]
     logprobs: tuple[FloatArray, ...]
+    routes: tuple[RouteArray | None, ...]
 
 
 def plain_logprobs(
@@ -67,10 +75,19 @@ def plain_logprobs(
     tokens = _tokens(model, architecture)
     scale = _B_SCALE if with_adapters else 0.0
     rows = tuple(_row(layout, seed, scale).to(model.device) for seed in range(len(tokens)))
+    layers = list(model.get_submodule(architecture.layers_path).children())
+    routers = None if model.dtype == torch.float32 else watch_routers(layers)
+    passes = [None if routers is None else PassRoutes(records=True) for _ in tokens]
+    logprobs = []
     with torch.no_grad(), _own_attention(model), warnings.catch_warnings():
         hide_bf16_trace()
-        logprobs = tuple(_plain(model, layout, row_P, each) for row_P, each in zip(rows, tokens, strict=True))
-    return Reference(family, layout, tokens, rows, logprobs)
+        for row_P, each, routes in zip(rows, tokens, passes, strict=True):
+            with nullcontext() if routers is None else routers.use(routes):
+                logprobs.append(_plain(model, layout, row_P, each))
+    if routers is not None:
+        routers.remove()
+    recorded = tuple(None if each is None else each.recorded(len(layers)).cpu().numpy() for each in passes)
+    return Reference(family, layout, tokens, rows, tuple(logprobs), recorded)
 
 
 def check_engine(engine: Engine, reference: Reference | None) -> None:
@@ -80,9 +97,8 @@ def check_engine(engine: Engine, reference: Reference | None) -> None:
     dtype = engine.head.spec.weight_VH.dtype
     stack = Stack(reference.layout, dtype, engine.device)
     stack.add_block()
-    parts = [
-        _part(stack, index, *pair) for index, pair in enumerate(zip(reference.rows, reference.tokens, strict=True))
-    ]
+    given = zip(reference.rows, reference.tokens, reference.routes, strict=True)
+    parts = [_part(stack, index, *each) for index, each in enumerate(given)]
     try:
         logprobs_T = np.concatenate(engine.forward(parts).values)[:, 0]
     except TypeError as error:  # a layer was called without the batch, or with arguments that it does not take
@@ -168,10 +184,10 @@ def _hooks(model: PreTrainedModel, layout: RowLayout, row_P: Tensor) -> Iterator
             handle.remove()
 
 
-def _part(stack: Stack, index: int, row_P: Tensor, tokens: IntArray) -> Part:
+def _part(stack: Stack, index: int, row_P: Tensor, tokens: IntArray, routes: RouteArray | None) -> Part:
     adapter = Adapter.fresh(f"check-{index}", LoraSpec(_RANK, alpha=_RANK, seed=index), stack, row_P)
     adapter.slot = stack.take()
     adapter.refresh_compute_copy()
-    datum = CheckedDatum(tokens, tokens[:, None], {}, tokens.shape)
+    datum = CheckedDatum(tokens, tokens[:, None], {}, tokens.shape, routes=routes)
     item = CheckedItem(adapter.adapter_id, get_loss("cross_entropy"), {}, (datum,))
     return Part(index, item, adapter, item.data)

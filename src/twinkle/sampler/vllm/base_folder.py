@@ -22,8 +22,15 @@ _SPARE_BYTES = 2**28
 
 def require_served(trainer: Trainer, *, adapters: bool) -> None:
     """Raise UnsupportedError for a model that vLLM does not serve here. ``adapters``: whether it has to apply any."""
-    if trainer.architecture.family != "gpt_oss":
-        return
+    if trainer.architecture.family == "gpt_oss":
+        _require_gpt_oss(trainer, adapters=adapters)
+    if adapters and trainer.device.type == "cuda" and trainer.dtype == torch.float32:
+        raise UnsupportedError(
+            "dtype: got fp32 for sampler_type vllm on a GPU, allowed: bf16; vLLM's kernels for LoRA compute in 16 bits"
+        )
+
+
+def _require_gpt_oss(trainer: Trainer, *, adapters: bool) -> None:
     if trainer.device.type == "cpu":
         raise UnsupportedError(
             "sampler_type: got 'vllm' for gpt_oss on a CPU, allowed: 'torch'; vLLM's attention sinks need a GPU"
@@ -41,8 +48,9 @@ def base_folder(trainer: Trainer, directory: Path) -> Iterator[Path]:
     """Yield a folder with the trainer's base model as vLLM reads it.
 
     A model with random weights exists only in memory. The trainer's own weights are written, because a CPU and a GPU,
-    or two versions of torch, draw different numbers from one seed. The files are in ``directory``, or in the system's
-    temporary directory if that has too little room, and are removed at the end.
+    or two versions of torch, draw different numbers from one seed. They are in ``directory``, or in the system's
+    temporary directory if that has too little room, and are removed at the end. The folder stays in ``directory``:
+    vLLM reads the processor of images from it when the first image comes.
     """
     local = hub.resolve(trainer.model_id)
     if local.random_seed is None:
@@ -52,11 +60,19 @@ def base_folder(trainer: Trainer, directory: Path) -> Iterator[Path]:
     weights = parameters | named_constants(trainer.base)
     size = sum(tensor.nbytes for tensor in weights.values())
     fits = shutil.disk_usage(directory).free > size + _SPARE_BYTES
-    with tempfile.TemporaryDirectory(prefix="base-", dir=directory if fits else None) as name:
-        folder = Path(name)
-        shutil.copytree(local.path, folder, dirs_exist_ok=True)
-        write_weights(trainer.base, weights, folder)
-        yield folder
+    folder = directory / "base"
+    shutil.copytree(local.path, folder)
+    with tempfile.TemporaryDirectory(prefix="base-weights-", dir=directory if fits else None) as name:
+        written = Path(name)
+        write_weights(trainer.base, weights, written)
+        links = [folder / file.name for file in written.iterdir()]
+        for link in links:
+            link.symlink_to(written / link.name)
+        try:
+            yield folder
+        finally:
+            for link in links:
+                link.unlink()
 
 
 def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -10,6 +10,7 @@ vLLM's own defaults depend on the use, they are those for throughput (``max_num_
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import torch
 from vllm import AsyncEngineArgs
@@ -124,10 +125,15 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
         "max_logprobs": MAX_WIDTH,
         "generation_config": "vllm",  # vLLM's defaults, not those of the model's folder
         "disable_log_stats": True,
-        "additional_config": server_watch.server_config(),
+        "additional_config": {**server_watch.server_config(), **_linear_attention()},
         "worker_cls": _CPU_WORKER if current_platform.is_cpu() else _GPU_WORKER,
         "worker_extension_cls": worker.IMPORT_NAME,
     }
+
+
+def _linear_attention() -> dict[str, str]:
+    """Return the choice of a kernel for linear attention: vLLM takes FlashInfer's on Hopper GPUs, installed or not."""
+    return {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
 
 
 def _media(given: Mapping[str, object], *, images: bool) -> dict[str, object]:

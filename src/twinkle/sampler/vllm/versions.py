@@ -61,10 +61,13 @@ class Version:
 class VersionFiles:
     """A private directory of this process for version files. It is made in ``place``, which should be a tmpfs."""
 
-    def __init__(self, place: Path, dtype: torch.dtype, experts_form: str | None = None) -> None:
+    def __init__(
+        self, place: Path, dtype: torch.dtype, experts_form: str | None = None, *, alternating: bool = False
+    ) -> None:
         """``dtype``: the precision in which vLLM computes with adapters.
 
-        ``experts_form``: the form in which it reads adapters on the experts of this model; None: in none.
+        experts_form: the form in which it reads adapters on the experts of this model; None: in none. alternating:
+        whether the outputs of gate and up stand in turns in the weights of its experts.
         """
         if not place.is_dir():
             allowed = "a directory in memory (a tmpfs), where vLLM's processes find the versions"
@@ -76,6 +79,7 @@ class VersionFiles:
             raise TwinkleServerError(f"memory_dir: cannot write to {place}: {error}") from error
         self._dtype = dtype
         self._experts_form = experts_form
+        self._alternating = alternating
         self._numbers = count(1)
 
     def write(self, adapter: AdapterWeights, unapplied: frozenset[str], max_rank: int | None = None) -> Version:
@@ -89,7 +93,8 @@ class VersionFiles:
         adapter = _without_experts(adapter) if self._experts_form is None or EXPERTS in unapplied else adapter
         if has_experts(adapter.tensors):
             assert self._experts_form is not None, "adapters on experts are refused above"
-            adapter = AdapterWeights(*convert(adapter.config, adapter.tensors, self._experts_form))
+            form, alternating = self._experts_form, self._alternating
+            adapter = AdapterWeights(*convert(adapter.config, adapter.tensors, form, alternating=alternating))
         adapter = _with_one_rank(adapter)
         if max_rank is not None:
             require_rank(adapter.rank, max_rank)

@@ -97,7 +97,8 @@ class VllmSampler:
         self._used: dict[int, Version] = {}  # versions by the number of a generation that vLLM has not ended yet
         # vLLM's products with LoRA on experts are kernels for GPUs.
         experts_form = None if trainer.device.type == "cpu" else VLLM_FORMS.get(trainer.architecture.family)
-        self._files = VersionFiles(memory_dir, trainer.dtype, experts_form)
+        alternating = any(each.alternating for each in trainer.architecture.experts)
+        self._files = VersionFiles(memory_dir, trainer.dtype, experts_form, alternating=alternating)
         tower = _has_tower(trainer)
         if tower:
             _require_torchvision(trainer)

@@ -92,10 +92,15 @@ class WatchedRouters:
     def __init__(self, routers: Mapping[int, tuple[nn.Module, Rule]], spec: RoutingSpec) -> None:
         self.spec = spec
         self._routers = {layer: router for layer, (router, _) in routers.items()}
-        for layer, (router, rule) in routers.items():
+        self._hooks = [router.register_forward_hook(_hook(layer, rule)) for layer, (router, rule) in routers.items()]
+        for router in self._routers.values():
             state: Any = router
             state.routes = None
-            router.register_forward_hook(_hook(layer, rule))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def use(self, routes: PassRoutes | None) -> Iterator[None]:
