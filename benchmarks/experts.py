@@ -15,6 +15,7 @@ torch allocated on the device during a column; on a CPU it is not measured.
 
     python benchmarks/experts.py --json build/bench/experts.json
     python benchmarks/experts.py --only train --ranks 8 --tenants 4 --len 128
+    python benchmarks/experts.py --only train --ranks 8 --kernels 25
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from one_gpu import machine, make_adapters, random_prompts, run_requests, synchronize, write_json
+from torch.profiler import ProfilerActivity, profile
 
 from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
@@ -76,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if cuda else "fp32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kernels", type=int, default=0, help="also print so many kernels of a fused pass, by time")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     for name in ("tenants", "seqs", "length", "adapters", "decode_rank", "prompt", "draw", "repeats"):
@@ -133,6 +136,7 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
                 peaks[name] += [] if peak is None else [peak]
             if name == "ideal":
                 trainer.zero_grad(names[0])
+    kernels = kernels_of(columns["fused"], args.kernels) if args.kernels and args.device.startswith("cuda") else []
     rows = {
         name: {
             "seconds": statistics.median(seconds[name]),
@@ -149,7 +153,17 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
         "memory": str(trainer.memory),
         "rows": rows,
         "fused_over_ideal": rows["ideal"]["seconds"] / rows["fused"]["seconds"],
+        "kernels": kernels,
     }
+
+
+def kernels_of(run: Callable[[], None], most: int) -> list[dict[str, Any]]:
+    """Return the kernels that take most of the device's time in one run."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    found = sorted(profiled.key_averages(), key=lambda each: -each.self_device_time_total)[:most]
+    return [{"name": each.key, "ms": each.self_device_time_total / 1000, "calls": each.count} for each in found]
 
 
 def make_data(args: argparse.Namespace, trainer: Trainer, generator: np.random.Generator) -> list[Datum]:
@@ -239,6 +253,8 @@ def print_training(report: Mapping[str, Any]) -> None:
         peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:6.1f} GiB"
         print(f"{name:12} {1000 * row['seconds']:8.1f} ms {rate:>10} {peak:>10}")
     print(f"fused over ideal: {report['fused_over_ideal']:.3f}", flush=True)
+    for kernel in report["kernels"]:
+        print(f"{kernel['ms']:9.1f} ms {kernel['calls']:6} × {kernel['name'][:90]}", flush=True)
 
 
 def print_decoding(rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ an AdamW step of each. The kinds of steps take turns in one process, and times a
 - text: sequences of the same lengths without images, on the vision model and on the text model of the same decoder.
 
 The tower's share of a step with new images is 1 - kept / new. It includes making patches and moving them to the device.
+Both models compute in micro-batches of at most ``--max-tokens``, because the tower leaves less memory for activations.
 
     python benchmarks/vision_training.py --json build/bench/vision_training.json
     python benchmarks/vision_training.py --tenants 2 --images 2 --side 96 --text 8 --repeats 2
@@ -41,6 +42,7 @@ GIB = 2**30
 def main() -> None:
     args = parse_arguments()
     options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "compiled": args.compiled}
+    options["max_tokens_per_batch"] = args.max_tokens
     if is_cuda(args):  # each model gets the same share of the GPU
         options["memory_budget_bytes"] = int(0.45 * torch.cuda.mem_get_info()[0])
     seeing = load(args, args.model, options)
@@ -99,15 +101,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=448 if cuda else 256, help="height and width of an image in pixels")
     parser.add_argument("--text", type=int, default=60, help="tokens of text in a sequence")
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--compiled", action="store_true", help="compile the decoder layers of both models")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of each kind")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
-    for name, least in {"tenants": 1, "images": 1, "side": 1, "text": 2, "rank": 1, "repeats": 1}.items():
+    limits = {"tenants": 1, "images": 1, "side": 1, "text": 2, "rank": 1, "max_tokens": 1, "repeats": 1}
+    for name, least in limits.items():
         if getattr(args, name) < least:
-            parser.error(f"--{name}: got {getattr(args, name)}, allowed: an integer ≥ {least}")
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: got {getattr(args, name)}, allowed: an integer ≥ {least}")
     return args
 
 
@@ -116,7 +121,7 @@ def load(args: argparse.Namespace, model_id: str, options: Mapping[str, Any]) ->
     trainer = Trainer.from_pretrained(model_id, **options)
     for number in range(args.tenants):
         trainer.create_adapter(f"t{number}", LoraSpec(args.rank, seed=number, init_weights=False))
-    print(f"{model_id}: start-up {time.perf_counter() - started:.1f} s", flush=True)
+    print(f"{model_id}: start-up {time.perf_counter() - started:.1f} s; {trainer.memory}", flush=True)
     return trainer
 
 

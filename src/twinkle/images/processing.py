@@ -1,6 +1,7 @@
 """What a model's own image processor makes of an image: its patches, and how many tokens it becomes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,9 @@ class ImageProcessing:
     def __init__(self, processor: Any, limits: ImageLimits | None = None) -> None:
         self._processor = processor
         self.merge: int = processor.merge_size  # patches on a side of a token's square
-        self._side: int = processor.patch_size * self.merge  # pixels on a side of it
+        self.patch: int = processor.patch_size  # pixels on a side of a patch
+        self.times: int = processor.temporal_patch_size  # pictures in a patch: an image is there so many times
+        self._side: int = self.patch * self.merge  # pixels on a side of a token's square
         self.limits = limits or ImageLimits()
 
     @classmethod
@@ -115,18 +118,54 @@ class ImageProcessing:
 
     def patches_of(self, resized: ResizedImage) -> NDArray[np.float32]:
         """Return the patches of a resized image, one row each, in the order that the model's vision tower reads."""
+        if self.levels is None:
+            return self._by_processor(resized.rgb_HW3)
+        numbers_HW3 = np.stack(
+            [levels_V[plane] for levels_V, plane in zip(self.levels, resized.rgb_HW3.transpose(2, 0, 1), strict=True)],
+            axis=2,
+        )
+        return self._arranged(numbers_HW3)
+
+    @cached_property
+    def levels(self) -> NDArray[np.float32] | None:
+        """Return the numbers in patches for each byte of each colour, (3, 256); None if they depend on more than that.
+
+        The processor computes with each byte by itself, so a table of its results gives the same bits, sooner.
+        """
+        side = 2 * self._side
+        random = np.random.default_rng(0)  # every byte in every colour, with other neighbours each time
+        bytes_HW3 = np.stack([random.permutation(side * side) % 256 for _ in range(3)], -1).astype(np.uint8)
+        bytes_HW3 = bytes_HW3.reshape(side, side, 3)
+        made, colours = self._by_processor(bytes_HW3), np.broadcast_to(np.arange(3), bytes_HW3.shape)
+        levels_CV = np.zeros((3, 256), np.float32)
+        bytes_, colour = self._arranged(bytes_HW3), self._arranged(colours)
+        if made.shape != bytes_.shape:
+            return None
+        levels_CV[colour, bytes_] = made
+        return levels_CV if np.array_equal(levels_CV[colour, bytes_], made) else None
+
+    def _by_processor(self, rgb_HW3: NDArray[np.uint8]) -> NDArray[np.float32]:
         made = self._processor(
-            images=[resized.rgb_HW3], do_resize=False, input_data_format="channels_last", return_tensors="np"
+            images=[rgb_HW3], do_resize=False, input_data_format="channels_last", return_tensors="np"
         )
         patches: NDArray[np.float32] = made["pixel_values"]
         return patches
+
+    def _arranged(self, pixels_HW3: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers of pixels in the order of patches, one patch a row."""
+        merge, patch = self.merge, self.patch
+        rows, columns = (length // self._side for length in pixels_HW3.shape[:2])
+        # (rows, columns) of squares, each of (merge, merge) patches of (3, time, patch, patch); all times are equal
+        squares = pixels_HW3.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        timed = np.broadcast_to(squares[:, :, :, :, :, None], (*squares.shape[:5], self.times, patch, patch))
+        return timed.reshape(rows * columns * merge**2, -1)
 
     def picture(self, patches: NDArray[np.float32], size: ImageSize) -> ResizedImage:
         """Return the image that patches were made of: the inverse of :meth:`patches_of`.
 
         Engines that prepare images themselves, such as vLLM, take pictures, and clients may send patches alone.
         """
-        merge, patch = self.merge, self._processor.patch_size
+        merge, patch = self.merge, self.patch
         # (rows, columns, merge, merge) squares of patches; a patch is (3, time, patch, patch), and its times are equal
         grid = patches.reshape(size.rows, size.columns, merge, merge, 3, -1, patch, patch)[..., 0, :, :]
         planes = grid.transpose(0, 2, 5, 1, 3, 6, 4).reshape(size.rows * self._side, size.columns * self._side, 3)

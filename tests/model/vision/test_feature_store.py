@@ -5,8 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from twinkle import hub
+from twinkle.images import ImageProcessing, ResizedImage
 from twinkle.model.types import FloatArray, Image
+from twinkle.model.vision.device_patches import DevicePatches
 from twinkle.model.vision.feature_store import FeatureStore
 from twinkle.model.vision.tower import ImageFeatures
 
@@ -38,6 +42,38 @@ def values(store: FeatureStore, *numbers: int) -> list[float]:
             torch.equal(part, each.embeddings_nH + more) for part, more in zip(each.added, (0.25, 0.5), strict=True)
         )
     return [float(each.embeddings_nH[0, 0]) for each in found]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])])
+@pytest.mark.parametrize("model", ["qwen2.5-vl-tiny", "qwen3-vl-tiny", "qwen3.5-tiny"])
+def test_patches_made_on_the_device_are_the_processors(model: str, device: str) -> None:
+    processing = ImageProcessing.from_folder(hub.resolve(f"random://{model}").path)
+    assert processing is not None
+    on_device = DevicePatches(processing, torch.device(device))
+    for height, width in ((64, 96), (224, 32), (100, 300)):
+        size = processing.size_of(height, width)
+        rgb_HW3 = np.random.default_rng(height).integers(0, 256, (*processing.pixels_of(size), 3), np.uint8)
+        expected = processing.processor(images=[rgb_HW3], do_resize=False, return_tensors="np")["pixel_values"]
+        np.testing.assert_array_equal(on_device.of(ResizedImage(rgb_HW3)).cpu().numpy(), expected)
+        np.testing.assert_array_equal(processing.patches_of(ResizedImage(rgb_HW3)), expected)
+
+
+def test_a_processor_that_mixes_pixels_makes_its_patches_itself() -> None:
+    processing = ImageProcessing.from_folder(hub.resolve("random://qwen3-vl-tiny").path)
+    assert processing is not None
+
+    class Blurring:
+        merge_size, patch_size, temporal_patch_size = processing.merge, processing.patch, processing.times
+
+        def __call__(self, images: Sequence[NDArray[np.uint8]], **settings: object) -> dict[str, NDArray[np.float32]]:
+            mixed = images[0] // 2 + np.roll(images[0], 1, axis=0) // 3
+            return dict(processing.processor(images=[mixed], **settings))
+
+    blurring = ImageProcessing(Blurring())
+    assert blurring.levels is None
+    rgb_HW3 = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    mixed = ResizedImage(rgb_HW3 // 2 + np.roll(rgb_HW3, 1, axis=0) // 3)
+    np.testing.assert_array_equal(blurring.patches_of(ResizedImage(rgb_HW3)), processing.patches_of(mixed))
 
 
 def test_images_used_last_are_kept_within_the_limit() -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError
 from twinkle.images import EncodedImage, ImageProcessing, ResizedImage
 from twinkle.model.types import FloatArray, Image
+from twinkle.model.vision.device_patches import DevicePatches
 from twinkle.model.vision.tower import ImageFeatures, Tower
 
 _Key = tuple[str, int, int]  # digest, rows and columns of an image
-_TowerBatch = list[tuple[FloatArray, tuple[int, int]]]  # patches, rows and columns of images
+_TowerBatch = list[tuple[FloatArray | Tensor, tuple[int, int]]]  # patches, rows and columns of images
 
 _PATCHES_AT_ONCE = 16384  # of a pass through the tower; a single larger image is a pass of its own
 
@@ -33,6 +34,11 @@ class FeatureStore:
         self._tower = tower
         self.processing = processing
         on_gpu = tower.device.type != "cpu"
+        self._device_patches = (
+            DevicePatches(processing, tower.device)
+            if on_gpu and processing is not None and processing.levels is not None
+            else None
+        )
         self._held: Counter[_Key] = Counter()  # how many calls need the features of an image
         self._device = (
             _Recent[ImageFeatures](device_bytes, leaving=self._page_out)
@@ -126,12 +132,13 @@ class FeatureStore:
         self._device.drop_all()  # what the features of other images take is enough for many patches
         return self._tower.features(batch)
 
-    def _patches(self, image: Image) -> FloatArray:
+    def _patches(self, image: Image) -> FloatArray | Tensor:
         pixels = self._pixels(image, "images")
         if not isinstance(pixels, ResizedImage):
             return pixels
         assert self.processing is not None, "without it _pixels raises"
-        return self.processing.patches_of(pixels)
+        on_device = self._device_patches
+        return self.processing.patches_of(pixels) if on_device is None else on_device.of(pixels)
 
     def _pixels(self, image: Image, field: str) -> ResizedImage | FloatArray:
         """Return the pixels of an image, decoded. Raises for a file that is damaged, or of another size."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,11 +45,12 @@ class Tower:
         self.device: torch.device = self._model.visual.device
 
     @torch.no_grad()
-    def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:
-        """Compute the features of images together. Each is its patches, and its (rows, columns) in tokens."""
-        patches = torch.from_numpy(np.concatenate([patches for patches, _ in images]))
-        if self.device.type == "cuda":  # from pinned memory the copy does not wait for what the GPU computes now
-            patches = patches.pin_memory().to(self.device, non_blocking=True)
+    def features(self, images: Sequence[tuple[FloatArray | Tensor, tuple[int, int]]]) -> list[ImageFeatures]:
+        """Compute the features of images together.
+
+        Each is its patches, on the device or in an array of the host, and its (rows, columns) in tokens.
+        """
+        patches = torch.cat([self._on_device(each) for each, _ in images])
         grids = [(1, rows * self._merge, columns * self._merge) for _, (rows, columns) in images]
         seen = self._model.get_image_features(patches, torch.tensor(grids, device=self.device), return_dict=True)
         layers = deepstack_features(seen, [rows * columns for _, (rows, columns) in images])
@@ -60,3 +60,10 @@ class Tower:
             ImageFeatures(each.clone(), tuple(layer.clone() for layer in more))
             for each, more in zip(seen.pooler_output, added, strict=True)
         ]
+
+    def _on_device(self, patches: FloatArray | Tensor) -> Tensor:
+        if isinstance(patches, Tensor):
+            return patches
+        # From pinned memory the copy does not wait for what the GPU computes now.
+        on_host = torch.from_numpy(patches)
+        return on_host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else on_host
