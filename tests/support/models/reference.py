@@ -30,12 +30,12 @@ TOLERANCE = 1e-5  # fp32: the bound on what may differ from plain torch
 
 
 def tolerance_of(family: str) -> float:
-    """Return the bound for a family with experts, whose weights the tests draw at random.
+    """Return the bound for a family with experts, on which the tests have large adapters.
 
-    Linear attention and routers of Qwen3.5-MoE amplify rounding: sums in another order differ by up to 4.5e-5 in
-    gradients. Without experts the bounds are smaller (tests/model/decoder/test_linear_attention.py).
+    Linear attention divides keys by their length, which magnifies rounding: sums in another order differ by up to
+    1.5e-5 in gradients.
     """
-    return 1e-4 if family == "qwen3_5_moe" else TOLERANCE
+    return 3e-5 if family == "qwen3_5_moe" else TOLERANCE
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
