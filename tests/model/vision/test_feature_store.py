@@ -54,7 +54,7 @@ def test_patches_made_on_the_device_are_the_processors(model: str, device: str) 
         size = processing.size_of(height, width)
         rgb_HW3 = np.random.default_rng(height).integers(0, 256, (*processing.pixels_of(size), 3), np.uint8)
         expected = processing.processor(images=[rgb_HW3], do_resize=False, return_tensors="np")["pixel_values"]
-        np.testing.assert_array_equal(on_device.of(ResizedImage(rgb_HW3)).cpu().numpy(), expected)
+        np.testing.assert_array_equal(on_device.make(ResizedImage(rgb_HW3)).cpu().numpy(), expected)
         np.testing.assert_array_equal(processing.patches_of(ResizedImage(rgb_HW3)), expected)
 
 

@@ -20,7 +20,7 @@ class DevicePatches:
         self._first_3 = 256 * torch.arange(3, dtype=torch.int32, device=device)  # the place of each colour's numbers
         self._merge, self._patch, self._times = processing.merge, processing.patch, processing.times
 
-    def of(self, resized: ResizedImage) -> Tensor:
+    def make(self, resized: ResizedImage) -> Tensor:
         """Return what :meth:`ImageProcessing.patches_of` returns, on the device. The host does not wait for it."""
         bytes_HW3 = torch.from_numpy(resized.rgb_HW3.copy())
         if self._levels.is_cuda:

@@ -138,7 +138,7 @@ class FeatureStore:
             return pixels
         assert self.processing is not None, "without it _pixels raises"
         on_device = self._device_patches
-        return self.processing.patches_of(pixels) if on_device is None else on_device.of(pixels)
+        return self.processing.patches_of(pixels) if on_device is None else on_device.make(pixels)
 
     def _pixels(self, image: Image, field: str) -> ResizedImage | FloatArray:
         """Return the pixels of an image, decoded. Raises for a file that is damaged, or of another size."""
