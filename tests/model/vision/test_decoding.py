@@ -199,6 +199,6 @@ def test_tokens_are_those_of_the_processor(seed: int) -> None:
     height, width = np.random.default_rng(seed).integers(20, 400, 2).tolist()
     processor = image_processor()
     size = ImageProcessing(processor).size_of(height, width)
-    assert size.tokens == processor.get_number_of_image_patches(height, width) // 4
+    assert size.tokens == processor.get_number_of_image_patches(height, width, {}) // 4
     made = processor(images=[Pillow.fromarray(picture(height, width))], return_tensors="np")
     assert made["image_grid_thw"].tolist() == [[1, 2 * size.rows, 2 * size.columns]]

@@ -36,8 +36,8 @@ from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainFailure, Tr
 from twinkle.model.types import Image
 
 STEPS = 2
-# See test_architectures.py: its gates amplify the rounding of gradients, in the plain model too.
-GRADIENT_TOLERANCE = {"qwen3_5": 3e-5, "qwen3_5_moe": 3e-5}
+# Linear attention divides keys by their length, which magnifies rounding: measured 1.0e-5, in gradients.
+BOUNDS = {"qwen3_5": 2e-5, "qwen3_5_moe": 2e-5}
 ADAM = AdamParams(learning_rate=1e-3, eps=0.1)  # see test_numerics.py on eps
 
 
@@ -66,7 +66,7 @@ def test_equal_to_peft_alone_and_in_company(family: str, tokens: int) -> None:
         "both": [text_datum(family, 6, 4), seeing_datum(model, [(64, 64)], 5)],
     }
     trainer, references = trainer_on(family, max_tokens_per_batch=tokens), {}
-    bound = GRADIENT_TOLERANCE.get(family, TOLERANCE)
+    bound = BOUNDS.get(family, TOLERANCE)
     for number, name in enumerate(data):
         spec = LoraSpec(4 + 2 * number, seed=number, train_mlp=family != "qwen3_5_moe")
         trainer.create_adapter(name, spec)
@@ -79,9 +79,7 @@ def test_equal_to_peft_alone_and_in_company(family: str, tokens: int) -> None:
             assert_logprobs_close(ours.logprobs, theirs.logprobs)
             assert_numbers_close(ours.metrics["loss:sum"], theirs.loss)
             gradients = references[item.adapter_id].gradients()
-            assert_tensors_close(
-                trainer.gradients(item.adapter_id), gradients, GRADIENT_TOLERANCE.get(family, TOLERANCE)
-            )
+            assert_tensors_close(trainer.gradients(item.adapter_id), gradients, bound)
         for name, reference in references.items():
             trainer.optim_step(name, ADAM)
             reference.optim_step(ADAM)

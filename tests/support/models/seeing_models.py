@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, Qwen2VLImageProcessorPil
 
+from tests.support.models.tiny_models import draw_lasting_decay
 from twinkle.images import EncodedImage, ImageProcessing
 from twinkle.model.types import Datum, Image
 
@@ -113,8 +114,10 @@ def seeing_model(family: str, seed: int = 0) -> PreTrainedModel:
         config = {"qwen2_vl": _qwen2_vl, "qwen3_5_moe": _qwen3_5_moe, **SEEING, **SEEING_WITH_EXPERTS}[family]()
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):
+                    draw_lasting_decay(parameter)
+                elif parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 

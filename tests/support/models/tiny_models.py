@@ -198,12 +198,19 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("A_log"):
-                    # States that last for many tokens. Those of a fresh model vanish within one, and Transformers
-                    # computes what is left of them in fp32 from numbers in the hundreds.
-                    parameter.copy_(torch.rand_like(parameter).mul_(0.4).add_(0.05).log_())
+                    draw_lasting_decay(parameter)
                 elif parameter.ndim == 1 or name.endswith("_bias"):  # the latter of all experts of a layer
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def draw_lasting_decay(logarithm: torch.Tensor) -> None:
+    """Let the states of a layer of linear attention last for many tokens.
+
+    Those of a fresh model vanish within one, and Transformers computes what is left of them in fp32 from numbers in the
+    hundreds.
+    """
+    logarithm.copy_(torch.rand_like(logarithm).mul_(0.4).add_(0.05).log_())
 
 
 def tiny_trainer(model: PreTrainedModel, **options: int) -> Trainer:
