@@ -72,7 +72,7 @@ class ImageProcessing:
 
         try:
             processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        except ImportError:  # Transformers before 5.18 finds no processor without torchvision
+        except ImportError:  # Transformers 5.17 and earlier need torchvision for it
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             processor = Qwen2VLImageProcessorPil.from_pretrained(folder)

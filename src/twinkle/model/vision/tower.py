@@ -30,7 +30,7 @@ class ImageFeatures:
 def deepstack_features(seen: Any, tokens: Sequence[int]) -> list[Sequence[Tensor]]:
     """Return the features of each image for each layer of DeepStack, from what ``get_image_features`` returned.
 
-    ``tokens``: how many each image has. Before Transformers 5.19 there is one tensor for all images.
+    ``tokens``: how many each image has. Transformers 5.17 and earlier have one tensor for all images.
     """
     layers = getattr(seen, "deepstack_features", None) or ()
     return [each.split(list(tokens)) if isinstance(each, Tensor) else each for each in layers]
