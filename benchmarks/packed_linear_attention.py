@@ -3,7 +3,7 @@
 Each tenant has sequences of different lengths. A step is one forward and backward pass of all tenants in one call.
 *Packed* is what the trainer does. *Padded* is what it does with models whose state along the sequence it does not know:
 the layers are those of Transformers, and every sequence takes as many rows as the longest of its batch. Both compute
-the delta rule with the kernels of ``fla-core``, where that package is installed.
+the delta rule with the kernels of ``fla-core`` if it is installed; it must be able to compute gradients on this GPU.
 
 The model is loaded once for each, because two of them may not fit on one device. Times are medians after a warm-up.
 

@@ -130,6 +130,34 @@ def test_a_pass_that_is_too_large_for_the_device_is_split() -> None:
     assert tower.seen == list(range(7))
 
 
+def test_patches_are_made_for_the_part_that_the_tower_sees() -> None:
+    """Patches on the device need memory too: where it is too little, fewer images are seen at once."""
+    processing = ImageProcessing.from_folder(hub.resolve("random://qwen3-vl-tiny").path)
+    assert processing is not None
+    store = FeatureStore(tower := SmallTower("cpu"), processing, device_bytes=0, host_bytes=16 * BYTES)  # type: ignore[arg-type]
+    alive: list[int] = []
+
+    class FewPatches(DevicePatches):
+        def make(self, resized: ResizedImage) -> torch.Tensor:
+            if len(alive) == 2:
+                alive.clear()
+                raise torch.OutOfMemoryError
+            alive.append(1)
+            return super().make(resized)
+
+    def features(images: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[ImageFeatures]:
+        alive.clear()
+        return SmallTower.features(tower, images)  # type: ignore[arg-type]
+
+    store._device_patches = FewPatches(processing, tower.device)
+    tower.features = features  # type: ignore[method-assign, assignment]
+    shades = [10 * number for number in range(7)]
+    drawn = [ResizedImage(np.full((64, 64, 3), shade, np.uint8)) for shade in shades]
+    found = store.get([Image(0, 2, 2, f"shade {each.rgb_HW3[0, 0, 0]}", each) for each in drawn])
+    expected = [float(processing.patches_of(each)[0, 0]) for each in drawn]
+    assert [float(each.embeddings_nH[0, 0]) for each in found] == tower.seen == expected
+
+
 def test_a_single_image_gets_the_memory_of_the_features() -> None:
     class FullTower(CountingTower):
         def features(self, images: Sequence[tuple[FloatArray, tuple[int, int]]]) -> list[ImageFeatures]:

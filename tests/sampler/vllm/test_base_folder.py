@@ -1,5 +1,6 @@
 """The base model that vLLM reads. These tests need no vLLM."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ def test_random_weights_are_the_trainers_own(
     assert AutoTokenizer.from_pretrained(folder).vocab_size  # vLLM may read what is beside the weights at any time
 
 
+DECODER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 ONE_BY_ONE = ["qwen3-moe-tiny", "mixtral-tiny", "olmoe-tiny", "deepseek-v3-tiny"]  # experts in files
 OTHERS = ["gpt-oss-tiny", "qwen3-vl-tiny", "qwen3-vl-moe-tiny", "qwen3.5-tiny", "qwen3.5-moe-tiny"]
 
@@ -64,7 +66,10 @@ def test_files_have_the_weights_that_transformers_writes(
     theirs = contents(tmp_path / "theirs")
     with module.base_folder(tiny(f"random://{name}"), tmp_path) as folder:
         ours = contents(folder)
+        files = [load_file(file).keys() for file in folder.glob("*.safetensors")]
         loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+    decoders = [{int(found[1]) for name in each if (found := DECODER.match(name))} for each in files]
+    assert sum(map(len, decoders)) == len(set().union(*decoders)) > 1  # a layer is in one file
     assert ours.keys() == theirs.keys()
     for weight, tensor in ours.items():
         assert torch.equal(tensor, theirs[weight]), weight

@@ -16,7 +16,7 @@ from twinkle.model.vision.device_patches import DevicePatches
 from twinkle.model.vision.tower import ImageFeatures, Tower
 
 _Key = tuple[str, int, int]  # digest, rows and columns of an image
-_TowerBatch = list[tuple[FloatArray | Tensor, tuple[int, int]]]  # patches, rows and columns of images
+_TowerBatch = list[tuple[ResizedImage | FloatArray, tuple[int, int]]]  # images or their patches, rows and columns
 
 _PATCHES_AT_ONCE = 16384  # of a pass through the tower; a single larger image is a pass of its own
 
@@ -108,12 +108,15 @@ class FeatureStore:
     def _compute(self, images: Sequence[Image]) -> list[ImageFeatures]:
         made: list[ImageFeatures] = []
         batch: _TowerBatch = []
+        patches = 0
         for image in images:
-            patches = self._patches(image)
-            if batch and sum(len(each) for each, _ in batch) + len(patches) > _PATCHES_AT_ONCE:
+            pixels = self._pixels(image, "images")
+            more = self._count_patches(pixels, image)
+            if batch and patches + more > _PATCHES_AT_ONCE:
                 made += self._seen(batch)
-                batch = []
-            batch.append((patches, (image.rows, image.columns)))
+                batch, patches = [], 0
+            batch.append((pixels, (image.rows, image.columns)))
+            patches += more
         return made + self._seen(batch) if batch else made
 
     def _seen(self, batch: _TowerBatch) -> list[ImageFeatures]:
@@ -122,7 +125,7 @@ class FeatureStore:
         The caller would take a lack of memory for one of the decoder, and make its batches smaller for good.
         """
         try:
-            return self._tower.features(batch)
+            return self._features(batch)
         except torch.OutOfMemoryError:
             if len(batch) == 1 and not self._device.nbytes:
                 raise
@@ -130,10 +133,18 @@ class FeatureStore:
             half = len(batch) // 2
             return self._seen(batch[:half]) + self._seen(batch[half:])
         self._device.drop_all()  # what the features of other images take is enough for many patches
-        return self._tower.features(batch)
+        return self._features(batch)
 
-    def _patches(self, image: Image) -> FloatArray | Tensor:
-        pixels = self._pixels(image, "images")
+    def _features(self, batch: _TowerBatch) -> list[ImageFeatures]:
+        return self._tower.features([(self._patches(pixels), size) for pixels, size in batch])
+
+    def _count_patches(self, pixels: ResizedImage | FloatArray, image: Image) -> int:
+        if not isinstance(pixels, ResizedImage):
+            return len(pixels)
+        assert self.processing is not None, "without it _pixels raises"
+        return image.rows * image.columns * self.processing.merge**2
+
+    def _patches(self, pixels: ResizedImage | FloatArray) -> FloatArray | Tensor:
         if not isinstance(pixels, ResizedImage):
             return pixels
         assert self.processing is not None, "without it _pixels raises"

@@ -1,6 +1,7 @@
 """The folder of the base model as vLLM reads it. This module does not import vLLM."""
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from twinkle.model.trainer.trainer import Trainer
 
 _FILE_BYTES = 2**30  # weights in one file
 _SPARE_BYTES = 2**28
+_LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's weights begin with
 
 
 def require_served(trainer: Trainer, *, adapters: bool) -> None:
@@ -76,15 +78,23 @@ def base_folder(trainer: Trainer, directory: Path) -> Iterator[Path]:
 
 
 def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write the weights in files of about 1 GiB, and the index that says which file has which."""
+    """Write the weights in files of about 1 GiB, and the index that says which file has which.
+
+    A layer is in one file: what is one tensor in a checkpoint may be several in memory.
+    """
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights.items():
+        found = _LAYER.match(name)
+        layers.setdefault(found.group() if found else name, {})[name] = tensor
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for name, tensor in weights.items():
-        if files[-1] and size + tensor.nbytes > _FILE_BYTES:
+    for layer in layers.values():
+        more = sum(tensor.nbytes for tensor in layer.values())
+        if files[-1] and size + more > _FILE_BYTES:
             files.append({})
             size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
+        files[-1] |= layer
+        size += more
     places: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"

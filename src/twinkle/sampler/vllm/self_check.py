@@ -10,7 +10,7 @@ features and the positions of images by itself.
 
 At the start, each kind of module is tried by itself with made-up weights, so that the modules on which vLLM does not
 apply LoRA are known by name. Their effect counts as seen if it is six times the difference that the base model has,
-which is rounding noise. Shapes: S steps, k likeliest tokens, T prompt.
+which is rounding noise, or three times the bound. Shapes: S steps, k likeliest tokens, T prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ class Difference:
     @property
     def shows(self) -> bool:
         """Return whether the adapter's effect is large enough to tell whether vLLM applies it."""
-        return self.change > _CLEAR * self.noise
+        return self.change > min(_CLEAR * self.noise, 3 * self.bound)
 
     @property
     def is_applied(self) -> bool:
