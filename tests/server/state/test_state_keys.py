@@ -182,7 +182,8 @@ def test_a_name_belongs_to_one_tenant(tmp_path):
             await store.keys.create(bob.tenant_id, "alice", now=7.0)
         with pytest.raises(InvalidInputError, match=f"{laptop.key_id} of tenant {first.tenant_id}"):
             await store.keys.create(None, "laptop", now=7.0)
-        for wrong in (" alice", "a\nb", "x" * 101, "-x", bob.tenant_id[:-1] + "0", first.key_id[:-1] + "0"):
+        like_ids = [f"{each[:-1]}{'1' if each.endswith('0') else '0'}" for each in (bob.tenant_id, first.key_id)]
+        for wrong in (" alice", "a\nb", "x" * 101, "-x", *like_ids):
             with pytest.raises(InvalidInputError, match="printable"):
                 await store.keys.create(None, wrong, now=7.0)
         with pytest.raises(InvalidInputError, match=f"belongs to tenant {first.tenant_id}"):
