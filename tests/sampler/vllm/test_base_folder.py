@@ -59,7 +59,11 @@ OTHERS = ["gpt-oss-tiny", "qwen3-vl-tiny", "qwen3-vl-moe-tiny", "qwen3.5-tiny", 
 def test_files_have_the_weights_that_transformers_writes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory, Transformers has all experts in one tensor. vLLM knows them one by one, as in files."""
+    """In memory, Transformers has all experts in one tensor. vLLM knows them one by one, as in files.
+
+    The files of Qwen3-VL's experts have inputs before outputs. Transformers reads both orders, but writes its own, and
+    cannot tell them apart where both sizes are equal.
+    """
     monkeypatch.setattr(module, "_FILE_BYTES", 2**15)
     model = load_model(hub.resolve(f"random://{name}"), torch.float32, torch.device("cpu"), images=True)
     model.save_pretrained(tmp_path / "theirs")
@@ -71,12 +75,15 @@ def test_files_have_the_weights_that_transformers_writes(
     decoders = [{int(found[1]) for name in each if (found := DECODER.match(name))} for each in files]
     assert sum(map(len, decoders)) == len(set().union(*decoders)) > 1  # a layer is in one file
     assert ours.keys() == theirs.keys()
+    turned = {weight for weight in ours if ".experts." in weight and name == "qwen3-vl-moe-tiny"}
     for weight, tensor in ours.items():
-        assert torch.equal(tensor, theirs[weight]), weight
+        assert torch.equal(tensor, theirs[weight].mT if weight in turned else theirs[weight]), weight
     own = named_weights(model)
     assert name in OTHERS or any(".experts.3." in weight for weight in theirs)
     for weight, tensor in named_weights(loaded).items():
-        assert torch.equal(tensor, own[weight]), weight
+        square = weight in turned and tensor.shape[1] == tensor.shape[2]
+        assert torch.equal(tensor, own[weight].mT if square else own[weight]), weight
+    assert len(turned) == (4 if name == "qwen3-vl-moe-tiny" else 0)
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Adapters on experts in vLLM: it applies them on a GPU, and on a CPU they are refused by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ def test_vllm_computes_what_the_trainer_does(model: str) -> None:
             one = request("r", name, tokens, max_tokens=8, temperature=0.0)
             (found,) = run(sampler, [one])["r"].sequences
             whole = np.concatenate([tokens, found.tokens])
-            scored = run(scorer, [request("r", name, whole, max_tokens=1, prompt_logprobs=True)])["r"]
+            asked = replace(request("r", name, whole, max_tokens=1), prompt_logprobs=True)
+            scored = run(scorer, [asked])["r"]
             assert np.abs(found.logprobs - scored.prompt_logprobs[len(tokens) :]).mean() < 0.1
     finally:
         sampler.close()

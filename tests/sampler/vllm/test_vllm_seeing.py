@@ -169,12 +169,14 @@ def test_scores_of_a_prompt_with_a_picture(sampler: "VllmSampler", scorer: Torch
     assert np.abs(ours[1:] - theirs[1:]).mean() < BOUND
 
 
-def test_a_sampler_that_forgets_images_computes_them_again(sampler: "VllmSampler", trainer: Trainer) -> None:
+def test_a_sampler_that_forgets_images_computes_them_again(
+    sampler: "VllmSampler", scorer: TorchSampler, trainer: Trainer
+) -> None:
     one = asked(trainer, "again", None, (21, 22))
-    first = run(sampler, [one])["again"]
-    sampler.reset_mm_cache()
-    sampler.reset_encoder_cache()
-    sampler.reset_prefix_cache()
-    second = run(sampler, [one])["again"]
-    assert second.cached_prompt_tokens == 0
-    np.testing.assert_array_equal(first.sequences[0].tokens, second.sequences[0].tokens)
+    for _ in range(2):
+        found = differences(sampler, scorer, [one])
+        assert max(found.values()) < BOUND, found
+        sampler.reset_mm_cache()
+        sampler.reset_encoder_cache()
+        sampler.reset_prefix_cache()
+    assert run(sampler, [one])["again"].cached_prompt_tokens == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from tests.sampler.vllm.vllm_model import BOUND, events, logprobs, make_adapter, peft_reference, prompt, request, run
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleServerError, UnsupportedError
@@ -214,3 +215,27 @@ def test_where_versions_lie(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [files.root.name]
     assert VersionFiles(tmp_path, torch.float32).root != files.root
     assert files.root.exists()
+
+
+def test_the_layers_of_linear_attention_that_vllm_joins_come_together(tmp_path: Path) -> None:
+    """An adapter on one of them gets zeros on the other: without it, vLLM cannot load the adapter."""
+    from twinkle.sampler.vllm.versions import AdapterWeights, VersionFiles, partners_of
+
+    trainer = Trainer.from_pretrained("random://qwen3.5-tiny", device="cpu", dtype="fp32")
+    partners = partners_of(trainer.architecture.linear)
+    sizes = {target.name: target.out_features for target in trainer.architecture.linear}
+    assert {name.rpartition(".")[2] for name in partners} == {"in_proj_qkv", "in_proj_z"}
+    trainer.create_adapter("whole", LoraSpec(rank=8, seed=1))
+    config, tensors = trainer.peft_adapter("whole", torch.float32)
+    files = VersionFiles(tmp_path, torch.float32, partners=partners)
+    for missing in ("in_proj_q.", "in_proj_z."):  # Twinkle's own form has query, key and value apart
+        left_out = ("in_proj_q.", "in_proj_k.", "in_proj_v.") if missing == "in_proj_q." else (missing,)
+        part = {name: each for name, each in tensors.items() if not any(one in name for one in left_out)}
+        assert len(part) < len(tensors)
+        version = files.write(AdapterWeights(config, part), frozenset())
+        written = load_file(version.directory / "adapter_model.safetensors")
+        for name, partner in partners.items():
+            ours, theirs = (written[f"base_model.model.{each}.lora_B.weight"] for each in (name, partner.name))
+            assert (len(ours), len(theirs)) == (sizes[name], partner.out_features)
+            assert ours.shape[1] == theirs.shape[1]
+    files.close()

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.model.decoder.layers import TenantLayer
@@ -77,10 +78,27 @@ def put_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[
 
 
 def as_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with the names and shapes that they have in the files of a checkpoint.
+    """Return weights with the names and shapes that they have in the files that a model was published in.
 
     Transformers joins some weights when it loads a model: most checkpoints have each expert by itself. Programs that
-    read the files without Transformers, such as vLLM, know only the weights of the files.
+    read the files without Transformers, such as vLLM, know only the weights of the files. Where Transformers reads a
+    weight in both orders of its dimensions, as those of Qwen3-VL's experts, it does not turn it back; vLLM reads one.
     """
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    return converted
+    turned = _turned_when_loaded(model)
+    return {
+        name: next((tensor.transpose(*dims) for pattern, dims in turned if pattern.search(name)), tensor)
+        for name, tensor in converted.items()
+    }
+
+
+def _turned_when_loaded(model: PreTrainedModel) -> list[tuple[re.Pattern[str], tuple[int, int]]]:
+    """Return patterns of names, and the two dimensions of these weights that Transformers swaps if a file needs it."""
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    return [
+        (re.compile(pattern), (operation.dim0, operation.dim1))
+        for conversion in conversions
+        for operation in getattr(conversion, "operations", None) or ()
+        if isinstance(operation, Transpose) and getattr(operation, "check_dims", False)
+        for pattern in conversion.source_patterns
+    ]

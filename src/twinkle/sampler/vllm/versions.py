@@ -24,9 +24,13 @@ from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, with_one_rank
 from twinkle.model.adapters.expert_exports import convert
 from twinkle.model.adapters.expert_forms import has_experts
 from twinkle.model.adapters.linear_attention_forms import with_joint_projections
+from twinkle.model.decoder.linear_attention.layer import JOINT
+from twinkle.model.decoder.lora.stacks import Target
 
 EXPERTS = "experts"  # stands among the kinds of modules for all projections of all experts
 _PREFIX = "twinkle-vllm-"
+_FRONT = "base_model.model."  # of the names of PEFT's tensors
+_GATE = "in_proj_z"  # of linear attention; vLLM joins it with its query, key and value
 _SPARE_BYTES = 2**20
 
 
@@ -58,16 +62,42 @@ class Version:
     retired: bool = False
 
 
+@dataclass(frozen=True)
+class Partner:
+    """The linear layer that vLLM joins with another one: its name in the base model, and the size of its output."""
+
+    name: str
+    out_features: int
+
+
+def partners_of(targets: Iterable[Target]) -> dict[str, Partner]:
+    """Return the pairs of linear layers that vLLM joins, and of which it cannot load an adapter for one alone.
+
+    They are in linear attention. Of other joined layers it takes any.
+    """
+    by_name = {target.name: target for target in targets}
+    pairs = [(name, f"{name.removesuffix(JOINT)}{_GATE}") for name in by_name if name.endswith(f".{JOINT}")]
+    both = [pair for one, other in pairs if other in by_name for pair in ((one, other), (other, one))]
+    return {one: Partner(other, by_name[other].out_features) for one, other in both}
+
+
 class VersionFiles:
     """A private directory of this process for version files. It is made in ``place``, which should be a tmpfs."""
 
     def __init__(
-        self, place: Path, dtype: torch.dtype, experts_form: str | None = None, *, alternating: bool = False
+        self,
+        place: Path,
+        dtype: torch.dtype,
+        experts_form: str | None = None,
+        *,
+        alternating: bool = False,
+        partners: Mapping[str, Partner] | None = None,
     ) -> None:
         """``dtype``: the precision in which vLLM computes with adapters.
 
         experts_form: the form in which it reads adapters on the experts of this model; None: in none. alternating:
-        whether the outputs of gate and up stand in turns in the weights of its experts.
+        whether the outputs of gate and up stand in turns in the weights of its experts. partners: for the names of
+        linear layers that vLLM knows only in pairs, the other of the pair.
         """
         if not place.is_dir():
             allowed = "a directory in memory (a tmpfs), where vLLM's processes find the versions"
@@ -80,6 +110,7 @@ class VersionFiles:
         self._dtype = dtype
         self._experts_form = experts_form
         self._alternating = alternating
+        self._partners = partners or {}
         self._numbers = count(1)
 
     def write(self, adapter: AdapterWeights, unapplied: frozenset[str], max_rank: int | None = None) -> Version:
@@ -95,7 +126,7 @@ class VersionFiles:
             assert self._experts_form is not None, "adapters on experts are refused above"
             form, alternating = self._experts_form, self._alternating
             adapter = AdapterWeights(*convert(adapter.config, adapter.tensors, form, alternating=alternating))
-        adapter = _with_one_rank(adapter)
+        adapter = _with_partners(_with_one_rank(adapter), self._partners)
         if max_rank is not None:
             require_rank(adapter.rank, max_rank)
         config, tensors = _without_modules(adapter, unapplied)
@@ -147,6 +178,18 @@ def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:
     if not (adapter.config.get("rank_pattern") or adapter.config.get("alpha_pattern")):
         return adapter
     return AdapterWeights(*with_one_rank(adapter.config, adapter.tensors))
+
+
+def _with_partners(adapter: AdapterWeights, partners: Mapping[str, Partner]) -> AdapterWeights:
+    """Return the adapter with LoRA of zeros on the partners that it leaves out."""
+    tensors = dict(adapter.tensors)
+    for name, a_RI in adapter.tensors.items():
+        front, found, rest = name.partition(".lora_A.")
+        partner = partners.get(front.removeprefix(_FRONT)) if found else None
+        if partner is not None and f"{_FRONT}{partner.name}{found}{rest}" not in tensors:
+            tensors[f"{_FRONT}{partner.name}{found}{rest}"] = torch.zeros_like(a_RI)
+            tensors[f"{_FRONT}{partner.name}.lora_B.{rest}"] = a_RI.new_zeros(partner.out_features, len(a_RI))
+    return AdapterWeights(adapter.config, tensors)
 
 
 def _without_modules(

@@ -48,7 +48,15 @@ from twinkle.sampler.vllm.engine_weights import EngineWeights
 from twinkle.sampler.vllm.prompts import Pictures, Prompt
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters, probe, probe_with_image
-from twinkle.sampler.vllm.versions import EXPERTS, AdapterWeights, Version, VersionFiles, read_adapter, require_rank
+from twinkle.sampler.vllm.versions import (
+    EXPERTS,
+    AdapterWeights,
+    Version,
+    VersionFiles,
+    partners_of,
+    read_adapter,
+    require_rank,
+)
 
 MEMORY_DIR = Path("/dev/shm")
 WAKE_TAGS = ("weights", "kv_cache")  # what sleep frees, by vLLM's names
@@ -98,7 +106,8 @@ class VllmSampler:
         # vLLM's products with LoRA on experts are kernels for GPUs.
         experts_form = None if trainer.device.type == "cpu" else VLLM_FORMS.get(trainer.architecture.family)
         alternating = any(each.alternating for each in trainer.architecture.experts)
-        self._files = VersionFiles(memory_dir, trainer.dtype, experts_form, alternating=alternating)
+        partners = partners_of(trainer.architecture.linear)
+        self._files = VersionFiles(memory_dir, trainer.dtype, experts_form, alternating=alternating, partners=partners)
         tower = _has_tower(trainer)
         if tower:
             _require_torchvision(trainer)
