@@ -17,6 +17,7 @@ from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.head import ChunkedHead, Coefficients
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, TenantLayer, install
 from twinkle.model.decoder.norms import fuse_norms
+from twinkle.model.decoder.rotary import fuse_rotary
 from twinkle.model.decoder.transfer import HostCopy
 from twinkle.model.objectives.objective import BatchObjective
 from twinkle.model.trainer.batch import (
@@ -123,6 +124,7 @@ class Engine:
         self.architecture = architecture
         self.device = device
         fuse_norms(model)
+        fuse_rotary(model)
         self.layers: list[TenantLayer] = install(model, architecture)
         routers = self.layers[0].routers
         if routers is not None:
