@@ -21,7 +21,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.models.reference import relative_error
+from twinkle.model.decoder.architecture import Experts
 from twinkle.model.decoder.experts.expert_lora import Part
+from twinkle.model.decoder.experts.expert_tables import ENTRIES, ExpertTables
 from twinkle.model.decoder.experts.forward import experts_forward
 from twinkle.model.decoder.experts.on_device import (
     DeviceExperts,
@@ -154,6 +156,36 @@ def test_equals_the_plain_loops(stacks: Sequence[Tenants], nobody: int, dtype: t
     outcome = compute(experts_module(dtype), segments_of(stacks, dtype), rows, dtype, plain=False)
     for ours, exact in zip(outcome.tensors(), expected.tensors(), strict=True):
         assert_close(ours, exact, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_tables_of_fixed_size_give_the_same() -> None:
+    """Captured graphs have room for more groups and larger ranks than a batch may need."""
+    stacks, nobody, most, dtype = MIXED, 3, 8, torch.float32
+    rows = sum(sum(tenants.sizes) for tenants in stacks) + nobody
+    segments, same = segments_of(stacks, dtype), segments_of(stacks, dtype)
+    expected = compute(experts_module(dtype), segments, rows, dtype, plain=False)
+    places = ExpertTables([Experts("mlp.experts", EXPERTS, HIDDEN, WIDTH)], rank=32)
+    tables_n5G = torch.zeros(3, ENTRIES, most + 2, dtype=torch.int64)
+    group_T, bounds = torch.full((rows,), most, dtype=torch.int32), torch.zeros(2, most + 1, dtype=torch.int32)
+    number = 0
+    for each in same:
+        row = each.segment.start
+        for size, weights_P, gradient_P in zip(
+            each.segment.groups.sizes, each.weights_GP, each.gradient_GP, strict=True
+        ):
+            tables_n5G[:, :, number] = torch.from_numpy(places.entries(each.layout, weights_P, gradient_P))
+            group_T[row : row + size], bounds[0, number], bounds[1, number] = number, row, row + size
+            row, number = row + size, number + 1
+    groups = DeviceGroups(most, group_T.to(DEVICE), *bounds.to(DEVICE))
+    adapters = places.layer("mlp.experts", tables_n5G.to(DEVICE), groups)
+    x_TH, chosen_TK, weights_TK, dy_TH = (each.to(DEVICE) for each in inputs(rows))
+    x_TH.requires_grad_()
+    weights_TK.requires_grad_()
+    y_TH = experts_on_device(experts_module(dtype), x_TH, chosen_TK, weights_TK, adapters)
+    y_TH.backward(dy_TH)
+    found = [y_TH.detach(), x_TH.grad, weights_TK.grad, *(each.gradient_GP for each in same)]
+    for ours, theirs in zip(found, expected.tensors(), strict=True):
+        assert_close(ours, theirs, 1e-5)
 
 
 def test_biases_and_alternating_outputs() -> None:

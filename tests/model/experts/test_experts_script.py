@@ -21,7 +21,7 @@ def test_the_script_writes_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [table["rank"] for table in found["training"]] == [8, 16]
     for table in found["training"]:
         assert table["tokens"] == 16
-        assert set(table["rows"]) == {"fused", "ideal", "optim steps"}
+        assert set(table["rows"]) == {"fused", "ideal", "one tenant", "optim steps"}
         assert all(len(row["all_seconds"]) == 1 and row["seconds"] > 0 for row in table["rows"].values())
         assert table["fused_over_ideal"] > 0
     (row,) = found["decoding"]

@@ -1,16 +1,21 @@
 """Captured passes: their tables on any device, and on Hopper GPUs the numbers of the passes themselves."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.models.reference import random_datum, toy_llama, wide_llama, with_random_weights
+from tests.support.models.tiny_models import tiny_config, tiny_model, tiny_trainer
+from twinkle.loss import get_loss
 from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.model.decoder.attention import runs_own_kernels
 from twinkle.model.decoder.packed_attention import tile_table
 from twinkle.model.decoder.tiles import TILE_ROWS
+from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.trainer import probe
 from twinkle.model.trainer.batch import GradientRows, Part
 from twinkle.model.trainer.pass_graphs import BUCKETS
@@ -24,6 +29,16 @@ def parts_of(trainer: Trainer, ranks: list[int], lengths: list[int]) -> list[Par
     engine = trainer.engine
     adapters = probe.probe_adapters(engine.architecture, engine.device, torch.float32, ranks, init=False)
     return probe.probe_parts(engine.architecture, adapters, lengths)
+
+
+def part_with(trainer: Trainer, name: str, spec: LoraSpec, length: int) -> Part:
+    """Return one sequence of a new adapter."""
+    trainer.create_adapter(name, spec)
+    adapter = trainer.pool.get(name)
+    trainer.pool.make_resident([adapter])
+    tokens = np.arange(length)
+    item = CheckedItem(name, get_loss("cross_entropy"), {}, (CheckedDatum(tokens, tokens[:, None], {}, (length,)),))
+    return Part(0, item, adapter, item.data)
 
 
 @pytest.mark.parametrize("lengths", [[1], [TILE_ROWS], [TILE_ROWS + 1, 3], [5, 200, 64, 1, 129]])
@@ -64,6 +79,54 @@ def test_tables_say_where_rows_and_adapters_are(make_trainer: MakeTrainer) -> No
     assert addresses[:, :2].count_nonzero() == 2 * len(names)
 
 
+def test_tables_say_where_adapters_on_experts_are() -> None:
+    """Their requests are numbered apart from the others; all other rows have the number of nobody."""
+    trainer = tiny_trainer(tiny_model("qwen3_moe"))
+    specs = {"attention": LoraSpec(8, train_mlp=False), "a": LoraSpec(8), "b": LoraSpec(32, train_attn=False)}
+    lengths = {"attention": 20, "a": 30, "b": 7}
+    parts = [part_with(trainer, name, spec, lengths[name]) for name, spec in specs.items()]
+    experts, names = trainer.architecture.experts, [target.name for target in trainer.architecture.linear]
+    bucket = BUCKETS[0]
+    tables = PassTables(BUCKETS[2], names, CPU, experts)
+    rows = [GradientRows(part.adapter.layout, torch.zeros(1, part.adapter.layout.size)) for part in parts]
+    tables.fill(parts, bucket, rows)
+    layers = tables.lora(bucket, [experts[0].name.removesuffix("mlp.experts")])
+    found = layers[0].experts_on_device("mlp.experts", torch.zeros(bucket.rows, 1))
+    assert found is not None
+    assert layers[0].experts_on_device("mlp", torch.zeros(bucket.rows, 1)) is None
+    nobody = found.groups.count
+    assert nobody == bucket.requests_on_experts
+    assert found.groups.group_T.tolist() == [nobody] * 20 + [0] * 30 + [1] * 7 + [nobody] * (bucket.rows - 57)
+    assert found.groups.starts is not None
+    assert found.groups.ends is not None
+    assert found.groups.starts.tolist() == [20, 50] + [0] * (nobody - 1)
+    assert found.groups.ends.tolist() == [50, 57] + [0] * (nobody - 1)
+    projections = dict(zip(("w1", "w3", "w2"), (*found.up, *found.down), strict=True))
+    for number, (part, gradient) in enumerate(zip(parts[1:], rows[1:], strict=True)):
+        layout = part.adapter.layout
+        for last, device_part in projections.items():
+            rows_P = (part.adapter.compute_copy, gradient.rows_GP[0])
+            views = [layout.views(row_P, f"{experts[0].name}.{last}") for row_P in rows_P]
+            addresses = [each.data_ptr() for pair in views for each in pair]
+            assert device_part.table_5G[:, number].tolist() == [*addresses, layout.rank]
+            assert not device_part.table_5G[:, 2:].any()
+    tables.fill(parts[:1], bucket, [])  # nothing of the earlier pass may remain
+    assert (found.groups.group_T == nobody).all()
+    assert not any(device_part.table_5G.any() for device_part in projections.values())
+
+
+def test_which_adapters_on_experts_are_captured() -> None:
+    trainer = tiny_trainer(tiny_model("qwen3_moe"))
+    specs = {"a": LoraSpec(32), "large": LoraSpec(64), "peft": LoraSpec(8, experts="independent")}
+    parts = {name: part_with(trainer, name, spec, 4) for name, spec in specs.items()}
+    assert [can_be_captured(part) for part in parts.values()] == [True, False, False]
+    large = BUCKETS[-1]
+    assert large.takes([parts["a"]] * large.requests_on_experts)
+    assert not large.takes([parts["a"]] * (large.requests_on_experts + 1))
+    base = replace(parts["a"], adapter=None)
+    assert large.takes([base] * large.requests)
+
+
 def test_a_bucket_has_room_for_the_most_tiles() -> None:
     for bucket in BUCKETS:
         assert bucket.rows % TILE_ROWS == 0
@@ -84,8 +147,13 @@ def test_what_is_not_captured(make_trainer: MakeTrainer) -> None:
     assert not can_be_captured(parts_of(trainer, [256], [4])[0])
 
 
+on_hopper = pytest.mark.skipif(
+    not runs_own_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")), reason="needs a Hopper GPU"
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not runs_own_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")), reason="Hopper")
+@on_hopper
 def test_captured_passes_equal_others(make_trainer: MakeTrainer) -> None:
     """Any mix of ranks, targets and lengths gives the numbers of other passes, up to the rounding of bf16."""
     specs = {
@@ -124,3 +192,40 @@ def test_captured_passes_equal_others(make_trainer: MakeTrainer) -> None:
         values += [array for name in specs for _, array in sorted(trainer.gradients(name).items())]
     for ours, theirs in zip(found[True], found[False], strict=True):
         assert np.linalg.norm(ours - theirs) <= 0.05 * np.linalg.norm(theirs) + 1e-6
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_captured_passes_through_experts_equal_others() -> None:
+    """They are as far from the same model in fp32 as other passes in bf16. Rounding sends some tokens elsewhere."""
+    specs = {
+        "a": LoraSpec(8, seed=1),
+        "b": LoraSpec(32, seed=2),
+        "attention": LoraSpec(16, seed=3, train_mlp=False),
+        "experts": LoraSpec(16, seed=4, train_attn=False),
+    }
+    batches = ({"a": (9,)}, {"b": (40, 3), "attention": (70,)}, dict.fromkeys(specs, (30, 5)), {"a": (9,)})
+    found: dict[str, list[np.ndarray]] = {}
+    config = tiny_config("Qwen3MoeConfig", head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    for kind in ("fp32", "captured", "bf16"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        trainer = tiny_trainer(model.to("cuda", torch.float32 if kind == "fp32" else torch.bfloat16))
+        assert (trainer.engine.graphs is None) == (kind == "fp32")
+        if kind == "bf16":
+            trainer.engine.graphs = None
+        for number, (name, spec) in enumerate(specs.items()):
+            trainer.create_adapter(name, spec)
+            trainer.restore(name, with_random_weights(trainer, name, seed=number))
+        values = found[kind] = []
+        for batch in batches:
+            items = [
+                TrainItem(name, [random_datum(model, "cross_entropy", length, seed=length) for length in lengths])
+                for name, lengths in batch.items()
+            ]
+            for result in trainer.forward_backward(items):
+                assert isinstance(result, TrainResult), result
+                values += list(result.logprobs)
+        values += [array for name in specs for _, array in sorted(trainer.gradients(name).items())]
+    exact, ours, theirs = (np.concatenate([each.ravel() for each in found[kind]]) for kind in found)
+    assert np.linalg.norm(ours - exact) <= 2 * np.linalg.norm(theirs - exact)

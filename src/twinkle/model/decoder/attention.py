@@ -127,7 +127,10 @@ def attend_packed(
         if packing.lengths:
             return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window)[0].unsqueeze(0)
     if not packing.lengths:
-        raise UnsupportedError(f"a captured pass cannot compute attention with window={window} and softcap={softcap}")
+        raise UnsupportedError(
+            f"a captured pass cannot compute attention with heads of {query.shape[-1]} numbers in {query.dtype}, "
+            f"window={window} and softcap={softcap}"
+        )
     return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap, sinks_H)
 
 

@@ -36,12 +36,14 @@ class PassGraphs:
 
     def __init__(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
         architecture = engine.architecture
-        self._tables = PassTables(max(buckets), [target.name for target in architecture.linear], engine.device)
+        names = [target.name for target in architecture.linear]
+        self._tables = PassTables(max(buckets), names, engine.device, architecture.experts)
         self._passes: list[_Pass] = []
         pool: Any = None
+        stream = torch.cuda.Stream()
         for bucket in sorted(buckets, reverse=True):  # the largest first: the others use its memory
             captured = _Pass(engine, self._tables, bucket)
-            captured.capture(pool)
+            captured.capture(pool, stream)
             pool = pool or captured.pool
             self._passes.insert(0, captured)
 
@@ -94,15 +96,15 @@ class _Pass:
         else:
             self._backward_graph.replay()
 
-    def capture(self, pool: Any) -> None:
-        """Capture both graphs. ``pool``: the memory of other graphs, which these may use too; None: new memory."""
-        stream = torch.cuda.Stream()
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture both graphs on a stream. ``pool``: the memory of other graphs, to be used too; None: new memory."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 self._run_forward()
                 self._run_backward()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the warm-up used; torch cannot free it during a capture
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream), _without_garbage_collection():
             _record(forward, self._run_forward, pool)

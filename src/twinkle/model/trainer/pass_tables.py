@@ -2,7 +2,8 @@
 
 A captured pass serves any requests whose numbers of rows and sequences are within its :class:`Bucket`. Before each pass
 the host fills one buffer, and one copy brings it to the device: tokens and positions of the rows, the tiles of
-attention and of LoRA, and the addresses of the adapters' weights and gradients.
+attention and of LoRA, and the addresses of the adapters' weights and gradients. Adapters on experts have tables of
+their own, and their requests are numbered apart: the kernels of experts look at each number for each expert.
 
 Rows beyond those of the requests are padding: token 0, outside all sequences, without adapter. No other row reads them.
 
@@ -10,7 +11,7 @@ Shapes: T rows of a bucket, M linear layers, G requests, n tiles.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twinkle.model.decoder.architecture import Experts
 from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.experts.expert_tables import ENTRIES, ExpertTables
+from twinkle.model.decoder.experts.on_device import DeviceExperts, DeviceGroups
 from twinkle.model.decoder.lora.lora import LayerLora
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.lora.table import LoraTable, TableRows, addresses_in, module_offsets, tiles_of
@@ -28,8 +32,9 @@ from twinkle.model.decoder.packed_attention import tile_table
 from twinkle.model.decoder.tiles import TILE_ROWS
 from twinkle.model.trainer.batch import GradientRows, Part
 
-LARGEST_RANK = 128  # of adapters in captured passes
+LARGEST_RANK, LARGEST_RANK_ON_EXPERTS = 128, 32  # of adapters in captured passes
 _MOST_REQUESTS, _MOST_SEQUENCES = 64, 256
+_MOST_REQUESTS_ON_EXPERTS = 32
 _ALIGNMENT = 64  # bytes; Triton compiles another kernel for addresses that are not multiples of 16
 
 
@@ -48,6 +53,10 @@ class Bucket:
         return min(max(8, self.rows // 8), _MOST_SEQUENCES)
 
     @property
+    def requests_on_experts(self) -> int:
+        return min(self.requests, _MOST_REQUESTS_ON_EXPERTS)
+
+    @property
     def lora_tiles(self) -> int:
         """Return the most tiles of LoRA: every request, and the padding, may end with a tile that is not full."""
         return self.rows // TILE_ROWS + self.requests + 1
@@ -60,23 +69,38 @@ class Bucket:
         """Return whether the numbers of rows, requests and sequences of these parts are within the limits."""
         sequences = sum(len(part.data) for part in parts)
         rows = sum(sum(part.lengths) for part in parts)
-        return rows <= self.rows and len(parts) <= self.requests and sequences <= self.sequences
+        if rows > self.rows or sequences > self.sequences or len(parts) > self.requests:
+            return False
+        return sum(map(_is_on_experts, parts)) <= self.requests_on_experts
 
 
 def can_be_captured(part: Part) -> bool:
-    """Return whether a captured pass can compute this part: no dropout, no experts, one rank that is not too large."""
+    """Return whether a captured pass can compute this part.
+
+    It has no dropout and one rank, which is not too large; on experts it is of Tinker's form.
+    """
     if part.dropout is not None:
         return False
-    layout = None if part.adapter is None else part.adapter.layout
-    return layout is None or (layout.ranks is None and layout.rank <= LARGEST_RANK and not layout.has_experts)
+    if part.adapter is None:
+        return True
+    layout = part.adapter.layout
+    largest = LARGEST_RANK_ON_EXPERTS if layout.has_experts else LARGEST_RANK
+    return layout.ranks is None and layout.rank <= largest and ExpertTables.takes(layout)
+
+
+def _is_on_experts(part: Part) -> bool:
+    return part.adapter is not None and part.adapter.layout.has_experts
 
 
 class PassTables:
     """The tables of all captured passes, in one buffer on the device. Passes of smaller buckets use parts of them."""
 
-    def __init__(self, largest: Bucket, names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, largest: Bucket, names: Sequence[str], device: torch.device, experts: Sequence[Experts] = ()
+    ) -> None:
         """``names``: of the model's linear layers."""
         self._names = list(names)
+        self._experts = ExpertTables(experts, LARGEST_RANK_ON_EXPERTS)
         self._nobody = largest.requests  # the number of the request that rows without adapter belong to
         self._device = device
         self._shapes: dict[str, tuple[type[np.integer[Any]], tuple[int, ...]]] = {
@@ -88,6 +112,13 @@ class PassTables:
             "lora_tiles": (np.int32, (largest.lora_tiles, 4)),
             "attention_tiles": (np.int32, (largest.attention_tiles, 3)),
         }
+        if experts:
+            groups = largest.requests_on_experts + 8
+            self._shapes |= {
+                "expert_addresses": (np.int64, (len(self._experts.names), ENTRIES, groups)),
+                "expert_group_of_rows": (np.int32, (largest.rows,)),
+                "expert_group_bounds": (np.int32, (2, groups)),
+            }
         sizes = {name: np.dtype(kind).itemsize * math.prod(shape) for name, (kind, shape) in self._shapes.items()}
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
         self._bytes = {
@@ -107,7 +138,13 @@ class PassTables:
         """Return the adapters of each decoder layer. ``prefixes``: of the names of each layer's linear layers."""
         rows = TableRows(self._view("spans")[: bucket.requests], self._view("lora_tiles")[: bucket.lora_tiles])
         table = LoraTable(self._names, self._view("addresses"), dict.fromkeys(self._names, rows), LARGEST_RANK)
-        return tuple(TableLora(prefix, table) for prefix in prefixes)
+        experts: dict[str, DeviceExperts] = {}
+        if self._experts.names:
+            count, tables_n5G = bucket.requests_on_experts, self._view("expert_addresses")
+            starts, ends = self._view("expert_group_bounds")[:, : count + 1]
+            groups = DeviceGroups(count, self._view("expert_group_of_rows")[: bucket.rows], starts, ends)
+            experts = self._experts.layers(tables_n5G, groups)
+        return tuple(TableLora(prefix, table, experts) for prefix in prefixes)
 
     def fill(self, parts: Sequence[Part], bucket: Bucket, gradients: Sequence[GradientRows]) -> None:
         """Write the tables of these parts, in row order. ``gradients``: of all adapters in order; empty: none."""
@@ -125,6 +162,8 @@ class PassTables:
         lora_tiles = tiles_of(spans)
         fields["lora_tiles"][: len(lora_tiles)] = lora_tiles
         self._write_addresses(fields["addresses"], parts, gradients)
+        if self._experts.names:
+            self._write_experts(fields, parts, bucket, gradients)
         self._buffer.copy_(host, non_blocking=True)
 
     def _spans(self, parts: Sequence[Part], bucket: Bucket) -> list[tuple[int, int, int, int]]:
@@ -155,6 +194,29 @@ class PassTables:
                 start = np.array([gradient_P.data_ptr()])
                 addresses_M4G[:, 2:, number] = addresses_in(start, offsets_M2, gradient_P.itemsize)[:, :, 0]
 
+    def _write_experts(
+        self,
+        fields: Mapping[str, NDArray[Any]],
+        parts: Sequence[Part],
+        bucket: Bucket,
+        gradients: Sequence[GradientRows],
+    ) -> None:
+        """Number the requests with adapters on experts; all other rows belong to a group without adapter."""
+        rows = iter([row_P for each in gradients for row_P in each.rows_GP])
+        groups_T, (starts_G, ends_G) = fields["expert_group_of_rows"], fields["expert_group_bounds"]
+        groups_T[:] = bucket.requests_on_experts
+        row = number = 0
+        for part in parts:
+            end = row + sum(part.lengths)
+            gradient_P = None if part.adapter is None else next(rows, None)
+            if part.adapter is not None and _is_on_experts(part):
+                groups_T[row:end], starts_G[number], ends_G[number] = number, row, end
+                fields["expert_addresses"][:, :, number] = self._experts.entries(
+                    part.adapter.layout, part.adapter.compute_copy, gradient_P
+                )
+                number += 1
+            row = end
+
     def _module_offsets(self, layout: RowLayout) -> NDArray[np.int64]:
         if layout.digest not in self._offsets:
             self._offsets[layout.digest] = module_offsets(layout, self._names)
@@ -172,12 +234,16 @@ class PassTables:
 class TableLora(LayerLora):
     """The adapters of one decoder layer in captured passes: every linear layer may have some, in any rows."""
 
-    def __init__(self, prefix: str, table: LoraTable) -> None:
+    def __init__(self, prefix: str, table: LoraTable, experts: Mapping[str, DeviceExperts]) -> None:
         super().__init__(prefix, (), table)
         self.width = LARGEST_RANK
+        self._of_experts = experts  # by the full name of the module
 
     def has(self, name: str) -> bool:
         return True
 
     def covers(self, name: str, rows: int) -> bool:
         return True  # the tiles cover all rows; LoRA of rows without adapter is 0
+
+    def experts_on_device(self, name: str, x_TH: Tensor) -> DeviceExperts | None:
+        return self._of_experts.get(self._prefix + name)
