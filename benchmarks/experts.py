@@ -4,6 +4,7 @@ Training, for each rank; all tenants have the same sequences of random tokens:
 
     fused         forward and backward pass of all tenants in one call
     ideal         the same of one tenant with all sequences
+    one tenant    the same of one tenant with its own sequences
     optim steps   an AdamW step of each tenant, after a fused pass; where not all state fits on the device, it includes
                   moving master weights and moments
 
@@ -125,23 +126,29 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
         for name in names:
             trainer.optim_step(name, ADAM)
 
-    columns = {"fused": forward_backward(items), "ideal": forward_backward(everything), "optim steps": optimizer_steps}
+    columns = {
+        "fused": forward_backward(items),
+        "ideal": forward_backward(everything),
+        "one tenant": forward_backward(items[:1]),
+        "optim steps": optimizer_steps,
+    }
+    tokens_of = {"fused": tokens, "ideal": tokens, "one tenant": tokens // args.tenants}
     seconds: dict[str, list[float]] = {name: [] for name in columns}
     peaks: dict[str, list[int]] = {name: [] for name in columns}
     for number in range(WARM_UP + args.repeats):  # the first step makes B other than 0
-        for name in ("ideal", "fused", "optim steps"):
+        for name in ("ideal", "one tenant", "fused", "optim steps"):
             taken, peak = timed(args, columns[name])
             if number >= WARM_UP:
                 seconds[name].append(taken)
                 peaks[name] += [] if peak is None else [peak]
-            if name == "ideal":
+            if name in ("ideal", "one tenant"):
                 trainer.zero_grad(names[0])
     kernels = kernels_of(columns["fused"], args.kernels) if args.kernels and args.device.startswith("cuda") else []
     rows = {
         name: {
             "seconds": statistics.median(seconds[name]),
             "all_seconds": seconds[name],
-            "tokens_per_s": None if name == "optim steps" else tokens / statistics.median(seconds[name]),
+            "tokens_per_s": tokens_of[name] / statistics.median(seconds[name]) if name in tokens_of else None,
             "peak_gib": max(peaks[name]) / GIB if peaks[name] else None,
         }
         for name in columns

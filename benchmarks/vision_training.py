@@ -8,7 +8,8 @@ an AdamW step of each. The kinds of steps take turns in one process, and times a
 - text: sequences of the same lengths without images, on the vision model and on the text model of the same decoder.
 
 The tower's share of a step with new images is 1 - kept / new. It includes making patches and moving them to the device.
-Both models compute in micro-batches of at most ``--max-tokens``, because the tower leaves less memory for activations.
+Both models compute in micro-batches of at most ``--max-tokens``, and both must have room for the optimizer states of
+all tenants. The tower leaves less memory for either: the two models would be compared at different work.
 
     python benchmarks/vision_training.py --json build/bench/vision_training.json
     python benchmarks/vision_training.py --tenants 2 --images 2 --side 96 --text 8 --repeats 2
@@ -37,6 +38,7 @@ from twinkle.model.types import Image
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 WARM_UP = 3
 GIB = 2**30
+_SHARE = 0.47  # of the GPU's memory, for each model
 
 
 def main() -> None:
@@ -44,12 +46,14 @@ def main() -> None:
     options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "compiled": args.compiled}
     options["max_tokens_per_batch"] = args.max_tokens
     if is_cuda(args):  # each model gets the same share of the GPU
-        options["memory_budget_bytes"] = int(0.45 * torch.cuda.mem_get_info()[0])
+        options["memory_budget_bytes"] = int(_SHARE * torch.cuda.mem_get_info()[0])
     seeing = load(args, args.model, options)
     reading = load(args, args.text_model, options)
     if reading.vision is not None:
         raise SystemExit(f"--text-model: got {args.text_model}, which sees images, allowed: one that reads text only")
     kept = make_items(args, seeing)
+    if is_cuda(args):
+        require_room(args, seeing, reading)
     text = without_images(kept, seeing)
     tokens = sum(len(datum.tokens) for item in kept for datum in item.data)
     of_images = sum(image.tokens for item in kept for datum in item.data for image in datum.images)
@@ -101,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=448 if cuda else 256, help="height and width of an image in pixels")
     parser.add_argument("--text", type=int, default=60, help="tokens of text in a sequence")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=1536, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--compiled", action="store_true", help="compile the decoder layers of both models")
@@ -123,6 +127,17 @@ def load(args: argparse.Namespace, model_id: str, options: Mapping[str, Any]) ->
         trainer.create_adapter(f"t{number}", LoraSpec(args.rank, seed=number, init_weights=False))
     print(f"{model_id}: start-up {time.perf_counter() - started:.1f} s; {trainer.memory}", flush=True)
     return trainer
+
+
+def require_room(args: argparse.Namespace, *trainers: Trainer) -> None:
+    """Stop unless each model has room for all tenants with their optimizer states: else its steps move them."""
+    for trainer in trainers:
+        room, _ = trainer.pool.capacity(trainer.pool.get("t0").layout)
+        if room < args.tenants:
+            raise SystemExit(
+                f"--tenants: got {args.tenants}, but there is room for {room} of rank {args.rank} with their optimizer "
+                f"states ({trainer.memory}); a smaller --max-tokens leaves more"
+            )
 
 
 def make_items(args: argparse.Namespace, trainer: Trainer) -> list[TrainItem]:
