@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.models.reference import toy_llama
-from twinkle.model.decoder import norms
+from twinkle.model.decoder.fused import norms
 
 
 def count(model: torch.nn.Module) -> int:

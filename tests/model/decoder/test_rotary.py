@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from tests.support.models.reference import relative_error
 from tests.support.models.tiny_models import FAMILIES, tiny_model
-from twinkle.model.decoder import rotary
-from twinkle.model.decoder.rotary import fuse_rotary, turn_heads
+from twinkle.model.decoder.fused import rotary
+from twinkle.model.decoder.fused.rotary import fuse_rotary, turn_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -61,6 +61,25 @@ def test_models_compute_the_same(family: str) -> None:
     assert count == (fused.config.num_hidden_layers if family in USUAL else count)
     with torch.no_grad():
         torch.testing.assert_close(fused(ids).logits, plain(ids).logits, rtol=0, atol=0)
+
+
+def test_what_is_replaced_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may come after the trainer: a function for the whole process, or another class of attention."""
+    model, ids = tiny_model("llama"), torch.arange(8)[None]
+    fuse_rotary(model)
+    before = model(ids).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+        assert not torch.equal(model(ids).logits, before)
+    assert torch.equal(model(ids).logits, before)
+
+    class Silent(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+            return torch.zeros_like(hidden_states), None
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Silent
+    assert not torch.equal(model(ids).logits, before)
 
 
 def test_functions_of_another_form_are_left_alone() -> None:

@@ -20,11 +20,13 @@ from twinkle.model.decoder.lora.stacks import RowLayout, Stack
 from twinkle.model.types import LoraSpec
 
 ADAM = "Adam"  # also the name of AdamW's state, which is the same
-# Device memory per parameter of a resident adapter, beside its compute copy: the accumulated gradient in fp32, and the
-# row of gradients that a batch holds for it during a pass.
-PASS_BYTES_PER_PARAMETER = 8
-# The same with what an optimizer step needs, too: fp32 weights, and two rows of optimizer state.
-STATE_BYTES_PER_PARAMETER = 20
+# Device memory per parameter of a row in fp32, such as the accumulated gradient.
+ROW_BYTES_PER_PARAMETER = 4
+# Device memory per parameter of a resident adapter, beside its compute copy, while a pass adds to its gradient: the
+# accumulated gradient, and that of the pass.
+PASS_BYTES_PER_PARAMETER = 2 * ROW_BYTES_PER_PARAMETER
+# The same during an optimizer step: the gradient, the weights, and two rows of optimizer state.
+STATE_BYTES_PER_PARAMETER = 4 * ROW_BYTES_PER_PARAMETER
 # Host memory per parameter of an adapter that is paged out: weights, moments and gradient.
 PAGED_BYTES_PER_PARAMETER = 16
 # Device memory per parameter of a frozen adapter, beside its compute copy: room for the transfer from host memory.

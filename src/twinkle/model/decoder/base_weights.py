@@ -15,10 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.model.decoder.fused.norms import FusedRmsNorm
 from twinkle.model.decoder.layers import TenantLayer
 from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.decoder.lora.split import SplitLoraLinear
-from twinkle.model.decoder.norms import FusedRmsNorm
 
 __all__ = ["as_in_files", "named_constants", "named_weights", "put_weights"]
 

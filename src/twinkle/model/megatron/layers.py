@@ -19,10 +19,10 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from twinkle.model.decoder.attention import Packing, attend_packed
+from twinkle.model.decoder.fused.norms import CenteredRmsNorm, FusedRmsNorm
 from twinkle.model.decoder.linear_attention.layer import JOINT, PARTS, DeltaNet, StatefulRows
 from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.decoder.lora.split import SplitLoraLinear
-from twinkle.model.decoder.norms import CenteredRmsNorm, FusedRmsNorm
 from twinkle.model.megatron.config import StageSpec
 from twinkle.model.megatron.experts import ExpertMlp
 from twinkle.model.megatron.mcore import TransformerConfig

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.fused.norms import fuse_norms
+from twinkle.model.decoder.fused.rotary import fuse_rotary
 from twinkle.model.decoder.head import ChunkedHead, Coefficients
 from twinkle.model.decoder.layers import GiveWay, LayerBatch, TenantLayer, install
-from twinkle.model.decoder.norms import fuse_norms
-from twinkle.model.decoder.rotary import fuse_rotary
 from twinkle.model.decoder.transfer import HostCopy
 from twinkle.model.objectives.objective import BatchObjective
 from twinkle.model.trainer.batch import (

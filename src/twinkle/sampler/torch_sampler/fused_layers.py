@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import UnsupportedError
+from twinkle.model.decoder.fused.norms import FusedRmsNorm
 from twinkle.model.decoder.joined import joint
 from twinkle.model.decoder.layers import LayerBatch, TenantLayer, bind_layers
 from twinkle.model.decoder.lora.lora import LoraLinear
-from twinkle.model.decoder.norms import FusedRmsNorm
 from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 from twinkle.sampler.torch_sampler.cache import KeyValueCache

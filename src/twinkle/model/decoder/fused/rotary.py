@@ -27,33 +27,35 @@ def fuse_rotary(model: nn.Module) -> int:
     fused = 0
     for module in model.modules():
         forward = type(module).forward
-        if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or "forward" in vars(module):
             continue
         theirs = forward.__globals__.get(_NAME)
-        if theirs is None or _NAME not in forward.__code__.co_names or not _is_usual(theirs):
+        if theirs is None or _NAME not in forward.__code__.co_names:
             continue
-        own = FunctionType(
-            forward.__code__,
-            {**forward.__globals__, _NAME: _ours(theirs)},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(_unless_compiling(own), module)
-        fused += 1
+        if theirs.__module__.startswith("transformers") and _is_usual(theirs):
+            module.forward = MethodType(_with_kernel(forward, theirs), module)
+            fused += 1
     return fused
 
 
-def _unless_compiling(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls ``own``, but in compiled code that of the class: the compiler fuses steps itself."""
+def _with_kernel(forward: FunctionType, theirs: Turn) -> Callable[..., Any]:
+    """Return a method that does what the method ``forward`` of a class does, with our function instead of theirs.
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return type(module).forward(module, *args, **kwargs)
+    In compiled code it is the method of the class, because the compiler fuses steps itself; and also if the class or
+    the function was replaced since.
+    """
+    names = {**forward.__globals__, _NAME: _ours(theirs)}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        of_class: Callable[..., Any] = type(module).forward
+        replaced = of_class is not forward or forward.__globals__[_NAME] is not theirs
+        if replaced or torch.compiler.is_compiling():
+            return of_class(module, *args, **kwargs)
         return own(module, *args, **kwargs)
 
-    return forward
+    return method
 
 
 @cache
@@ -106,14 +108,14 @@ def turn_heads(q_1NTD: Tensor, k_1JTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor)
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_1NTD: Tensor, k_1JTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor) -> tuple[Tensor, Tensor]:
-        from twinkle.model.decoder.rotary_kernels import turn  # needs Triton, which CUDA builds of torch have
+        from twinkle.model.decoder.fused.rotary_kernels import turn  # needs Triton, which CUDA builds of torch have
 
         ctx.save_for_backward(cos_1TD, sin_1TD)
         return turn(q_1NTD, k_1JTD, cos_1TD, sin_1TD, back=False)
 
     @staticmethod
     def backward(ctx: Any, dq_1NTD: Tensor, dk_1JTD: Tensor) -> tuple[Tensor | None, ...]:
-        from twinkle.model.decoder.rotary_kernels import turn
+        from twinkle.model.decoder.fused.rotary_kernels import turn
 
         cos_1TD, sin_1TD = ctx.saved_tensors
         dq_1NTD, dk_1JTD = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq_1NTD, dk_1JTD))
