@@ -120,7 +120,7 @@ def test_versions_have_no_optimizer_state_and_are_no_adapters() -> None:
     scores(sampler, "a")
     version = sampler._versions["a"]
     assert version.exp_avg_P.numel() == version.exp_avg_sq_P.numel() == 0
-    assert version.state_bytes < trainer.pool.get("a").state_bytes / 2
+    assert version.step_bytes < trainer.pool.get("a").step_bytes / 2
     assert trainer.adapter_ids() == list(SPECS)
     sampler.publish("same name as an adapter", "a")
     trainer.create_adapter("same name as an adapter", LoraSpec(rank=2, seed=0))
@@ -216,9 +216,7 @@ def test_more_versions_than_the_device_holds() -> None:
     requests = [request(name, name, prompt(7, n), 2, max_tokens=12, seed=n) for n, name in enumerate(specs)]
     requests.append(request("base", None, prompt(7), 2, max_tokens=12, seed=0))
     expected = run(sampler, requests)
-    largest = max(
-        trainer.pool.get(name).stack.block_bytes + trainer.pool.get(name).state_bytes for name in ("a0", "b0")
-    )
+    largest = max(trainer.pool.get(name).stack.block_bytes + trainer.pool.get(name).step_bytes for name in ("a0", "b0"))
     trainer.pool.shrink(largest)
     assert not trainer.pool.fit([sampler._versions["a0"], sampler._versions["b0"]])
     for each in requests:
@@ -235,7 +233,7 @@ def test_more_versions_than_the_device_holds() -> None:
 def test_a_version_that_never_fits() -> None:
     trainer = toy_trainer({"a": SPECS["a"]})
     sampler = toy_sampler(trainer)
-    trainer.pool.shrink(trainer.pool.get("a").stack.block_bytes + trainer.pool.get("a").state_bytes)
+    trainer.pool.shrink(trainer.pool.get("a").stack.block_bytes + trainer.pool.get("a").step_bytes)
     trainer.pool.budget_bytes = 1000
     with pytest.raises(CapacityError):
         sampler.publish("again", "a")

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,10 +10,17 @@ import torch
 
 from tests.support.models.reference import assert_logprobs_close, assert_tensors_close, random_datum, toy_llama
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, InvalidInputError
-from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.adapters.adapter import PASS_BYTES_PER_PARAMETER, STATE_BYTES_PER_PARAMETER, Adapter
+from twinkle.model import AdamParams, LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult
+from twinkle.model.adapters.adapter import (
+    PASS_BYTES_PER_PARAMETER,
+    ROW_BYTES_PER_PARAMETER,
+    STATE_BYTES_PER_PARAMETER,
+    Adapter,
+)
+from twinkle.model.adapters.optimizer import adam_step
 from twinkle.model.adapters.residency import AdapterPool
 from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Target, initial_row
+from twinkle.model.trainer.batch import Part
 
 MakeTrainer = Callable[..., Trainer]
 BASE = toy_llama()
@@ -35,6 +42,11 @@ def pass_bytes(layout: RowLayout) -> int:
     return PASS_BYTES_PER_PARAMETER * layout.size
 
 
+def idle_bytes(layout: RowLayout) -> int:
+    """Return what a resident adapter takes between passes."""
+    return ROW_BYTES_PER_PARAMETER * layout.size
+
+
 def block_bytes(layout: RowLayout) -> int:
     return SLOTS_PER_BLOCK * row_bytes(layout)
 
@@ -54,7 +66,8 @@ def assert_consistent(pool: AdapterPool) -> None:
     resident = [adapter for adapter in adapters if adapter.slot is not None]
     assert pool.resident_ids() == [adapter.adapter_id for adapter in resident]
     stacks = {id(adapter.stack): adapter.stack for adapter in adapters}.values()
-    taken = [state_bytes(a.layout) if a.whole_on_device else pass_bytes(a.layout) for a in resident]
+    assert not any(adapter.held for adapter in adapters)
+    taken = [state_bytes(a.layout) if a.whole_on_device else idle_bytes(a.layout) for a in resident]
     used = sum(stack.allocated_bytes for stack in stacks) + sum(taken)
     assert not any(adapter.whole_on_device for adapter in adapters if adapter.slot is None)
     assert used <= pool.budget_bytes
@@ -99,7 +112,7 @@ def test_any_sequence_of_uses_stays_within_the_budget(seed: int) -> None:
 
 
 def test_the_least_recently_used_leaves_first() -> None:
-    pool = AdapterPool(block_bytes(SMALL) + 4 * pass_bytes(SMALL), torch.float32, CPU)
+    pool = AdapterPool(block_bytes(SMALL) + 4 * idle_bytes(SMALL), torch.float32, CPU)
     a, b, c, d, e = (add(pool, name, SMALL) for name in "abcde")
     for adapter in (a, b, c, d):
         pool.make_resident([adapter])
@@ -113,32 +126,124 @@ def test_the_least_recently_used_leaves_first() -> None:
 
 def test_optimizer_states_leave_before_adapters() -> None:
     """A step brings weights and state of one adapter; those of others make room, while their compute copies stay."""
-    room = block_bytes(SMALL) + 3 * pass_bytes(SMALL) + state_bytes(SMALL)
+    room = 4 * row_bytes(SMALL) + 3 * idle_bytes(SMALL) + state_bytes(SMALL)
     pool = AdapterPool(room, torch.float32, CPU)
     adapters = [add(pool, name, SMALL, seed) for seed, name in enumerate("abcd")]
-    pool.make_resident(adapters)
+    for adapter in adapters:
+        pool.make_resident([adapter])
     assert not any(adapter.whole_on_device for adapter in adapters)
     for adapter in (*adapters, adapters[1]):
         pool.make_resident([adapter], whole=True)
         assert pool.resident_ids() == ["a", "b", "c", "d"]
         assert [each.adapter_id for each in adapters if each.whole_on_device] == [adapter.adapter_id]
         assert_consistent(pool)
-    pool.make_resident([add(pool, "e", SMALL)])  # the state of b leaves, and nobody else
-    assert pool.resident_ids() == ["a", "b", "c", "d", "e"]
+    pool.make_resident([adapters[0]], trains=True)
+    adapters[0].add_gradient(torch.ones(SMALL.size))
+    pool.make_resident([adapters[0]], trains=True)  # the state of b leaves, and nobody else
+    assert pool.resident_ids() == ["a", "b", "c", "d"]
     assert not adapters[1].whole_on_device
-    assert pool.fit(adapters)
+    assert pool.fit(adapters[:3])
     assert not pool.fit(adapters, whole=True)
 
 
 @pytest.mark.parametrize("budget", [10, 33, 100, 1000])
 def test_the_capacity_is_what_fits(budget: int) -> None:
     pool = AdapterPool(budget * row_bytes(SMALL), torch.float32, CPU)
-    whole, for_passes = pool.capacity(SMALL)
-    adapters = [add(pool, str(number), SMALL) for number in range(for_passes + 1)]
-    assert pool.fit(adapters[:for_passes])
-    assert not pool.fit(adapters)
+    whole, idle = pool.capacity(SMALL)
+    adapters = [add(pool, str(number), SMALL) for number in range(idle + 1)]
+    for adapter in adapters:
+        pool.make_resident([adapter])
+    assert pool.resident_ids() == [str(number) for number in range(1, idle + 1)]
     assert pool.fit(adapters[:whole], whole=True)
     assert not pool.fit(adapters[: whole + 1], whole=True)
+
+
+def test_a_second_gradient_needs_room() -> None:
+    """An adapter always has room for one. A pass that adds to it, while others have theirs, pages an idle one out."""
+    pool = AdapterPool(4 * row_bytes(SMALL) + 4 * idle_bytes(SMALL), torch.float32, CPU)
+    a, b, c, d = (add(pool, name, SMALL) for name in "abcd")
+    for adapter in (a, b, c, d):
+        pool.make_resident([adapter], trains=True)
+    assert pool.resident_ids() == ["a", "b", "c", "d"]
+    c.add_gradient(torch.ones(SMALL.size))
+    pool.make_resident([c])  # a forward pass adds nothing
+    assert pool.resident_ids() == ["a", "b", "c", "d"]
+    pool.make_resident([c], trains=True)
+    c.held += 1
+    assert pool.resident_ids() == ["b", "c", "d"]
+    assert c.device_bytes == pass_bytes(SMALL)
+    b.held += 1  # its first, for which it has room
+    assert b.device_bytes == idle_bytes(SMALL)
+    pool.make_resident([b, d], trains=True)
+    assert pool.resident_ids() == ["b", "d"]  # c was used less recently
+
+
+def test_where_a_step_finds_weights_and_state() -> None:
+    """States leave for another one only if they were not used since the other's last step."""
+    pool = AdapterPool(block_bytes(SMALL) + idle_bytes(SMALL) + 2 * state_bytes(SMALL), torch.float32, CPU)
+    a, b, c = (add(pool, name, SMALL) for name in "abc")
+    assert all(map(pool.has_room_for_state, (a, b, c)))
+    for adapter in (a, b):
+        pool.make_ready_to_step(adapter)
+    pool.make_resident([c])
+    assert pool.resident_ids() == ["a", "b", "c"]
+    for adapter in (a, b, c, a, b, c, b):  # in turn: c does not move the others' state
+        assert pool.has_room_for_state(adapter) == (adapter is not c)
+        adapter.stepped = next(pool._clock)
+    assert pool.has_room_for_state(c)  # a has not stepped since c did
+    pool.make_ready_to_step(c)
+    assert [each.whole_on_device for each in (a, b, c)] == [False, True, True]
+    assert_consistent(pool)
+
+
+@pytest.mark.parametrize("alphas", [{}, {"y": 8}])
+@pytest.mark.parametrize("part", [1, 100, LARGE.a_size, LARGE.size, 2 * LARGE.size])
+def test_a_step_in_parts_is_a_step(part: int, alphas: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle.model.adapters.optimizer._PART", part)
+    params = AdamParams(learning_rate=0.1, weight_decay=0.1, grad_clip_norm=0.5)
+    found = []
+    for in_parts in (False, True):
+        pool = AdapterPool(2 * block_bytes(LARGE) + state_bytes(LARGE), torch.float32, CPU)
+        spec = LoraSpec(LARGE.rank, seed=0, alpha=16, alpha_pattern=alphas)
+        adapter = Adapter.fresh("a", spec, pool.stack_for(LARGE), initial_row(LARGE, [LARGE.rank] * 2, 0, False))
+        pool.add(adapter)
+        for step in range(3):
+            pool.make_resident([adapter], whole=not in_parts)
+            adapter.add_gradient(torch.randn(LARGE.size, generator=torch.Generator().manual_seed(step)))
+            metrics = adam_step(adapter, params, in_parts=in_parts)
+            assert metrics["unclipped_grad_l2:mean"] > 1
+            assert adapter.gradient_P is None
+        assert adapter.step == 3
+        found.append([adapter.weights_P, adapter.exp_avg_P, adapter.exp_avg_sq_P, adapter.compute_copy])
+        assert not torch.equal(adapter.compute_copy, adapter.weights_P)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_a_step_in_parts_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle.model.adapters.optimizer._PART", 1000)
+    params = AdamParams(learning_rate=0.1, weight_decay=0.1, grad_clip_norm=0.5)
+    found = []
+    for budget in (0, 2 * state_bytes(LARGE)):  # the first has no room for weights and state
+        room = block_bytes(LARGE) // 2 + budget + state_bytes(LARGE)
+        pool = AdapterPool(room, torch.bfloat16, torch.device("cuda"))
+        adapter, other = add(pool, "a", LARGE, 1), add(pool, "b", LARGE, 2)
+        pool.make_ready_to_step(other)
+        for step in range(3):
+            pool.make_resident([adapter])
+            gradient_P = torch.randn(LARGE.size, generator=torch.Generator().manual_seed(step))
+            adapter.add_gradient(gradient_P.cuda())
+            in_parts = pool.make_ready_to_step(adapter, may_be_in_parts=True)
+            assert in_parts == (budget == 0)
+            adam_step(adapter, params, in_parts=in_parts)
+            if budget == 0:
+                assert adapter.weights_P.is_pinned()
+                pool.make_ready_to_step(other)  # it was used since: next time, its state does not leave either
+        found.append([adapter.weights_P, adapter.exp_avg_P, adapter.exp_avg_sq_P, adapter.compute_copy])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
 
 
 @pytest.mark.gpu
@@ -320,6 +425,46 @@ def test_a_call_of_more_adapters_than_fit_is_cut(make_trainer: MakeTrainer) -> N
             assert_tensors_close(paged.weights(adapter_id), roomy.weights(adapter_id))
 
 
+def test_gradients_of_running_calls_are_counted_until_their_end(make_trainer: MakeTrainer) -> None:
+    """Also if a call ends in the middle, if memory runs out, and if a request fails."""
+    trainer = with_adapters(make_trainer, fitting=None)
+    a, b = (trainer._pool.get(name) for name in "ab")
+    steps = trainer.in_steps([item("a", 0), item("b", 0)], train=True, limit=lambda: 7)
+    seen = []
+    for _ in steps:
+        seen.append((a.held, b.held))
+        assert a.resident_bytes == max(1, min(2, a.held + (a.gradient_P is not None))) * idle_bytes(a.layout)
+    assert seen == [(1, 0), (0, 0), (0, 1)]  # two sequences each: the first is held until the second is done
+    (result,) = trainer.forward_backward([item("a", 1)])
+    assert isinstance(result, TrainResult)
+    assert (a.held, a.resident_bytes) == (0, idle_bytes(a.layout))
+    steps = trainer.in_steps([item("a", 2)], train=True, limit=lambda: 7)
+    next(steps)
+    assert (a.held, a.resident_bytes) == (1, pass_bytes(a.layout))
+    steps.close()
+    assert a.held == 0
+    inner = trainer._engine.forward_backward
+
+    def limited(parts: Sequence[Part], **options: object) -> object:
+        assert a.held == 1
+        if sum(sum(part.lengths) for part in parts) > 6:
+            raise torch.OutOfMemoryError("no more")
+        return inner(parts, **options)
+
+    trainer._engine.forward_backward = limited
+    (result,) = trainer.forward_backward([item("a", 3)])  # its sequence of 11 tokens never fits
+    assert isinstance(result, TrainFailure)
+    assert a.held == 0
+
+    def failing(parts: Sequence[Part], **options: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    trainer._engine.forward_backward = failing
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        trainer.forward_backward([item("a", 4)])
+    assert a.held == 0
+
+
 def test_reading_state_brings_nobody_in(make_trainer: MakeTrainer) -> None:
     trainer = with_adapters(make_trainer, fitting=2)
     trainer.forward_backward([item(adapter_id, 0) for adapter_id in SPECS])
@@ -343,7 +488,7 @@ def test_the_memory_budget_limits_residents(make_trainer: MakeTrainer) -> None:
         (result,) = trainer.forward_backward([item(name, 0)])
         assert isinstance(result, TrainResult)
     layout = trainer._pool.get("0").layout
-    taken = [-(-count // SLOTS_PER_BLOCK) * block_bytes(layout) + count * pass_bytes(layout) for count in range(13)]
+    taken = [-(-count // SLOTS_PER_BLOCK) * block_bytes(layout) + count * idle_bytes(layout) for count in range(13)]
     room = max(count for count in range(13) if taken[count] <= trainer.memory.adapters)
     assert 0 < room < 12
     assert trainer.resident_adapter_ids() == names[-room:]

@@ -80,7 +80,7 @@ def no_room_for_others(folder: Path, sizes: Sizes) -> list[str]:
     names = ("first", "last")
     trainer.create_adapter("first", SPEC)
     trainer.create_adapter("last", dataclasses.replace(SPEC, rank=9))  # in a stack of its own
-    largest = max(each.stack.block_bytes + each.state_bytes for each in map(trainer.pool.get, names))
+    largest = max(each.stack.block_bytes + each.step_bytes for each in map(trainer.pool.get, names))
     errors = []
     for room in (largest, 2 * largest):
         trainer.pool.budget_bytes = room

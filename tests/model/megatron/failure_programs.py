@@ -176,7 +176,7 @@ def few_at_a_time(folder: Path, model: str, sizes: Sizes, requests: Sequence[Req
     add_tenants(trainer, model)
     adapters = [trainer.pool.get(name) for name in trainer.adapter_ids()]
     if sizes:
-        trainer.pool.shrink(2 * max(adapter.stack.block_bytes + adapter.state_bytes for adapter in adapters))
+        trainer.pool.shrink(2 * max(adapter.stack.block_bytes + adapter.step_bytes for adapter in adapters))
     results = trainer.forward_backward([request.share(data.number, data.size) for request in requests])
     assert not [result for result in results if isinstance(result, TrainFailure)]
     resident = len(trainer.resident_adapter_ids())

@@ -291,7 +291,7 @@ def paged(layout: Layout) -> tuple[list[list[str]], dict[str, Any]]:
     trainer = make_trainer(layout)
     add_adapters(trainer)
     adapters = [trainer._pool.get(name) for name in SPECS]
-    trainer._pool.budget_bytes = max(a.stack.block_bytes + a.state_bytes for a in adapters)
+    trainer._pool.budget_bytes = max(a.stack.block_bytes + a.step_bytes for a in adapters)
     resident = []
     for seed in (1, 2):
         trainer.forward_backward(items(layout, seed))

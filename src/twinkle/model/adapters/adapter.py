@@ -8,7 +8,7 @@ A frozen adapter is a version as a sampler holds it: only a compute copy, which 
 ``weights_P`` holds that copy; while it is resident, ``weights_P`` is empty.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -59,6 +59,8 @@ class Adapter:
     whole_on_device: bool = False  # weights and optimizer state are on the device, too
     divided: bool = False  # ranks hold parts of the gradient that have not been added up yet
     passes: int = 0
+    held: int = 0
+    stepped: int = 0
 
     @classmethod
     def fresh(cls, adapter_id: str, spec: LoraSpec, stack: Stack, weights_P: Tensor) -> "Adapter":
@@ -120,20 +122,50 @@ class Adapter:
 
     @property
     def pass_bytes(self) -> int:
-        """Return the bytes of device memory that the adapter takes while resident, beside its compute copy."""
+        """Return the bytes of device memory that a pass needs, beside the compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else PASS_BYTES_PER_PARAMETER) * self.layout.largest_size
 
     @property
-    def state_bytes(self) -> int:
-        """Return the same for an adapter that is on the device with its weights and optimizer state."""
+    def step_bytes(self) -> int:
+        """Return the bytes of device memory that an optimizer step needs, beside the compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.largest_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of its weights and optimizer state."""
+        rows = STATE_BYTES_PER_PARAMETER - ROW_BYTES_PER_PARAMETER
+        return 0 if self.frozen else rows * self.layout.largest_size
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes of device memory that the adapter takes while resident, beside its compute copy.
+
+        There is always room for one gradient. More than two are not counted, as ``pass_bytes`` does not.
+        """
+        if self.frozen:
+            return self.pass_bytes
+        return (
+            min(max(self._gradients, 1) * ROW_BYTES_PER_PARAMETER, PASS_BYTES_PER_PARAMETER) * self.layout.largest_size
+        )
+
+    @property
+    def next_gradient_bytes(self) -> int:
+        """Return how many bytes more it will take with one gradient more."""
+        if self.frozen or self._gradients != 1:
+            return 0
+        return ROW_BYTES_PER_PARAMETER * self.layout.largest_size
+
+    @property
+    def _gradients(self) -> int:
+        """Return how many gradients are on the device. One that is divided counts, also where this rank has none."""
+        return (self.divided or self.gradient_P is not None) + self.held
 
     @property
     def device_bytes(self) -> int:
         """Return the bytes of device memory that the adapter takes now, beside its compute copy."""
         if self.slot is None:
             return 0
-        return self.state_bytes if self.whole_on_device else self.pass_bytes
+        return self.resident_bytes + (self.state_bytes if self.whole_on_device else 0)
 
     @property
     def host_bytes(self) -> int:
@@ -201,6 +233,42 @@ class Adapter:
             return
         row_P[split:].copy_(weights_P[split:])
         self.scale_b(row_P)
+
+    def state_in_parts(self, size: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield where a part of the row is, and its weights and two rows of state on the device, to be changed there.
+
+        Weights and state stay in host memory, and only ``size`` numbers of each are on the device at a time. Their
+        memory is taken before the first part, so no part can fail after another one was changed. The compute copy is
+        brought up to date as well.
+        """
+        assert not self.whole_on_device, "then nothing has to move"
+        self._move_state(torch.device("cpu"), pinned=self.stack.device.type == "cuda")
+        rows = (self.weights_P, self.exp_avg_P, self.exp_avg_sq_P)
+        rooms = [torch.empty(size, device=self.stack.device) for _ in rows]
+        for start in range(0, self.layout.size, size):
+            part = slice(start, min(start + size, self.layout.size))
+            moved = [
+                room[: part.stop - start].copy_(row[part], non_blocking=True)
+                for room, row in zip(rooms, rows, strict=True)
+            ]
+            yield part, moved[0], moved[1], moved[2]
+            for row, room in zip(rows, moved, strict=True):
+                row[part].copy_(room, non_blocking=True)
+            self._write_part(part, moved[0])
+        if self.scaling is None:
+            self.scale_b(self.compute_copy)
+        if self.stack.device.type == "cuda":  # host memory must have the last part before somebody reads it
+            torch.cuda.current_stream(self.stack.device).synchronize()
+
+    def _write_part(self, part: slice, weights_p: Tensor) -> None:
+        """Write a part of the weights to the compute copy. Where modules have different scalings, B is not scaled."""
+        row_p = self.compute_copy[part]
+        split = min(max(self.layout.a_size - part.start, 0), len(row_p))
+        row_p[:split].copy_(weights_p[:split])
+        if self.scaling is None:
+            row_p[split:].copy_(weights_p[split:])
+        else:
+            torch.mul(weights_p[split:], self.scaling, out=row_p[split:])
 
     def scale_b(self, row_P: Tensor) -> None:
         """Multiply the B of each module in a row by the module's scaling, in place."""
@@ -273,10 +341,10 @@ class Adapter:
         self.stack.give_back(self.slot)
         self.slot = None
 
-    def _move_state(self, device: torch.device) -> None:
-        self.weights_P = _moved(self.weights_P, device)
-        self.exp_avg_P = _moved(self.exp_avg_P, device)
-        self.exp_avg_sq_P = _moved(self.exp_avg_sq_P, device)
+    def _move_state(self, device: torch.device, *, pinned: bool = False) -> None:
+        self.weights_P = _moved(self.weights_P, device, pinned=pinned)
+        self.exp_avg_P = _moved(self.exp_avg_P, device, pinned=pinned)
+        self.exp_avg_sq_P = _moved(self.exp_avg_sq_P, device, pinned=pinned)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -284,8 +352,9 @@ def _on_host(tensor: Tensor) -> Tensor:
     return _moved(tensor, torch.device("cpu")) if tensor.is_cuda else tensor.clone()
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device:
+def _moved(tensor: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
+    """Return a tensor on a device. ``pinned``: on the host in pinned memory, also if it is on the host already."""
+    if tensor.device == device and (not pinned or tensor.is_pinned()):
         return tensor
     if device.type == "cpu":  # pinned memory, so that paging runs at the speed of the bus
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

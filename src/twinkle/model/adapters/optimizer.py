@@ -29,6 +29,7 @@ from twinkle.model.decoder.lora.stacks import RowLayout, Target
 from twinkle.model.types import AdamParams, LoraSpec
 
 _PIECE = 512  # numbers of a gradient whose norm is computed in fp32
+_PART = 2**24  # numbers of a row that a step in parts has on the device at a time
 _COUNT = "step"  # torch's name for the number of steps
 _SHOWN = 200  # characters of torch's own message
 
@@ -68,41 +69,52 @@ def state_names(name: str, settings: Mapping[str, Any]) -> StateNames:
 
 
 def adam_step(
-    adapter: Adapter, params: AdamParams, *, decoupled: bool = True, cuts: AdapterCuts = WHOLE
+    adapter: Adapter,
+    params: AdamParams,
+    *,
+    decoupled: bool = True,
+    in_parts: bool = False,
+    cuts: AdapterCuts = WHOLE,
 ) -> dict[str, float]:
     """Take one step with the accumulated gradient, then drop the gradient. Return metrics.
 
     Without a gradient nothing changes, and the metrics contain ``no_gradient:max``. With ``decoupled`` the weight decay
-    shrinks the weights (AdamW); otherwise it is added to the gradient (Adam).
+    shrinks the weights (AdamW); otherwise it is added to the gradient (Adam). With ``in_parts`` weights and state are
+    in host memory, and come to the device part by part.
     """
     gradient_P = adapter.gradient_P
     if gradient_P is None:
         return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
     norm = _finite_norm(adapter, gradient_P, cuts)
     adapter.begin_state(ADAM)
-    if params.grad_clip_norm > 0:
-        # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
-        gradient_P = gradient_P * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-    adam(
-        [adapter.weights_P],
-        [gradient_P],
-        [adapter.exp_avg_P],
-        [adapter.exp_avg_sq_P],
-        [],
-        [torch.full((), float(adapter.step), device=gradient_P.device)],  # made there: a copy would wait for the device
-        fused=True,
-        amsgrad=False,
-        decoupled_weight_decay=decoupled,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        lr=params.learning_rate,
-        weight_decay=params.weight_decay,
-        eps=params.eps,
-        maximize=False,
-    )
+    count = torch.zeros((), device=gradient_P.device)  # made there: a copy would wait for the device
+    own = (slice(None), adapter.weights_P, adapter.exp_avg_P, adapter.exp_avg_sq_P)
+    for part, weights_p, exp_avg_p, exp_avg_sq_p in adapter.state_in_parts(_PART) if in_parts else [own]:
+        gradient_p = gradient_P[part]
+        if params.grad_clip_norm > 0:
+            # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
+            gradient_p.mul_(min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+        adam(
+            [weights_p],
+            [gradient_p],
+            [exp_avg_p],
+            [exp_avg_sq_p],
+            [],
+            [count.fill_(float(adapter.step))],
+            fused=True,
+            amsgrad=False,
+            decoupled_weight_decay=decoupled,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            lr=params.learning_rate,
+            weight_decay=params.weight_decay,
+            eps=params.eps,
+            maximize=False,
+        )
     adapter.step += 1
     adapter.drop_gradient()
-    adapter.refresh_compute_copy()
+    if not in_parts:
+        adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
 
 

@@ -2,6 +2,8 @@
 
 A pass needs compute copies and gradients of its adapters on the device, an optimizer step also the weights and the
 optimizer state of one. So where memory is short, weights and optimizer states leave the device before adapters do.
+
+A resident adapter takes the bytes of its gradients: the accumulated one, and those that running calls hold for it.
 """
 
 from collections import Counter
@@ -13,7 +15,7 @@ import torch
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from twinkle.model.adapters.adapter import (
     FROZEN_BYTES_PER_PARAMETER,
-    PASS_BYTES_PER_PARAMETER,
+    ROW_BYTES_PER_PARAMETER,
     STATE_BYTES_PER_PARAMETER,
     Adapter,
 )
@@ -61,7 +63,7 @@ class AdapterPool:
         return slots
 
     def capacity(self, layout: RowLayout) -> tuple[int, int]:
-        """Return how many adapters of a layout fit the device: with their optimizer states, and as passes need them.
+        """Return how many adapters of a layout fit the device: with their optimizer states, and without.
 
         May be called from any thread.
         """
@@ -73,7 +75,7 @@ class AdapterPool:
             left = self.budget_bytes - blocks * (block_bytes + block * each) - block_bytes
             return blocks * block + max(0, left // each)
 
-        return most(STATE_BYTES_PER_PARAMETER * size), most(PASS_BYTES_PER_PARAMETER * size)
+        return most(STATE_BYTES_PER_PARAMETER * size), most(ROW_BYTES_PER_PARAMETER * size)
 
     def check_size(self, adapter_id: str, layout: RowLayout) -> None:
         """Raise CapacityError if an adapter of this layout can never be stepped. May be called from any thread."""
@@ -145,16 +147,17 @@ class AdapterPool:
         return sum(adapter.host_bytes for adapter in list(self._adapters.values()))
 
     def fit(self, adapters: Iterable[Adapter], times: int = 1, *, whole: bool = False) -> bool:
-        """Return whether these adapters, and others that take ``times - 1`` times as much, can be resident together.
+        """Return whether one pass can use these adapters, and others that take ``times - 1`` times as much.
 
-        ``whole``: with their optimizer states.
+        ``whole``: whether they can be resident together with their optimizer states.
         """
         return times * _bytes_of(adapters, whole=whole) <= self.budget_bytes
 
-    def make_resident(self, adapters: Iterable[Adapter], *, whole: bool = False) -> None:
+    def make_resident(self, adapters: Iterable[Adapter], *, whole: bool = False, trains: bool = False) -> None:
         """Bring all these adapters to the device, and make room by paging out others, least recently used first.
 
-        ``whole``: with their weights and optimizer states, for a step; else with what a pass needs.
+        States leave before adapters, those of the least recent step first. ``whole``: with their weights and optimizer
+        states, for a step; else with what a pass needs. ``trains``: the pass adds to their gradients.
         """
         wanted = list(adapters)
         assert self.fit(wanted, whole=whole), "the planner must not ask for more adapters than fit"
@@ -167,17 +170,40 @@ class AdapterPool:
                 self._page_out(adapter)
             done = self._try_make_resident(wanted, whole=whole)
             assert done, "adapters that fit found no room in an empty device"
+        if trains:
+            # Several requests of one adapter in a pass may take more than the budget; activations take less then.
+            more = sum(adapter.next_gradient_bytes for adapter in wanted)
+            self._make_room(lambda: more, {id(adapter) for adapter in wanted}, set())
+
+    def make_ready_to_step(self, adapter: Adapter, *, may_be_in_parts: bool = False) -> bool:
+        """Bring an adapter to the device for an optimizer step. Return whether the step is to be taken in parts.
+
+        Then weights and state stay in host memory. That is where other adapters, or states that were used since this
+        adapter's last step, would have to leave for them: many tenants that step in turn would only move each other's.
+        """
+        in_parts = may_be_in_parts and self._device.type == "cuda" and not self.has_room_for_state(adapter)
+        self.make_resident([adapter], whole=not in_parts)
+        adapter.stepped = next(self._clock)
+        return in_parts
+
+    def has_room_for_state(self, adapter: Adapter) -> bool:
+        """Return whether an adapter's state fits, if others leave only if they were not used since its last step."""
+        idle = [a for a in self._all() if a.whole_on_device and a.stepped < adapter.stepped]
+        room = self.budget_bytes - self._used_bytes() + sum(other.state_bytes for other in idle)
+        if adapter.slot is None:
+            room -= adapter.resident_bytes + (0 if adapter.stack.has_free_slot else adapter.stack.block_bytes)
+        return adapter.whole_on_device or adapter.state_bytes <= room
 
     def _try_make_resident(self, wanted: list[Adapter], *, whole: bool) -> bool:
         keep = {id(adapter) for adapter in wanted}
         for adapter in wanted:
             if adapter.slot is None:
-                if not self._make_slot(adapter.stack, adapter.pass_bytes, keep):
+                if not self._make_slot(adapter.stack, adapter.resident_bytes, keep):
                     return False
                 adapter.enter(adapter.stack.take())
         for adapter in wanted:
             if whole and not adapter.whole_on_device and not adapter.frozen:
-                more = adapter.state_bytes - adapter.pass_bytes
+                more = adapter.state_bytes
                 if not self._make_room(lambda more=more: more, keep, keep_states=keep):  # type: ignore[misc]
                     return False
                 adapter.enter_whole()
@@ -201,7 +227,7 @@ class AdapterPool:
             with_state = [a for a in resident if a.whole_on_device and id(a) not in keep_states]
             idle = [a for a in resident if id(a) not in keep]
             if with_state:
-                min(with_state, key=lambda a: (id(a) in keep, a.last_used)).leave_state()
+                min(with_state, key=lambda a: (id(a) in keep, a.stepped, a.last_used)).leave_state()
             elif idle:
                 self._page_out(min(idle, key=lambda a: a.last_used))
             else:
@@ -247,4 +273,4 @@ def _bytes_of(adapters: Iterable[Adapter], *, whole: bool) -> int:
     wanted = list(adapters)
     counts = Counter(adapter.stack for adapter in wanted)
     blocks = sum(-(-count // stack.slots) * stack.block_bytes for stack, count in counts.items())
-    return blocks + sum(adapter.state_bytes if whole else adapter.pass_bytes for adapter in wanted)
+    return blocks + sum(adapter.step_bytes if whole else adapter.pass_bytes for adapter in wanted)

@@ -143,7 +143,8 @@ class TrainerCall:
         self._requests: dict[int, Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
         self._begun: Counter[str] = Counter()  # requests of each adapter that passed their checks
-        self._held: list[Image] = []  # images whose features are kept until the end of the call
+        self._held_images: list[Image] = []  # their features are kept until the end of the call
+        self._held: Counter[int] = Counter()  # for each request, its gradients on the device that nobody has added yet
 
     def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         try:
@@ -157,6 +158,7 @@ class TrainerCall:
                 pass
         finally:
             self._release_images()
+            self._let_go(list(self._held))
         self._engine.finish()
         if self._remote is not None:
             self._absorb_remote(self._remote)
@@ -180,6 +182,7 @@ class TrainerCall:
             yield from self._compute_all(limit)
         finally:
             self._release_images()
+            self._let_go(list(self._held))
         self._engine.finish()
         return [self._results[index] for index in range(len(items))]
 
@@ -219,8 +222,10 @@ class TrainerCall:
             for batch in group:
                 for index in batch.items:
                     yield from self._evaluate_early(batch, index, None)
-            self._pool.make_resident(self._adapters(_requests_of(group)))
+            self._pool.make_resident(self._adapters(_requests_of(group)), trains=self._train)
             parts = [[self._part(batch, index) for index in batch.items] for batch in group]
+            for batch in group:
+                self._hold(batch)
             if self._train:
                 computed = pipeline.forward_backward(parts, [batch.recompute for batch in group])
             else:
@@ -279,7 +284,7 @@ class TrainerCall:
             return item
         images = [image for datum in item.data for image in datum.images]
         features.hold(images)
-        self._held += images
+        self._held_images += images
         data = [
             dataclasses.replace(
                 datum,
@@ -294,8 +299,8 @@ class TrainerCall:
 
     def _release_images(self) -> None:
         if self._features is not None:
-            self._features.release(self._held)
-            self._held = []
+            self._features.release(self._held_images)
+            self._held_images = []
 
     def _draw(self, item: TrainItem, adapter: Adapter) -> DropoutDraw | None:
         """Return what decides the dropout of a request; None if the request has none.
@@ -359,15 +364,34 @@ class TrainerCall:
 
     def _compute(self, batch: MicroBatch) -> Computed | None:
         """Compute one micro-batch. Return None if the device ran out of memory; no gradient is kept then."""
-        self._pool.make_resident(self._adapters(batch.items))
+        self._pool.make_resident(self._adapters(batch.items), trains=self._train)
         parts = [self._part(batch, index) for index in batch.items]
         give_way, recompute = self._interruption(batch)
+        self._hold(batch)
         try:
             if self._train:
                 return self._engine.forward_backward(parts, recompute=recompute, give_way=give_way)
             return self._engine.forward(parts, give_way)
         except torch.OutOfMemoryError:
+            self._let_go(batch.items, 1)
             return None
+
+    def _hold(self, batch: MicroBatch) -> None:
+        """Note that a micro-batch has a gradient for each of its requests, which takes memory until it is added."""
+        for index in batch.items:
+            adapter = self._requests[index].adapter
+            if self._train and adapter is not None:
+                adapter.held += 1
+                self._held[index] += 1
+
+    def _let_go(self, indices: Sequence[int], most: int | None = None) -> None:
+        """Note that gradients of these requests take no memory any more: all of each, or ``most`` of them."""
+        for index in indices:
+            count = self._held[index] if most is None else min(most, self._held[index])
+            self._held[index] -= count
+            adapter = self._requests[index].adapter
+            if adapter is not None:
+                adapter.held -= count
 
     def _interruption(self, batch: MicroBatch) -> tuple[GiveWay | None, bool]:
         """Return what interrupts this micro-batch (None: it is not interrupted) and whether activations are recomputed.
@@ -467,6 +491,7 @@ class TrainerCall:
         for index in batch.items:
             if self._requests[index].complete and index not in self._results:
                 self._finish(index, self._requests[index])
+        self._let_go([index for index in batch.items if self._requests[index].gradient_P is None])
 
     def _add_gradient(self, gradient: GradientRow) -> None:
         """Add a gradient to what its request has so far."""
@@ -474,7 +499,10 @@ class TrainerCall:
         if request is None:
             self._elsewhere[index] = gradient.added_to(self._elsewhere.get(index))
             return
-        before = None if request.gradient_P is None else GradientRow(index, request.gradient_P, request.finite)
+        before = None
+        if request.gradient_P is not None:  # two become one
+            before = GradientRow(index, request.gradient_P, request.finite)
+            self._let_go([index], 1)
         total = gradient.added_to(before)
         request.gradient_P, request.finite = total.row_P, request.finite and total.finite
 

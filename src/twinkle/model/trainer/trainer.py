@@ -377,9 +377,9 @@ class Trainer:
         """
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
-        self._pool.make_resident([adapter], whole=True)
+        in_parts = self._pool.make_ready_to_step(adapter, may_be_in_parts=True)
         self._unite_gradient(adapter)
-        return adam_step(adapter, params, decoupled=decoupled, cuts=self._cuts)
+        return adam_step(adapter, params, decoupled=decoupled, in_parts=in_parts, cuts=self._cuts)
 
     def optimizer_step(
         self, adapter_id: str, name: str, settings: Mapping[str, Any], *, decay_norms: bool = True
@@ -392,7 +392,7 @@ class Trainer:
         adapter = self._pool.get(adapter_id)
         if name not in OPTIMIZERS:
             raise UnknownNameError("optimizer", name, OPTIMIZERS)
-        self._pool.make_resident([adapter], whole=True)
+        self._pool.make_ready_to_step(adapter)
         self._unite_gradient(adapter)
         return optimizer_step(adapter, name, settings, cuts=self._cuts)
 
