@@ -71,6 +71,10 @@ def test_what_is_replaced_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
         assert not torch.equal(model(ids).logits, before)
+        patch.undo()
+        patch.setattr(modeling_llama, "eager_attention_forward", lambda module, q, *args, **kwargs: (0 * q, None))
+        patch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda name, default: default)
+        assert not torch.allclose(model(ids).logits, before, atol=1e-3)
     assert torch.equal(model(ids).logits, before)
 
     class Silent(modeling_llama.LlamaAttention):

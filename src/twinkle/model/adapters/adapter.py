@@ -40,7 +40,8 @@ class Adapter:
     ``exp_avg_P`` and ``exp_avg_sq_P`` hold the state of the ``optimizer`` (for Adam, its moments), ``scalars`` those of
     its numbers that are the same for all weights. A frozen adapter has no such state. ``slot``: its place in its stack,
     None while it is paged out to the host. ``passes``: the number of requests whose gradient was added, which decides
-    what the next one drops (dropout).
+    what the next one drops (dropout). ``held``: how many gradients of running calls, not added yet, are on the device.
+    ``stepped``: when its last optimizer step was, by the clock of its pool.
     """
 
     adapter_id: str
@@ -144,9 +145,8 @@ class Adapter:
         """
         if self.frozen:
             return self.pass_bytes
-        return (
-            min(max(self._gradients, 1) * ROW_BYTES_PER_PARAMETER, PASS_BYTES_PER_PARAMETER) * self.layout.largest_size
-        )
+        rows = min(max(self._gradients, 1), 2)
+        return rows * ROW_BYTES_PER_PARAMETER * self.layout.largest_size
 
     @property
     def next_gradient_bytes(self) -> int:

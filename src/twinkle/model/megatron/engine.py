@@ -421,7 +421,7 @@ class ExpertLockstep:
                 "do not fit the memory for adapters; allowed: smaller ranks, or an ep_size that divides tp_size"
             )
         if now:
-            self._pool.make_resident(adapters)
+            self._pool.make_resident(adapters, trains=True)
 
     def _run(self, kind: int, filled: Batches, turns: Sequence[_Turn], give_way: GiveWay | None) -> list[Computed]:
         recompute = None if kind == _FORWARD else [turn.recompute for turn in turns]

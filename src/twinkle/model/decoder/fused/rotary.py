@@ -41,16 +41,17 @@ def fuse_rotary(model: nn.Module) -> int:
 def _with_kernel(forward: FunctionType, theirs: Turn) -> Callable[..., Any]:
     """Return a method that does what the method ``forward`` of a class does, with our function instead of theirs.
 
-    In compiled code it is the method of the class, because the compiler fuses steps itself; and also if the class or
-    the function was replaced since.
+    In compiled code it is the method of the class, because the compiler fuses steps itself; and also if the class, or
+    a function that the method calls, was replaced since.
     """
+    used = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
     names = {**forward.__globals__, _NAME: _ours(theirs)}
     own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
 
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         of_class: Callable[..., Any] = type(module).forward
-        replaced = of_class is not forward or forward.__globals__[_NAME] is not theirs
+        replaced = of_class is not forward or any(forward.__globals__.get(name) is not used[name] for name in used)
         if replaced or torch.compiler.is_compiling():
             return of_class(module, *args, **kwargs)
         return own(module, *args, **kwargs)
