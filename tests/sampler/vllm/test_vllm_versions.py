@@ -239,3 +239,31 @@ def test_the_layers_of_linear_attention_that_vllm_joins_come_together(tmp_path: 
             assert (len(ours), len(theirs)) == (sizes[name], partner.out_features)
             assert ours.shape[1] == theirs.shape[1]
     files.close()
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-tiny", "qwen3.5-moe-tiny", "qwen3-vl-moe-tiny", "gpt-oss-tiny"])
+def test_the_trainer_reads_what_the_self_check_writes(tmp_path: Path, model: str) -> None:
+    """At the start, vLLM and the trainer compute adapters on modules of one name, which both read from a version."""
+    from twinkle.model.adapters.expert_exports import VLLM_FORMS
+    from twinkle.sampler.vllm.self_check import EXPERTS, kinds, made_up_adapters
+    from twinkle.sampler.vllm.versions import VersionFiles, partners_of
+
+    trainer = Trainer.from_pretrained(f"random://{model}", device="cpu", dtype="fp32")
+    architecture = trainer.architecture
+    form = VLLM_FORMS.get(architecture.family)
+    alternating = any(each.alternating for each in architecture.experts)
+    files = VersionFiles(
+        tmp_path, torch.float32, form, alternating=alternating, partners=partners_of(architecture.linear)
+    )
+    for kind in kinds(architecture):
+        for adapter in made_up_adapters(architecture, kind):
+            version = files.write(adapter, frozenset())
+            read = trainer.frozen_from_checkpoint(version.directory)
+            found = {target.name for target in read.layout.targets}
+            for name in adapter.tensors:
+                module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+                if kind == EXPERTS:  # vLLM's form has other names for their projections
+                    module = module.rpartition(".")[0]
+                assert any(f"{each}.".startswith(f"{module}.") for each in found), f"{kind}: {sorted(found)}"
+            files.remove(version)
+    files.close()

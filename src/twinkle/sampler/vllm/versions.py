@@ -181,15 +181,28 @@ def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:
 
 
 def _with_partners(adapter: AdapterWeights, partners: Mapping[str, Partner]) -> AdapterWeights:
-    """Return the adapter with LoRA of zeros on the partners that it leaves out."""
-    tensors = dict(adapter.tensors)
+    """Return the adapter with LoRA of zeros on the partners that it leaves out, which its config names then too."""
+    tensors, added = dict(adapter.tensors), dict[str, str]()
     for name, a_RI in adapter.tensors.items():
         front, found, rest = name.partition(".lora_A.")
-        partner = partners.get(front.removeprefix(_FRONT)) if found else None
+        own = front.removeprefix(_FRONT)
+        partner = partners.get(own) if found else None
         if partner is not None and f"{_FRONT}{partner.name}{found}{rest}" not in tensors:
             tensors[f"{_FRONT}{partner.name}{found}{rest}"] = torch.zeros_like(a_RI)
             tensors[f"{_FRONT}{partner.name}.lora_B.{rest}"] = a_RI.new_zeros(partner.out_features, len(a_RI))
-    return AdapterWeights(adapter.config, tensors)
+            added[own.rpartition(".")[2]] = partner.name.rpartition(".")[2]
+    if not added:
+        return adapter
+    modules = set(_target_modules(adapter.config))
+    fronts_and_lasts = [(front + dot, last) for front, dot, last in (name.rpartition(".") for name in modules)]
+    modules |= {front + added[last] for front, last in fronts_and_lasts if last in added}
+    return AdapterWeights({**adapter.config, "target_modules": sorted(modules)}, tensors)
+
+
+def _target_modules(config: Mapping[str, object]) -> list[str]:
+    modules = config["target_modules"]
+    assert isinstance(modules, Iterable), "PEFT's config has a list or a set of names"
+    return list(modules)
 
 
 def _without_modules(
@@ -214,9 +227,7 @@ def _without_modules(
     if not dropped:
         return config, tensors
     gone = {name for one in dropped for name in by_module[one]}
-    modules = config["target_modules"]
-    assert isinstance(modules, Iterable), "PEFT's config has a list or a set of names"
-    kept = [one for one in modules if one.rpartition(".")[2] not in dropped]
+    kept = [one for one in _target_modules(config) if one.rpartition(".")[2] not in dropped]
     return {**config, "target_modules": kept}, {name: each for name, each in tensors.items() if name not in gone}
 
 
