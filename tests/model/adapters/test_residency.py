@@ -241,6 +241,7 @@ def test_on_a_gpu_a_step_in_parts_is_bit_equal(monkeypatch: pytest.MonkeyPatch) 
             if budget == 0:
                 assert adapter.weights_P.is_pinned()
                 pool.make_ready_to_step(other)  # it was used since: next time, its state does not leave either
+        pool.make_resident([adapter])
         found.append([adapter.weights_P, adapter.exp_avg_P, adapter.exp_avg_sq_P, adapter.compute_copy])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours.cpu(), theirs.cpu())

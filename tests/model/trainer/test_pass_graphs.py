@@ -20,6 +20,7 @@ from twinkle.model.trainer import probe
 from twinkle.model.trainer.batch import GradientRows, Part
 from twinkle.model.trainer.pass_graphs import BUCKETS
 from twinkle.model.trainer.pass_tables import Bucket, PassTables, can_be_captured
+from twinkle.model.trainer.preparation import most_tokens_of_a_batch
 
 MakeTrainer = Callable[..., Trainer]
 CPU = torch.device("cpu")
@@ -145,6 +146,15 @@ def test_what_is_not_captured(make_trainer: MakeTrainer) -> None:
     assert not Bucket(64).takes(many)
     assert not Bucket(64).takes(parts_of(trainer, [8], [65]))
     assert not can_be_captured(parts_of(trainer, [256], [4])[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "captured", "limit"), [(6224, 4096, 4096), (8192, 4096, 4096), (8193, 4096, None), (4096, 4096, None)]
+)
+def test_batches_are_not_larger_than_captured_passes_of_at_least_half_their_size(
+    tokens: int, captured: int, limit: int | None
+) -> None:
+    assert most_tokens_of_a_batch(tokens, captured) == limit
 
 
 on_hopper = pytest.mark.skipif(

@@ -110,6 +110,11 @@ class CapturedPass(Protocol):
 class CapturedPasses(Protocol):
     """The captured passes of an engine, of several sizes."""
 
+    @property
+    def most_rows(self) -> int:
+        """Return the rows of the largest captured pass."""
+        ...
+
     def find(self, parts: Sequence[Part]) -> CapturedPass | None:
         """Return the smallest captured pass that can compute these parts; None if there is none."""
         ...

@@ -47,6 +47,10 @@ class PassGraphs:
             pool = pool or captured.pool
             self._passes.insert(0, captured)
 
+    @property
+    def most_rows(self) -> int:
+        return self._passes[-1].rows
+
     def find(self, parts: Sequence[Part]) -> "_Pass | None":
         if not all(map(can_be_captured, parts)):
             return None

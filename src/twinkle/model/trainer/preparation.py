@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 _FEATURE_PART = 16  # at most 1 / 16 of the free memory is for the features of images
 _MOST_FEATURE_BYTES = 4 * 2**30
-_CAPTURED_SHARE = 1 / 8  # of the free memory: for the activations of captured passes, at most
+# Of the free memory: for the activations of captured passes, at most. With experts, a pass launches four times as many
+# kernels, so the host is the bound of larger passes, too.
+_CAPTURED_SHARE = 1 / 8
+_CAPTURED_SHARE_WITH_EXPERTS = 1 / 5
 
 
 class CountedPasses(Passes, Protocol):
@@ -121,15 +124,23 @@ def prepare_model(
     cost = measure_token_cost(engine, dtype)
     if parallel.ranks.size == 1 and device.type == "cuda":
         progress.doing("capturing passes of few rows")
-        free_bytes -= _capture(engine, dtype, int(free_bytes * _CAPTURED_SHARE) // cost.kept, name)
-    memory = divide(
-        weights=weight_bytes,
-        free=parallel.ranks.smallest(free_bytes),
-        per_token=cost.kept,
-        per_token_recomputed=cost.recomputed,
-        max_tokens=max_tokens_per_batch,
-        device=device,
-    )
+        share = _CAPTURED_SHARE if architecture.experts is None else _CAPTURED_SHARE_WITH_EXPERTS
+        free_bytes -= _capture(engine, dtype, int(free_bytes * share) // cost.kept, name)
+    free_bytes = parallel.ranks.smallest(free_bytes)
+
+    def plan(max_tokens: int | None) -> MemoryPlan:
+        return divide(
+            weights=weight_bytes,
+            free=free_bytes,
+            per_token=cost.kept,
+            per_token_recomputed=cost.recomputed,
+            max_tokens=max_tokens,
+            device=device,
+        )
+
+    memory = plan(max_tokens_per_batch)
+    if max_tokens_per_batch is None and architecture.experts is not None and engine.graphs is not None:
+        memory = plan(most_tokens_of_a_batch(memory.tokens, engine.graphs.most_rows))
     return PreparedModel(
         passes=Lockstep(engine, parallel.shards) if parallel.sharded else engine,
         architecture=engine.architecture,
@@ -158,6 +169,15 @@ def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> i
         logger.error("%s trains without CUDA graphs: they give other numbers than its layers", name)
         engine.graphs = None
     return before - available_bytes(engine.device)
+
+
+def most_tokens_of_a_batch(tokens: int, captured: int) -> int | None:
+    """Return the limit that captured passes of up to ``captured`` tokens set for batches; None: they set none.
+
+    ``tokens``: what a batch would have otherwise. Up to twice the captured number, twice as many batches are faster if
+    their passes are captured. The memory they leave is for adapters.
+    """
+    return captured if captured < tokens <= 2 * captured else None
 
 
 def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:

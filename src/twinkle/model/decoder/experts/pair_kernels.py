@@ -24,6 +24,7 @@ _FEW = 8192  # up to this many items, tiles are small
 # its own; of more, most programs would find that their items belong to a run that began earlier.
 _STEPS = ((512, 1), (4096, 4), (_FEW, 16))
 _ROWS_OF_A_PART = 512  # up to this many items, a long sum is divided among programs
+_MOST_GROUPS = 32  # of an expert, that one program goes through
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -147,7 +148,9 @@ def add_outer(
     assert items.starts is not None and items.ends is not None, "made for training"
     wide = wide_rows.shape[1]
     ranks = min(64, triton.next_power_of_2(max(16, matrices.rank)))
-    grid = (items.experts * items.groups, triton.cdiv(wide, 64), triton.cdiv(matrices.rank, ranks))
+    # Rows are many for each group. Of the pairs of an expert, a group has few or, in a captured pass, mostly none.
+    step = 1 if items.row_N is None else min(_MOST_GROUPS, triton.next_power_of_2(items.groups))
+    grid = (items.experts * triton.cdiv(items.groups, step), triton.cdiv(wide, 64), triton.cdiv(matrices.rank, ranks))
     _add_outer[grid](
         h,
         wide_rows,
@@ -166,6 +169,7 @@ def add_outer(
         H_BY_ROW=h_by_row,
         WIDE_BY_ROW=wide_by_row,
         WEIGHTED=weights_N is not None,
+        STEP=step,
         ROWS=32 if h.dtype == torch.float32 else 64,
         WIDE=64,
         RANKS=ranks,
@@ -378,47 +382,53 @@ def _add_outer(
     H_BY_ROW: tl.constexpr,
     WIDE_BY_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     RANKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    expert = tl.program_id(0) // groups
-    group = tl.program_id(0) - expert * groups
-    key = expert * (groups + 1) + group
-    first, end = tl.load(starts + key), tl.load(ends + key)
-    address = tl.load(addresses + group)
-    rank = tl.load(ranks + group).to(tl.int32) // 8 * 8
-    if (first >= end) | (address == 0) | (tl.program_id(2) * RANKS >= rank):
-        return
-    gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + expert.to(tl.int64) * rank * wide
+    steps = (groups + STEP - 1) // STEP
+    expert = tl.program_id(0) // steps
+    g = (tl.program_id(0) - expert * steps) * STEP + tl.arange(0, STEP)
+    keys = expert * (groups + 1) + g
+    has_items = tl.load(starts + keys, mask=g < groups, other=0) < tl.load(ends + keys, mask=g < groups, other=0)
+    found = has_items & (tl.load(addresses + g, mask=g < groups, other=0) != 0)
     o = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     r = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
-    inside_o, inside_r = (o < wide)[None, :], (r < rank)[None, :]
-    total = tl.zeros([RANKS, WIDE], tl.float32)
-    for start in range(first, end, ROWS):
-        n = start + tl.arange(0, ROWS)
-        inside = n < end
-        row = n.to(tl.int64)
-        if H_BY_ROW or WIDE_BY_ROW:
-            row = tl.load(row_of + n, mask=inside, other=0).to(tl.int64)
-        h_source = row if H_BY_ROW else n.to(tl.int64)
-        wide_source = row if WIDE_BY_ROW else n.to(tl.int64)
-        left = tl.load(h + h_source[:, None] * h_row + r[None, :], mask=inside[:, None] & inside_r, other=0.0)
-        if WEIGHTED:
-            factor = tl.load(factors + n, mask=inside, other=0.0).to(tl.float32)
-            left = (left.to(tl.float32) * factor[:, None]).to(h.dtype.element_ty)
-        place = wide_rows + wide_source[:, None] * wide_row + o[None, :] * wide_column
-        right = tl.load(place, mask=inside[:, None] & inside_o, other=0.0)
-        total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-    if IS_A:
-        place = gradient + r[:, None] * wide + o[None, :]
-        inside_2 = (r < rank)[:, None] & inside_o
-        tl.store(place, tl.load(place, mask=inside_2, other=0.0) + total, mask=inside_2)
-    else:
-        place = gradient + o[:, None] * rank + r[None, :]
-        inside_2 = (o < wide)[:, None] & inside_r
-        tl.store(place, tl.load(place, mask=inside_2, other=0.0) + tl.trans(total), mask=inside_2)
+    inside_o = (o < wide)[None, :]
+    group = tl.min(tl.where(found, g, groups))
+    while group < groups:
+        first, end = tl.load(starts + expert * (groups + 1) + group), tl.load(ends + expert * (groups + 1) + group)
+        rank = tl.load(ranks + group).to(tl.int32) // 8 * 8
+        gradient = tl.multiple_of(tl.load(addresses + group).to(tl.pointer_type(tl.float32)), 16)
+        gradient += expert.to(tl.int64) * rank * wide
+        inside_r = (r < rank)[None, :]
+        total = tl.zeros([RANKS, WIDE], tl.float32)
+        for start in range(first, tl.where(tl.program_id(2) * RANKS < rank, end, first), ROWS):
+            n = start + tl.arange(0, ROWS)
+            inside = n < end
+            row = n.to(tl.int64)
+            if H_BY_ROW or WIDE_BY_ROW:
+                row = tl.load(row_of + n, mask=inside, other=0).to(tl.int64)
+            h_source = row if H_BY_ROW else n.to(tl.int64)
+            wide_source = row if WIDE_BY_ROW else n.to(tl.int64)
+            left = tl.load(h + h_source[:, None] * h_row + r[None, :], mask=inside[:, None] & inside_r, other=0.0)
+            if WEIGHTED:
+                factor = tl.load(factors + n, mask=inside, other=0.0).to(tl.float32)
+                left = (left.to(tl.float32) * factor[:, None]).to(h.dtype.element_ty)
+            place = wide_rows + wide_source[:, None] * wide_row + o[None, :] * wide_column
+            right = tl.load(place, mask=inside[:, None] & inside_o, other=0.0)
+            total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+        if IS_A:
+            place = gradient + r[:, None] * wide + o[None, :]
+            inside_2 = (r < rank)[:, None] & inside_o
+            tl.store(place, tl.load(place, mask=inside_2, other=0.0) + total, mask=inside_2)
+        else:
+            place = gradient + o[:, None] * rank + r[None, :]
+            inside_2 = (o < wide)[:, None] & inside_r
+            tl.store(place, tl.load(place, mask=inside_2, other=0.0) + tl.trans(total), mask=inside_2)
+        group = tl.min(tl.where(found & (g > group), g, groups))
 
 
 @triton.jit
