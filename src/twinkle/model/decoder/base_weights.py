@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from twinkle.errors import InvalidInputError, UnknownNameError
-from twinkle.model.decoder.fused.norms import FusedRmsNorm
+from twinkle.model.decoder.fused.norms import CenteredRmsNorm, FusedRmsNorm, GatedRmsNorm
 from twinkle.model.decoder.layers import TenantLayer
 from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.decoder.lora.split import SplitLoraLinear
@@ -23,7 +23,14 @@ from twinkle.model.decoder.lora.split import SplitLoraLinear
 __all__ = ["as_in_files", "named_constants", "named_weights", "put_weights"]
 
 _OF_LINEAR = {"weight_OI": "weight", "bias_O": "bias"}
-_OWN_NAMES = {LoraLinear: _OF_LINEAR, SplitLoraLinear: _OF_LINEAR, FusedRmsNorm: {"weight_H": "weight"}}
+_OF_NORM = {"weight_H": "weight"}
+_OWN_NAMES: dict[type[nn.Module], dict[str, str]] = {
+    LoraLinear: _OF_LINEAR,
+    SplitLoraLinear: _OF_LINEAR,
+    FusedRmsNorm: _OF_NORM,
+    CenteredRmsNorm: _OF_NORM,
+    GatedRmsNorm: _OF_NORM,
+}
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,22 +1,31 @@
 """RMS norms in few passes over memory.
 
 Model code computes the norm in half a dozen elementwise steps. Each step is a pass over memory and, in training, keeps
-another tensor; the derivative takes twice as many. torch has one kernel for it on CUDA; on CPU the closed form of the
-derivative is three times as fast as autograd through the steps. A module is replaced only if its replacement gives the
-same numbers on test data, up to a few roundings.
+another tensor; the derivative takes twice as many. On CUDA one kernel of our own computes the norm and another one its
+derivative; on CPU the closed form of the derivative is three times as fast as autograd through the steps. A module is
+replaced only if its replacement gives the same numbers on test data, up to a few roundings.
 
 Shapes: T rows, H features.
 """
 
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twinkle.model.decoder.fused.kernel_check import kernels_agree
+
+_LARGEST = 16384  # features that the kernels take
+_CLOSE = 4e-6  # relative difference of the kernels' numbers from those of the formula, besides one rounding
+
 
 class FusedRmsNorm(nn.Module):
     """``x / rms(x) · weight`` over the last dimension, computed in fp32 and rounded once."""
+
+    offset = 0.0  # added to the weight
 
     def __init__(self, weight_H: Tensor, eps: float) -> None:
         super().__init__()
@@ -24,19 +33,48 @@ class FusedRmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        # Without gradients, torch's own kernel has less to do for the host.
+        if (torch.is_grad_enabled() or self.offset) and self._runs_kernels(x):
+            return _KernelNorm.apply(x, None, self.weight_H, self.eps, self.offset)
         if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._by_torch(x)
+        return _RmsNorm.apply(x, self._weight(), self.eps)
+
+    def _runs_kernels(self, x: Tensor) -> bool:
+        """Return whether our kernels compute the norm of x. They give weights no gradient."""
+        if not x.is_cuda or torch.compiler.is_compiling() or x.shape[-1] > _LARGEST:
+            return False
+        trained = self.weight_H.requires_grad and torch.is_grad_enabled()
+        return not trained and _kernels_agree(x.device, x.dtype)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        if not self.offset:
             return F.rms_norm(x, self.weight_H.shape, self.weight_H, self.eps)
-        return _RmsNorm.apply(x, self.weight_H, self.eps)
+        weight_H = self._weight()
+        return F.rms_norm(x.float(), weight_H.shape, weight_H, self.eps).to(x.dtype)
+
+    def _weight(self) -> Tensor:
+        return self.weight_H if not self.offset else self.offset + self.weight_H.float()
 
 
 class CenteredRmsNorm(FusedRmsNorm):
     """``x / rms(x) · (1 + weight)``, computed in fp32 and rounded once."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight_H = 1.0 + self.weight_H.float()
-        if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return F.rms_norm(x.float(), weight_H.shape, weight_H, self.eps).to(x.dtype)
-        return _RmsNorm.apply(x, weight_H, self.eps)
+    offset = 1.0
+
+
+class GatedRmsNorm(FusedRmsNorm):
+    """``x / rms(x) · weight · SiLU(gate)``, computed in fp32 and rounded once."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        if self._runs_kernels(x):
+            return _KernelNorm.apply(x, gate, self.weight_H, self.eps, self.offset)
+        return _formula(x, gate, self.weight_H, self.eps, self.offset)
+
+
+def _formula(x: Tensor, gate: Tensor | None, weight_H: Tensor, eps: float, offset: float) -> Tensor:
+    normed = F.rms_norm(x.float(), weight_H.shape, offset + weight_H.float(), eps)
+    return (normed if gate is None else normed * F.silu(gate.float())).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -66,6 +104,53 @@ class _RmsNorm(torch.autograd.Function):
         return dx_TH, dweight_H, None
 
 
+class _KernelNorm(torch.autograd.Function):
+    """The norm on CUDA, with or without a gate. The weight is not trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight_H: Tensor, eps: float, offset: float) -> Tensor:
+        from twinkle.model.decoder.fused.norm_kernels import rms_norm  # needs Triton, which CUDA builds of torch have
+
+        x_NH, gate_NH = _rows(x), None if gate is None else _rows(gate)
+        ctx.save_for_backward(x_NH, weight_H, *(() if gate_NH is None else (gate_NH,)))
+        ctx.eps, ctx.offset = eps, offset
+        return rms_norm(x_NH, gate_NH, weight_H, eps, offset).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from twinkle.model.decoder.fused.norm_kernels import rms_norm_gradient
+
+        x_NH, weight_H, *gates = ctx.saved_tensors
+        gate_NH = gates[0] if gates else None
+        dx_NH, dgate_NH = rms_norm_gradient(_rows(dy), x_NH, gate_NH, weight_H, ctx.eps, ctx.offset)
+        return dx_NH.view(dy.shape), None if dgate_NH is None else dgate_NH.view(dy.shape), None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+@functools.cache
+def _kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
+    limit = _CLOSE + torch.finfo(dtype).eps
+    return kernels_agree("norms are computed without our kernels", lambda: _both(device, dtype), limit)
+
+
+def _both(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield results and gradients of the kernels, each with that of the formula."""
+    generator = torch.Generator().manual_seed(0)
+    for width, gated, offset in ((128, False, 0.0), (2048, False, 1.0), (128, True, 0.0)):
+        x, gate, slopes = (torch.randn(5, width, generator=generator).to(device, dtype) for _ in range(3))
+        weight_H = torch.randn(width, generator=generator).to(device, dtype)
+        inputs = [each.requires_grad_() for each in ((x, gate) if gated else (x,))]
+        found, expected = (
+            norm(x, gate if gated else None, weight_H, 1e-6, offset) for norm in (_KernelNorm.apply, _formula)
+        )
+        yield found, expected
+        gradients = (torch.autograd.grad(each, inputs, slopes) for each in (found, expected))
+        yield from zip(*gradients, strict=True)
+
+
 def fuse_norms(model: nn.Module) -> int:
     """Replace the RMS norms of a model that have a fused equivalent, and return how many were replaced."""
     replaced = 0
@@ -79,20 +164,24 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused(module: nn.Module) -> FusedRmsNorm | None:
-    """Return the fused equivalent of a norm, or None if it is not one that we can replace.
-
-    Gemma's norm, for example, adds 1 to its weight in fp32.
-    """
+    """Return the fused equivalent of a norm, or None if it is not one that we can replace."""
+    kinds = _kinds(type(module).__name__)
     parameters = dict(module.named_parameters())
-    if not type(module).__name__.endswith("RMSNorm") or list(parameters) != ["weight"]:
+    if not kinds or list(parameters) != ["weight"]:
         return None
     values = vars(module)
     eps = values.get("variance_epsilon", values.get("eps"))
     if not isinstance(eps, float):
         return None
     weight_H = parameters["weight"].detach()
-    fused = FusedRmsNorm(weight_H, eps)
-    return fused if _agree(module, fused, weight_H) else None
+    return next((fused for fused in (kind(weight_H, eps) for kind in kinds) if _agree(module, fused, weight_H)), None)
+
+
+def _kinds(name: str) -> Sequence[type[FusedRmsNorm]]:
+    """Return what may replace a class of this name."""
+    if name.endswith("RMSNormGated"):
+        return (GatedRmsNorm,)
+    return (FusedRmsNorm, CenteredRmsNorm) if name.endswith("RMSNorm") else ()
 
 
 def _agree(module: nn.Module, fused: FusedRmsNorm, weight_H: Tensor) -> bool:
@@ -102,11 +191,12 @@ def _agree(module: nn.Module, fused: FusedRmsNorm, weight_H: Tensor) -> bool:
     the fused norm uses different code for these.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight_H), generator=generator)
+    x, gate = torch.randn(2, 4, len(weight_H), generator=generator)
     probe = torch.cat([x, x * fused.eps**0.5]).to(weight_H)
+    given = (probe, torch.cat([gate, gate]).to(weight_H)) if isinstance(fused, GatedRmsNorm) else (probe,)
     tolerance = 4 * torch.finfo(weight_H.dtype).eps
     with torch.no_grad():
-        wanted, scored = module(probe).float(), fused(probe).float()
+        wanted, scored = module(*given).float(), fused(*given).float()
     with torch.enable_grad():
-        trained = fused(probe).detach().float()
+        trained = fused(*given).detach().float()
     return all(torch.allclose(each, wanted, rtol=tolerance, atol=tolerance) for each in (scored, trained))

@@ -31,6 +31,7 @@ class Bounds:
     starts: tuple[int, ...]  # the first row of each sequence
     places_T: Tensor  # int64: the place of each row among the rows of all chunks
     ends_N1: Tensor  # int64: 0, then cumulative lengths
+    positions_T: Tensor  # int32: the number of each row in its sequence
     _firsts: dict[int, Tensor] = field(default_factory=dict)  # see clear_first
 
     @classmethod
@@ -54,6 +55,7 @@ class Bounds:
             tuple(ends[:-1].tolist()),
             to_device(torch.from_numpy(places_T), device),
             to_device(torch.from_numpy(ends), device),
+            to_device(torch.from_numpy(positions_T.astype(np.int32)), device),
         )
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.linear_attention.bounds import Bounds
-from twinkle.model.decoder.linear_attention.convolution import causal_convolution
+from twinkle.model.decoder.linear_attention.convolution import silu_convolution
 from twinkle.model.decoder.linear_attention.delta_rule import gated_delta_rule
 from twinkle.model.decoder.linear_attention.kernels import delta_rule_kernel
 
@@ -30,7 +30,7 @@ class StatefulRows(Protocol):
     """The rows of one layer, with the states of their sequences before them. The sampler implements this."""
 
     def convolve(self, x_TF: Tensor, weight_FW: Tensor) -> Tensor:
-        """Return the convolution of the rows (T, F), and keep the last columns of each sequence."""
+        """Return SiLU of the convolution of the rows (T, F), and keep the last columns of each sequence."""
         ...
 
     def delta_rule(self, q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, g_TV: Tensor, beta_TV: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class PackedRows:
         self._bounds = bounds
 
     def convolve(self, x_TF: Tensor, weight_FW: Tensor) -> Tensor:
-        return causal_convolution(x_TF, weight_FW, self._bounds)
+        return silu_convolution(x_TF, weight_FW, self._bounds)
 
     def delta_rule(self, q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, g_TV: Tensor, beta_TV: Tensor) -> Tensor:
         kernel = delta_rule_kernel(q_TKD, v_TVE)
@@ -106,5 +106,4 @@ class DeltaNet(nn.Module):
     def _convolved(self, rows: StatefulRows, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return query, key and value (T, …) after the convolution."""
         sizes = [part.shape[1] for part in parts]
-        y_TF = rows.convolve(torch.cat(list(parts), 1), self.conv1d.weight.squeeze(1))
-        return list(F.silu(y_TF).split(sizes, 1))
+        return list(rows.convolve(torch.cat(list(parts), 1), self.conv1d.weight.squeeze(1)).split(sizes, 1))

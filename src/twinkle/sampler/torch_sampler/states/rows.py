@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.decoder.linear_attention.bounds import Bounds
-from twinkle.model.decoder.linear_attention.convolution import causal_convolution
+from twinkle.model.decoder.linear_attention.convolution import silu_convolution
 from twinkle.model.decoder.linear_attention.delta_rule import gated_delta_rule, one_step
 from twinkle.model.decoder.transfer import to_device
 
@@ -59,11 +60,11 @@ class StateRows:
         if len(x_TF) == len(plan.slots_N):  # one row a sequence
             window_NWF = torch.cat([before_NCF, x_TF[:, None]], 1)
             self.columns_SCF[plan.slots_N] = window_NWF[:, 1:]
-            return (window_NWF.float() * weight_FW.float().t()).sum(1).to(x_TF.dtype)
+            return F.silu((window_NWF.float() * weight_FW.float().t()).sum(1)).to(x_TF.dtype)
         pieces = zip(before_NCF, x_TF.split(plan.bounds.lengths), strict=True)
         longer_TF = torch.cat([each for pair in pieces for each in pair])
         self.columns_SCF[plan.slots_N] = longer_TF[plan.last_NC]
-        y_TF = causal_convolution(longer_TF, weight_FW, plan.longer)
+        y_TF = silu_convolution(longer_TF, weight_FW, plan.longer)
         columns = before_NCF.shape[1]
         return torch.cat([each[columns:] for each in y_TF.split(plan.longer.lengths)])
 
