@@ -133,7 +133,10 @@ def step(args: argparse.Namespace, client: tinker.TrainingClient) -> tuple:
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace, directory: Path, merge: bool, sampler: bool = False) -> Iterator[str]:
+def serving(
+    args: argparse.Namespace, directory: Path, merge: bool, sampler: bool = False, watch: Path | None = None
+) -> Iterator[str]:
+    """Run a server. watch: the file in which watched_server.py writes when it was late."""
     port = free_port()
     directory.mkdir()
     config = directory / "config.yaml"
@@ -143,7 +146,10 @@ def serving(args: argparse.Namespace, directory: Path, merge: bool, sampler: boo
         )
     )
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "twinkle.server", "launch", "-c", str(config), "--log-level", "warning"]
+    server = ["-m", "twinkle.server"]
+    if watch is not None:
+        server = [str(Path(__file__).with_name("watched_server.py")), str(watch)]
+    command = [sys.executable, *server, "launch", "-c", str(config), "--log-level", "warning"]
     with running(command, url):
         yield url
 

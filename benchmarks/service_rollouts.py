@@ -7,7 +7,8 @@ of a small request to the gateway meanwhile, compared with the idle server in th
 
 With --repeats, the load runs several times on the same server. The report is then about the repeat with the median
 time, and has the seconds of all of them. With --lone-steps, one tenant trains alone afterwards, without sampling: the
-time of its step shows whether it waits for others.
+time of its step shows whether it waits for others. With --watch, a file gets the calls of all threads of the server
+each time it was late by 5 ms (watched_server.py), and the report has how often that was. Watching takes time, too.
 
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
@@ -78,12 +79,14 @@ def main() -> None:
             idle = Probe(url)
             time.sleep(args.idle_seconds)
             report = {
-                "arguments": vars(args) | {"json": str(args.json)},
+                "arguments": vars(args) | {"json": str(args.json), "watch": str(args.watch)},
                 "gateway_idle_ms": idle.stop(),
                 **rollouts(args, url),
             }
             if args.lone_steps:
                 report["lone_step_ms"] = lone_step_ms(args, url)
+        if args.watch:
+            report["late"] = late(args.watch, report["interval"])
         if args.simulate:
             from simulated_device import device_report  # imports the server, which the clients' processes do not need
 
@@ -114,10 +117,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mock", type=float, nargs=3, metavar=("PASS_MS", "TOKEN_US", "TURN_MS"))
     parser.add_argument("--simulate", type=float, default=0.0, metavar="STRETCH")
     parser.add_argument("--idle-seconds", type=float, default=5.0)
+    parser.add_argument("--watch", type=Path, default=None, metavar="FILE", help="write what makes the server late")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     if args.mock or args.simulate:
         args.model = "mock"
+        if args.watch:
+            parser.error("--watch: a server with a mock or a simulated device is not watched")
     return args
 
 
@@ -125,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
 def server(args: argparse.Namespace, directory: Path) -> Iterator[str]:
     """Run the server, and yield its address."""
     if not args.mock and not args.simulate:
-        with serving(args, directory, merge=True, sampler=True) as url:
+        with serving(args, directory, merge=True, sampler=True, watch=args.watch) as url:
             yield url
         return
     port, config = free_port(), directory / "config.yaml"
@@ -187,6 +193,16 @@ def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: 
         "gateway_busy_ms": gateway,
         "interval": (started, ended),
     }
+
+
+def late(path: Path, interval: tuple[float, float]) -> dict[str, Any]:
+    """Return how often the watched server was late in an interval, and for how long, by case."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found: dict[str, list[float]] = {"all threads": [], "event loop": []}
+    for line in lines:
+        if interval[0] <= line["at"] < interval[1]:
+            found[line["case"]].append(line["ms"])
+    return {case: {"times": len(ms), "ms": sum(ms), "longest_ms": max(ms, default=0.0)} for case, ms in found.items()}
 
 
 def lone_step_ms(args: argparse.Namespace, url: str) -> dict[str, float]:
