@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 from transformers.activations import ACT2FN
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from twinkle.model.decoder.attention import Packing, attend_packed
-from twinkle.model.decoder.fused.norms import CenteredRmsNorm, FusedRmsNorm
+from twinkle.model.decoder.fused.norms import CenteredRmsNorm, FusedRmsNorm, GatedRmsNorm
 from twinkle.model.decoder.linear_attention.layer import JOINT, PARTS, DeltaNet, StatefulRows
 from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.decoder.lora.split import SplitLoraLinear
@@ -118,7 +117,7 @@ class _DeltaNetModules(nn.Module):
         self.out_proj = _linear(spec, values, hidden, f"{front}out_proj", bias=False)
         features = sum(sizes)
         self.conv1d = skip_init(nn.Conv1d, features, features, shape.window, groups=features, bias=False, **place)
-        self.norm = Qwen3_5RMSNormGated(shape.value_width, eps=spec.shape.eps).to(**place)
+        self.norm = GatedRmsNorm(torch.empty(shape.value_width, **place), spec.shape.eps)
         self.A_log = nn.Parameter(torch.empty(shape.value_heads, **place))
         self.dt_bias = nn.Parameter(torch.empty(shape.value_heads, **place))
 

@@ -239,7 +239,7 @@ def _delta_net_pieces(net: DeltaNet, prefix: str) -> Iterator[Piece]:
     for name in (JOINT, "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
         yield Piece(f"{prefix}.{name}.weight", getattr(net, name).weight_OI)
     yield Piece(f"{prefix}.conv1d.weight", net.conv1d.weight)
-    yield Piece(f"{prefix}.norm.weight", net.norm.weight)
+    yield Piece(f"{prefix}.norm.weight", net.norm.weight_H)
     yield Piece(f"{prefix}.A_log", net.A_log)
     yield Piece(f"{prefix}.dt_bias", net.dt_bias)
 
