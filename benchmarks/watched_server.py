@@ -29,20 +29,26 @@ def watch(path: Path) -> None:
     assert loop is not None, "the main thread has begun"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", buffering=1) as lines:
+
+        def write(case: str, milliseconds: float, found: dict[str, list[str]]) -> None:
+            line = {"at": woke, "case": case, "ms": round(milliseconds, 1), "calls": found}
+            lines.write(json.dumps(line) + "\n")
+
         woke = idle = time.monotonic()
+        of_loop: dict[str, list[str]] = {}  # what the threads did when the event loop began to be late
         while True:
             time.sleep(WAKE_SECONDS)
             before, woke = woke, time.monotonic()
             frames = sys._current_frames()
             late = 1000 * (woke - before - WAKE_SECONDS)
+            if late > LATE_MS:
+                write("all threads", late, calls(frames))
             if frames[loop].f_code.co_filename.endswith(_IDLE):
-                idle = woke
-            busy = 1000 * (woke - idle)
-            if late > LATE_MS or busy > LATE_MS:
-                case, taken = ("all threads", late) if late > LATE_MS else ("event loop", busy)
-                lines.write(json.dumps({"at": woke, "case": case, "ms": round(taken, 1), "calls": calls(frames)}))
-                lines.write("\n")
-                idle = woke = time.monotonic()  # the same case is not written again for as long
+                if of_loop:
+                    write("event loop", 1000 * (before - idle), of_loop)
+                idle, of_loop = woke, {}
+            elif not of_loop and 1000 * (woke - idle) > LATE_MS:
+                of_loop = calls(frames)
 
 
 def calls(frames: dict[int, FrameType]) -> dict[str, list[str]]:

@@ -34,7 +34,8 @@ def test_results_and_gradients_are_those_of_the_formula(lengths: tuple[int, ...]
         for piece in exact.split(lengths)
     ]
     (of_rows,) = torch.autograd.grad(F.silu(torch.cat(pieces)), exact, slopes.double())
-    out, y = silu_of_convolution(x, weight, bounds.positions_T)
+    out, y = silu_of_convolution(x, weight, bounds.positions_T, keep=True)
+    assert y is not None
     found = gradient_of_rows(slopes, y, weight, bounds.positions_T)
     for ours, wanted in ((y, torch.cat(pieces)), (out, F.silu(torch.cat(pieces))), (found, of_rows)):
         assert (ours.double() - wanted).norm() < 1e-6 * wanted.norm()
@@ -44,3 +45,19 @@ def test_results_and_gradients_are_those_of_the_formula(lengths: tuple[int, ...]
 def test_the_kernels_are_used_where_they_agree(half: bool) -> None:
     dtype = torch.float32 if not half else torch.bfloat16 if torch.cuda.is_available() else torch.float16
     assert convolution._kernels_agree(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_columns_of_a_wider_tensor(trains: bool) -> None:
+    """Rows lie apart in memory, in the input and in the gradient of the result."""
+    generator, bounds = torch.Generator(DEVICE).manual_seed(0), Bounds.from_lengths((4, 9), DEVICE)
+    wide, slopes = torch.randn(2, 13, 80, generator=generator, device=DEVICE)
+    weight = torch.randn(40, 4, generator=generator, device=DEVICE)
+    wide.requires_grad_(trains)
+    ours = convolution._KernelConvolution.apply(wide[:, 8:48], weight, bounds.positions_T, trains)
+    expected = F.silu(convolution.causal_convolution(wide[:, 8:48], weight, bounds))
+    pairs = [(ours, expected)]
+    if trains:
+        pairs.append(tuple(torch.autograd.grad(each, wide, slopes[:, 8:48])[0] for each in (ours, expected)))
+    for found, wanted in pairs:
+        assert (found - wanted).norm() < 2e-6 * wanted.norm()

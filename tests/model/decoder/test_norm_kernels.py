@@ -33,7 +33,7 @@ def test_norms_and_gradients_are_those_of_the_formula(rows: int, width: int, gat
     wanted = normed * torch.nn.functional.silu(given[1]) if gated else normed
     gradients = torch.autograd.grad(wanted, given, slopes.double())
     found = rms_norm(x, gate if gated else None, weight, 1e-6, offset)
-    of_x, of_gate = rms_norm_gradient(slopes, x, gate if gated else None, weight, 1e-6, offset)
+    of_x, of_gate = rms_norm_gradient(slopes.contiguous(), x, gate if gated else None, weight, 1e-6, offset)
     pairs = [(found, wanted), (of_x, gradients[0])]
     if of_gate is not None:
         pairs.append((of_gate, gradients[1]))
@@ -57,3 +57,21 @@ def test_half_precision_is_rounded_once() -> None:
 def test_the_kernels_are_used_where_they_agree(half: bool) -> None:
     dtype = torch.float32 if not half else torch.bfloat16 if torch.cuda.is_available() else torch.float16
     assert norms._kernels_agree(torch.device(DEVICE), dtype)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_strided_tensors_get_their_gradients(gated: bool) -> None:
+    """Heads lie apart in memory, and the gradient of the result has other strides than the result."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, gate, slopes = torch.randn(3, 5, 7, 64, generator=generator, device=DEVICE)
+    weight = torch.randn(64, generator=generator, device=DEVICE)
+    found = []
+    for norm in (norms._KernelNorm.apply, norms._formula):
+        given = [each.clone().requires_grad_() for each in ((x, gate) if gated else (x,))]
+        turned = [each.transpose(0, 1) for each in given]
+        y = norm(turned[0], turned[1] if gated else None, weight, 1e-6, 1.0)
+        assert y.shape == (7, 5, 64)
+        y += 1  # the result may be changed
+        found.append([y.detach(), *torch.autograd.grad(y, given, slopes.transpose(0, 1))])
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).norm() < BOUND * expected.norm()

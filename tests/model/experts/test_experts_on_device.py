@@ -32,7 +32,7 @@ from twinkle.model.decoder.experts.on_device import (
     experts_on_device,
     without_adapters,
 )
-from twinkle.model.decoder.experts.pair_kernels import Items, Matrices, add_from_rank, to_rank
+from twinkle.model.decoder.experts.pair_kernels import Items, Matrices, add_from_rank, add_outer, to_rank
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.lora import LayerLora
 from twinkle.model.decoder.lora.segments import Segment, SegmentLora
@@ -250,3 +250,37 @@ def test_runs_across_tiles(count: int, parts: int) -> None:
         expected = x_NI[mine] @ own.t()
         torch.testing.assert_close(whole_NR[mine], expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(y_NI[mine], x_NI[mine] + expected @ own, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 33])
+@pytest.mark.parametrize("is_a", [True, False])
+def test_gradients_of_many_groups(groups: int, is_a: bool) -> None:
+    """Some groups have no pairs with an expert, and some no adapter; a captured pass has places for 32."""
+    generator = torch.Generator(DEVICE).manual_seed(groups)
+    experts, rank, wide = 3, 16, 24
+    keys = experts * (groups + 1)
+    sizes = torch.randint(0, 4, (keys,), generator=torch.Generator().manual_seed(groups)).to(DEVICE)
+    ends = sizes.cumsum(0).int()
+    starts = (ends - sizes).int()
+    key_N = torch.repeat_interleave(torch.arange(keys, device=DEVICE), sizes).int()
+    pairs = len(key_N)
+    h, x = (torch.randn(pairs, width, generator=generator, device=DEVICE) for width in (rank, wide))
+    weights = torch.rand(pairs, generator=generator, device=DEVICE)
+    shape = (groups, experts, rank, wide) if is_a else (groups, experts, wide, rank)
+    before = torch.randn(shape, generator=generator, device=DEVICE)
+    found = before.clone()
+    addresses = torch.tensor([each.data_ptr() for each in found] + [0], device=DEVICE)
+    ranks = torch.full((groups + 1,), rank, device=DEVICE)
+    without = groups - 1 if groups > 1 else None  # the number of a group without an adapter
+    if without is not None:
+        addresses[without] = 0
+    items = Items(key_N, groups, experts, key_N, starts, ends)
+    add_outer(items, h, x, Matrices(addresses, ranks, rank, is_a), weights_N=weights)
+    wanted = before.clone()
+    for number, key in enumerate(key_N.tolist()):
+        expert, group = divmod(key, groups + 1)
+        if group not in (without, groups):
+            product = torch.outer(h[number] * weights[number], x[number])
+            wanted[group, expert] += product if is_a else product.t()
+    assert relative_error(found.cpu().numpy(), wanted.cpu().numpy()) < 1e-6
+    assert not torch.equal(found, before)

@@ -20,7 +20,7 @@ from twinkle.model.trainer import probe
 from twinkle.model.trainer.batch import GradientRows, Part
 from twinkle.model.trainer.pass_graphs import BUCKETS
 from twinkle.model.trainer.pass_tables import Bucket, PassTables, can_be_captured
-from twinkle.model.trainer.preparation import most_tokens_of_a_batch
+from twinkle.model.trainer.preparation import most_tokens_of_a_batch, rows_to_capture
 
 MakeTrainer = Callable[..., Trainer]
 CPU = torch.device("cpu")
@@ -149,12 +149,34 @@ def test_what_is_not_captured(make_trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "captured", "limit"), [(6224, 4096, 4096), (8192, 4096, 4096), (8193, 4096, None), (4096, 4096, None)]
+    ("family", "tokens", "limit"),
+    [
+        ("qwen3_moe", 6224, 4096),
+        ("qwen3_moe", 8192, 4096),
+        ("qwen3_moe", 8193, None),
+        ("qwen3_moe", 4096, None),
+        ("llama", 6224, None),
+    ],
 )
-def test_batches_are_not_larger_than_captured_passes_of_at_least_half_their_size(
-    tokens: int, captured: int, limit: int | None
-) -> None:
-    assert most_tokens_of_a_batch(tokens, captured) == limit
+def test_batches_of_experts_are_as_large_as_captured_passes(family: str, tokens: int, limit: int | None) -> None:
+    architecture = tiny_trainer(tiny_model(family)).architecture
+    assert most_tokens_of_a_batch(architecture, tokens, 4096) == limit
+
+
+@pytest.mark.parametrize(
+    ("family", "max_tokens", "rows"),
+    [
+        ("llama", None, 1250),  # an eighth of the memory
+        ("qwen3_moe", None, 2000),  # a fifth
+        ("llama", 1500, 1536),  # all batches are captured, with less than a fifth
+        ("llama", 100, 128),
+        ("llama", 2500, 1250),  # they would need more
+        ("llama", 5000, 1250),
+    ],
+)
+def test_how_many_rows_are_captured(family: str, max_tokens: int | None, rows: int) -> None:
+    architecture = tiny_trainer(tiny_model(family)).architecture
+    assert rows_to_capture(architecture, 10_000 * 64, 64, max_tokens) == rows
 
 
 on_hopper = pytest.mark.skipif(

@@ -267,3 +267,17 @@ def test_the_trainer_reads_what_the_self_check_writes(tmp_path: Path, model: str
                 assert any(f"{each}.".startswith(f"{module}.") for each in found), f"{kind}: {sorted(found)}"
             files.remove(version)
     files.close()
+
+
+@pytest.mark.parametrize("modules", ["all-linear", None])
+def test_modules_that_are_not_listed_are_refused_where_some_must_be_added(tmp_path: Path, modules: str | None) -> None:
+    from twinkle.sampler.vllm.versions import AdapterWeights, Partner, VersionFiles
+
+    files = VersionFiles(tmp_path, torch.float32, partners={"a.one": Partner("a.two", 4)})
+    tensors = {f"base_model.model.a.one.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    with pytest.raises(UnsupportedError, match="target_modules"):
+        files.write(AdapterWeights({"r": 2, "target_modules": modules}, tensors), frozenset())
+    written = files.write(AdapterWeights({"r": 2, "target_modules": ["one"]}, tensors), frozenset())
+    assert len(load_file(written.directory / "adapter_model.safetensors")) == 4
+    assert '"target_modules": ["one", "two"]' in (written.directory / "adapter_config.json").read_text()
+    files.close()

@@ -18,7 +18,7 @@ from twinkle.model.trainer.call import Passes, Pipeline, RemoteRequests
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
-from twinkle.model.trainer.pass_graphs import capture_passes
+from twinkle.model.trainer.pass_graphs import BUCKETS, capture_passes
 from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 
 _FEATURE_PART = 16  # at most 1 / 16 of the free memory is for the features of images
 _MOST_FEATURE_BYTES = 4 * 2**30
-# Of the free memory: for the activations of captured passes, at most. With experts, a pass launches four times as many
-# kernels, so the host is the bound of larger passes, too.
+# Of the free memory, for the activations of captured passes: usually, and where all batches are captured then.
 _CAPTURED_SHARE = 1 / 8
-_CAPTURED_SHARE_WITH_EXPERTS = 1 / 5
+_LARGEST_CAPTURED_SHARE = 1 / 5
 
 
 class CountedPasses(Passes, Protocol):
@@ -124,8 +123,8 @@ def prepare_model(
     cost = measure_token_cost(engine, dtype)
     if parallel.ranks.size == 1 and device.type == "cuda":
         progress.doing("capturing passes of few rows")
-        share = _CAPTURED_SHARE if architecture.experts is None else _CAPTURED_SHARE_WITH_EXPERTS
-        free_bytes -= _capture(engine, dtype, int(free_bytes * share) // cost.kept, name)
+        rows = rows_to_capture(architecture, free_bytes, cost.kept, max_tokens_per_batch)
+        free_bytes -= _capture(engine, dtype, rows, name)
     free_bytes = parallel.ranks.smallest(free_bytes)
 
     def plan(max_tokens: int | None) -> MemoryPlan:
@@ -139,8 +138,8 @@ def prepare_model(
         )
 
     memory = plan(max_tokens_per_batch)
-    if max_tokens_per_batch is None and architecture.experts is not None and engine.graphs is not None:
-        memory = plan(most_tokens_of_a_batch(memory.tokens, engine.graphs.most_rows))
+    if max_tokens_per_batch is None and engine.graphs is not None:
+        memory = plan(most_tokens_of_a_batch(architecture, memory.tokens, engine.graphs.most_rows))
     return PreparedModel(
         passes=Lockstep(engine, parallel.shards) if parallel.sharded else engine,
         architecture=engine.architecture,
@@ -171,13 +170,31 @@ def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> i
     return before - available_bytes(engine.device)
 
 
-def most_tokens_of_a_batch(tokens: int, captured: int) -> int | None:
+def rows_to_capture(architecture: Architecture, free: int, per_row: int, max_tokens: int | None) -> int:
+    """Return how many rows captured passes have at most, given the free memory and what a row needs.
+
+    They take more memory than usual where all batches are captured then: in models with experts, and where
+    ``max_tokens`` limits batches. Passes larger than the batches are not captured.
+    """
+    usual, most = (int(free * share) // per_row for share in (_CAPTURED_SHARE, _LARGEST_CAPTURED_SHARE))
+    if max_tokens is None:
+        return most if _has_experts(architecture) else usual
+    enough = next((bucket.rows for bucket in BUCKETS if bucket.rows >= max_tokens), None)
+    return usual if enough is None or enough > most else enough
+
+
+def most_tokens_of_a_batch(architecture: Architecture, tokens: int, captured: int) -> int | None:
     """Return the limit that captured passes of up to ``captured`` tokens set for batches; None: they set none.
 
-    ``tokens``: what a batch would have otherwise. Up to twice the captured number, twice as many batches are faster if
-    their passes are captured. The memory they leave is for adapters.
+    ``tokens``: what a batch would have otherwise. A model with experts launches four times as many kernels as others.
+    So its larger passes wait for the host, too: two captured passes are faster than one of up to twice as many tokens.
+    The memory that batches leave is for adapters. Longer sequences than ``captured`` are computed twice.
     """
-    return captured if captured < tokens <= 2 * captured else None
+    return captured if _has_experts(architecture) and captured < tokens <= 2 * captured else None
+
+
+def _has_experts(architecture: Architecture) -> bool:
+    return bool(architecture.experts) or architecture.has_other_experts
 
 
 def read_end_tokens(model: PreTrainedModel) -> frozenset[int]:

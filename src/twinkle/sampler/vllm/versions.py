@@ -181,7 +181,7 @@ def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:
 
 
 def _with_partners(adapter: AdapterWeights, partners: Mapping[str, Partner]) -> AdapterWeights:
-    """Return the adapter with LoRA of zeros on the partners that it leaves out, which its config names then too."""
+    """Add LoRA of zeros on the missing partners, and name them in the config."""
     tensors, added = dict(adapter.tensors), dict[str, str]()
     for name, a_RI in adapter.tensors.items():
         front, found, rest = name.partition(".lora_A.")
@@ -200,7 +200,9 @@ def _with_partners(adapter: AdapterWeights, partners: Mapping[str, Partner]) -> 
 
 
 def _target_modules(config: Mapping[str, object]) -> list[str]:
-    modules = config["target_modules"]
+    modules = config.get("target_modules")
+    if modules is None or isinstance(modules, str):
+        raise UnsupportedError(f"target_modules: got {modules!r}, allowed: a list of the names of modules")
     assert isinstance(modules, Iterable), "PEFT's config has a list or a set of names"
     return list(modules)
 

@@ -149,7 +149,7 @@ def add_outer(
     wide = wide_rows.shape[1]
     ranks = min(64, triton.next_power_of_2(max(16, matrices.rank)))
     # Rows are many for each group. Of the pairs of an expert, a group has few or, in a captured pass, mostly none.
-    step = 1 if items.row_N is None else min(_MOST_GROUPS, triton.next_power_of_2(items.groups))
+    step = 1 if items.row_N is None else min(_MOST_GROUPS, triton.next_power_of_2(max(1, items.groups)))
     grid = (items.experts * triton.cdiv(items.groups, step), triton.cdiv(wide, 64), triton.cdiv(matrices.rank, ranks))
     _add_outer[grid](
         h,

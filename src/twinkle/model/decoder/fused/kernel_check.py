@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 def kernels_agree(without: str, compare: Callable[[], Iterable[tuple[Tensor, Tensor]]], limit: float) -> bool:
-    """Return whether tensors from kernels equal the expected ones; if they cannot be computed, they do not.
+    """Return whether what kernels compute is close to what is expected; False if a kernel fails.
 
     ``compare`` returns pairs of both, and ``limit`` is for ‖found - expected‖ / ‖expected‖. ``without`` begins the
-    warning of the log that says why kernels are not used. If their package is not installed, there is none.
+    warning in the log where kernels are not used. That a package is missing is not logged.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad():

@@ -3,7 +3,7 @@
 With s = 1 / √(mean(x²) + eps) and v = offset + weight, the norm is x·s·v. For the gradient d of the result it has the
 gradient s·(g - x·s²·mean(g·x)) with g = d·v. A gated norm is the norm times SiLU(gate). Numbers in between are fp32.
 
-Shapes: N rows, H features.
+A row is the last dimension of a tensor, whose others may be any. Tensors are contiguous.
 """
 
 import torch
@@ -14,53 +14,55 @@ from torch import Tensor
 _NUMBERS = 4096  # of a program: it has several rows if they are short
 
 
-def rms_norm(x_NH: Tensor, gate_NH: Tensor | None, weight_H: Tensor, eps: float, offset: float) -> Tensor:
-    """Return the norm of each row, times SiLU(gate) if there is a gate. Rows are contiguous, one behind the other."""
-    y_NH = torch.empty_like(x_NH)
-    rows, width = x_NH.shape
+def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Return the norm of each row, times SiLU(gate) if there is a gate."""
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
     block, tile, warps = _tile(width)
     _rms_norm[(triton.cdiv(rows, tile),)](
-        y_NH,
-        x_NH,
-        x_NH if gate_NH is None else gate_NH,
-        weight_H,
+        y,
+        x,
+        x if gate is None else gate,
+        weight,
         rows,
         width,
         eps,
         offset,
-        GATED=gate_NH is not None,
+        GATED=gate is not None,
         ROWS=tile,
         BLOCK=block,
         num_warps=warps,
     )
-    return y_NH
+    return y
 
 
 def rms_norm_gradient(
-    dy_NH: Tensor, x_NH: Tensor, gate_NH: Tensor | None, weight_H: Tensor, eps: float, offset: float
+    dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and of the gate."""
-    dx_NH = torch.empty_like(x_NH)
-    dgate_NH = None if gate_NH is None else torch.empty_like(gate_NH)
-    rows, width = x_NH.shape
+    dx = torch.empty_like(x)
+    dgate = None if gate is None else torch.empty_like(gate)
+    width = x.shape[-1]
+    rows = x.numel() // width
     block, tile, warps = _tile(width)
     _rms_norm_gradient[(triton.cdiv(rows, tile),)](
-        dx_NH,
-        dx_NH if dgate_NH is None else dgate_NH,
-        dy_NH,
-        x_NH,
-        x_NH if gate_NH is None else gate_NH,
-        weight_H,
+        dx,
+        dx if dgate is None else dgate,
+        dy,
+        x,
+        x if gate is None else gate,
+        weight,
         rows,
         width,
         eps,
         offset,
-        GATED=gate_NH is not None,
+        GATED=gate is not None,
         ROWS=tile,
         BLOCK=block,
         num_warps=warps,
     )
-    return dx_NH, dgate_NH
+    return dx, dgate
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -100,7 +102,7 @@ def _rms_norm(
 
 @triton.jit
 def _scale(values, width, eps, ROWS: tl.constexpr):
-    """Return 1 / √(mean(x²) + eps) of each row, exactly rounded, as a column."""
+    """Return 1 / √(mean(x²) + eps) of each row as a column; the root and the division are correctly rounded."""
     root = tl.sqrt_rn(tl.sum(values * values, 1) / width + eps)
     return tl.div_rn(tl.full([ROWS], 1.0, tl.float32), root)[:, None]
 

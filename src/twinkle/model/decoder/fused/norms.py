@@ -33,8 +33,7 @@ class FusedRmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Without gradients, torch's own kernel has less to do for the host.
-        if (torch.is_grad_enabled() or self.offset) and self._runs_kernels(x):
+        if self._runs_kernels(x):
             return _KernelNorm.apply(x, None, self.weight_H, self.eps, self.offset)
         if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._by_torch(x)
@@ -111,23 +110,18 @@ class _KernelNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight_H: Tensor, eps: float, offset: float) -> Tensor:
         from twinkle.model.decoder.fused.norm_kernels import rms_norm  # needs Triton, which CUDA builds of torch have
 
-        x_NH, gate_NH = _rows(x), None if gate is None else _rows(gate)
-        ctx.save_for_backward(x_NH, weight_H, *(() if gate_NH is None else (gate_NH,)))
+        x, gate = x.contiguous(), None if gate is None else gate.contiguous()
+        ctx.save_for_backward(x, weight_H, *(() if gate is None else (gate,)))
         ctx.eps, ctx.offset = eps, offset
-        return rms_norm(x_NH, gate_NH, weight_H, eps, offset).view(x.shape)
+        return rms_norm(x, gate, weight_H, eps, offset)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from twinkle.model.decoder.fused.norm_kernels import rms_norm_gradient
 
-        x_NH, weight_H, *gates = ctx.saved_tensors
-        gate_NH = gates[0] if gates else None
-        dx_NH, dgate_NH = rms_norm_gradient(_rows(dy), x_NH, gate_NH, weight_H, ctx.eps, ctx.offset)
-        return dx_NH.view(dy.shape), None if dgate_NH is None else dgate_NH.view(dy.shape), None, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+        x, weight_H, *gates = ctx.saved_tensors
+        gate = gates[0] if gates else None
+        return *rms_norm_gradient(dy.contiguous(), x, gate, weight_H, ctx.eps, ctx.offset), None, None, None
 
 
 @functools.cache

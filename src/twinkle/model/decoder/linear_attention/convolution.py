@@ -24,7 +24,8 @@ _CLOSE = 4e-6  # relative difference of their numbers, besides two roundings
 def silu_convolution(x_TF: Tensor, weight_FW: Tensor, bounds: Bounds) -> Tensor:
     """Return SiLU(y) in the dtype of x. ``weight_FW``: as a Conv1d has it, with the weight of row t itself last."""
     if _runs_kernels(x_TF, weight_FW):
-        out_TF: Tensor = _KernelConvolution.apply(x_TF, weight_FW, bounds.positions_T)
+        keep = torch.is_grad_enabled() and x_TF.requires_grad
+        out_TF: Tensor = _KernelConvolution.apply(x_TF, weight_FW, bounds.positions_T, keep)
         return out_TF
     return F.silu(causal_convolution(x_TF, weight_FW, bounds))
 
@@ -82,19 +83,19 @@ class _KernelConvolution(torch.autograd.Function):
     """SiLU of the convolution on CUDA. The weight is not trained."""
 
     @staticmethod
-    def forward(ctx: Any, x_TF: Tensor, weight_FW: Tensor, positions_T: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TF: Tensor, weight_FW: Tensor, positions_T: Tensor, keep: bool) -> Tensor:
         from twinkle.model.decoder.linear_attention.convolution_kernels import silu_of_convolution  # needs Triton
 
         weight_FW = weight_FW.contiguous()
-        out_TF, y_TF = silu_of_convolution(x_TF.contiguous(), weight_FW, positions_T)
+        out_TF, y_TF = silu_of_convolution(x_TF.contiguous(), weight_FW, positions_T, keep=keep)
         ctx.save_for_backward(y_TF, weight_FW, positions_T)
         return out_TF
 
     @staticmethod
-    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor, None, None, None]:
         from twinkle.model.decoder.linear_attention.convolution_kernels import gradient_of_rows
 
-        return gradient_of_rows(dout_TF.contiguous(), *ctx.saved_tensors), None, None
+        return gradient_of_rows(dout_TF.contiguous(), *ctx.saved_tensors), None, None, None
 
 
 @functools.cache
@@ -109,7 +110,7 @@ def _both(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor
     x_TF, slopes_TF = torch.randn(2, sum(_COMPARED), 200, generator=generator).to(device, dtype)
     weight_FW = torch.randn(200, 4, generator=generator).to(device, dtype)
     x_TF, x32_TF = (each.requires_grad_() for each in (x_TF.clone(), x_TF.float().clone()))
-    found = _KernelConvolution.apply(x_TF, weight_FW, bounds.positions_T)
+    found = _KernelConvolution.apply(x_TF, weight_FW, bounds.positions_T, True)
     expected = F.silu(causal_convolution(x32_TF, weight_FW.float(), bounds))
     (of_found,) = torch.autograd.grad(found, x_TF, slopes_TF)
     (of_expected,) = torch.autograd.grad(expected, x32_TF, slopes_TF.float())

@@ -13,18 +13,25 @@ from torch import Tensor
 _ROWS, _FEATURES = 32, 128  # of a program
 
 
-def silu_of_convolution(x_TF: Tensor, weight_FW: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return SiLU(y) and y. ``position_T``: the number of each row in its sequence, as int32. All are contiguous."""
+def silu_of_convolution(
+    x_TF: Tensor, weight_FW: Tensor, position_T: Tensor, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return SiLU(y), and with ``keep`` also y, which its gradient needs.
+
+    ``position_T``: the number of each row in its sequence, as int32. All are contiguous.
+    """
     rows, features = x_TF.shape
-    out_TF, y_TF = torch.empty_like(x_TF), torch.empty_like(x_TF)
+    out_TF = torch.empty_like(x_TF)
+    y_TF = torch.empty_like(x_TF) if keep else None
     _convolve[(triton.cdiv(rows, _ROWS), triton.cdiv(features, _FEATURES))](
         out_TF,
-        y_TF,
+        out_TF if y_TF is None else y_TF,
         x_TF,
         weight_FW,
         position_T,
         rows,
         features,
+        KEEP=keep,
         WIDTH=weight_FW.shape[1],
         ROWS=_ROWS,
         FEATURES=_FEATURES,
@@ -62,6 +69,7 @@ def _convolve(
     position,
     rows,
     features,
+    KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -77,7 +85,8 @@ def _convolve(
         tap = tl.load(weight + f * WIDTH + (WIDTH - 1 - back), mask=f < features, other=0.0).to(tl.float32)
         total += values * tap[None, :]
     inside = (t < rows)[:, None] & (f < features)[None, :]
-    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
+    if KEEP:
+        tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
     tl.store(out + place, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=inside)
 
 
