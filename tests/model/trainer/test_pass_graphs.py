@@ -1,6 +1,7 @@
 """Captured passes: their tables on any device, and on Hopper GPUs the numbers of the passes themselves."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -177,6 +178,27 @@ def test_batches_of_experts_are_as_large_as_captured_passes(family: str, tokens:
 def test_how_many_rows_are_captured(family: str, max_tokens: int | None, rows: int) -> None:
     architecture = tiny_trainer(tiny_model(family)).architecture
     assert rows_to_capture(architecture, 10_000 * 64, 64, max_tokens) == rows
+
+
+def test_one_rounding_more_shows_how_much_a_deep_model_magnifies_it() -> None:
+    """What changing the embeddings by one rounding changes is about the error of the whole pass in bf16."""
+    config = tiny_config("LlamaConfig", num_hidden_layers=24, initializer_range=0.2)  # magnifies what it gets
+    found: dict[str, list[torch.Tensor]] = {}
+    for kind in ("exact", "bf16", "rounded otherwise"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        dtype = torch.float32 if kind == "exact" else torch.bfloat16
+        engine = tiny_trainer(model.to(dtype)).engine
+        adapters = probe.probe_adapters(engine.architecture, engine.device, dtype, [8, 4], init=False)
+        parts = probe.probe_parts(engine.architecture, adapters, [30, 50])
+        with probe.embeddings_rounded_otherwise(engine) if kind == "rounded otherwise" else nullcontext():
+            found[kind] = probe.numbers_of_a_pass(engine, parts)
+        again = probe.numbers_of_a_pass(engine, parts)
+        assert (probe.relative_differences(again, found[kind]) == [0.0] * len(again)) == (kind != "rounded otherwise")
+    errors = probe.relative_differences(found["bf16"], found["exact"])
+    magnified = probe.relative_differences(found["rounded otherwise"], found["bf16"])
+    assert max(errors) > 0.1  # more than is always allowed
+    assert all(one / 3 < other < 3 * one for one, other in zip(errors, magnified, strict=True))
 
 
 on_hopper = pytest.mark.skipif(

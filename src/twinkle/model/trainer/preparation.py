@@ -19,7 +19,7 @@ from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.lockstep import Lockstep
 from twinkle.model.trainer.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
 from twinkle.model.trainer.pass_graphs import BUCKETS, capture_passes
-from twinkle.model.trainer.probe import captured_passes_agree, compile_layers, measure_token_cost
+from twinkle.model.trainer.probe import compare_captured_passes, compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
 from twinkle.model.vision.feature_store import FeatureStore
@@ -164,9 +164,17 @@ def _capture(engine: Engine, dtype: torch.dtype, most_rows: int, name: str) -> i
     """Capture passes of up to ``most_rows`` rows, where that is possible; return the bytes of memory they take."""
     before = available_bytes(engine.device)
     engine.graphs = capture_passes(engine, dtype, most_rows)
-    if engine.graphs is not None and not captured_passes_agree(engine, dtype):
-        logger.error("%s trains without CUDA graphs: they give other numbers than its layers", name)
-        engine.graphs = None
+    if engine.graphs is not None:
+        difference = compare_captured_passes(engine, dtype)
+        if not difference.is_small:
+            logger.error(
+                "%s trains without CUDA graphs: they give other numbers than its layers (relative difference %.2g, "
+                "allowed: %.2g)",
+                name,
+                difference.found,
+                difference.allowed,
+            )
+            engine.graphs = None
     return before - available_bytes(engine.device)
 
 

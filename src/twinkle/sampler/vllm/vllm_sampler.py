@@ -370,7 +370,7 @@ class VllmSampler:
             try:
                 assert version.lora is not None, "it has weights"
                 self._engine.add_lora(version.lora)
-                difference = self._check.compare(version.lora, name, change=True)
+                difference = self._check.compare(version.lora, name, trial=True)
             except TwinkleServerError:
                 if self._engine.dead:
                     raise
