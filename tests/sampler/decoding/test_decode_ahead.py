@@ -28,7 +28,8 @@ from tests.support.models.sampling import (
     toy_trainer,
 )
 from tests.support.models.seeing_models import seeing_datum, seeing_model
-from tests.support.models.tiny_models import tiny_trainer
+from tests.support.models.tiny_models import tiny_model, tiny_trainer
+from twinkle.model import Trainer
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
@@ -82,7 +83,7 @@ class Captured:
         table = [*row.blocks, *[self._nobodys] * (blocks_for(position + 1) - len(row.blocks))]
         noise = uniform(row.seed, row.sample, row.drawn + step)
         draws = (replace(row.draw, uniform=noise),)
-        return Piece(row.version, np.array([token]), position, table, draws, shift=row.shift)
+        return Piece(row.version, np.array([token]), position, table, draws, shift=row.shift, state=row.state)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class Drawing:
         return self.tokens
 
 
+@pytest.fixture(params=["attention", "linear attention"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    return toy_trainer(None, None if request.param == "attention" else tiny_model("qwen3_5"))
+
+
 def requests(length: int = 30) -> list[SampleRequest]:
     return [
         request(f"{name}", name, prompt(9 + 7 * n, n), 2, max_tokens=length + n, seed=n)
@@ -105,9 +111,8 @@ def requests(length: int = 30) -> list[SampleRequest]:
 
 
 @pytest.mark.parametrize("max_rows", [3, 64])
-def test_the_same_tokens_as_one_at_a_time(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tokens_as_one_at_a_time(max_rows: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 60.0)
-    trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
     captured = Captured(sampler, max_rows=max_rows)
@@ -137,9 +142,8 @@ def test_positions_behind_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured.shifts == {0, -6, -12}  # an image of 3 × 3 tokens takes three positions
 
 
-def test_samples_that_end_or_arrive_while_the_device_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_end_or_arrive_while_the_device_draws(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples end at stop tokens, at their length and by being cancelled; others begin meanwhile."""
-    trainer = toy_trainer()
     asked = [
         request(f"r{n}", (None, *SPECS)[n % 4], prompt(5 + 3 * n, n), 1 + n % 3, max_tokens=1 + 7 * n, seed=n, **how)
         for n, how in enumerate([{}, {"stop_tokens": tuple(range(3, 20))}, {"temperature": 0.0}, {"top_k": 3}] * 3)
@@ -167,10 +171,9 @@ def test_samples_that_end_or_arrive_while_the_device_draws(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("room", [12, 40])
-def test_a_small_cache_and_few_places(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_cache_and_few_places(room: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler.perf_counter", count().__next__)
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 6)
-    trainer = toy_trainer()
     asked = [
         replace(request(f"r{n}", "a", prompt(10 + 5 * n, n), 3, max_tokens=60, seed=n), scope=f"tenant {n % 3}")
         for n in range(5)
@@ -189,10 +192,9 @@ def test_a_small_cache_and_few_places(room: int, monkeypatch: pytest.MonkeyPatch
         assert_same_samples(outcomes[name], result)
 
 
-def test_tokens_of_preempted_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_preempted_sequences_are_dropped(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences lose their blocks while the device draws for them, and the blocks get other owners."""
     monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
-    trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
     captured = Captured(sampler, max_rows=64)
@@ -234,9 +236,29 @@ def test_who_is_not_captured_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert_same_samples(outcomes["b"], expected["b"])
 
 
+def test_states_behind_drawn_tokens_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is ahead of the host, so a state may be behind more tokens than the host knows."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 60.0)
+    trainer = toy_trainer(None, tiny_model("qwen3_5"))
+    start = prompt(72, 3)
+    first = request("first", "a", start, max_tokens=40, temperature=0.0)
+    drawn = run(toy_sampler(trainer), [first])["first"].sequences[0].tokens
+    longer = request("longer", "a", np.concatenate([start, drawn]), max_tokens=10, temperature=0.0)
+    expected = run(toy_sampler(trainer), [longer])["longer"]
+    sampler = toy_sampler(trainer)
+    captured = Captured(sampler, max_rows=64)
+    assert run(sampler, [first])["first"].sequences[0].tokens.tolist() == drawn.tolist()
+    assert captured.followed
+    result = run(sampler, [longer])["longer"]
+    assert 0 < result.cached_prompt_tokens <= len(start)
+    assert_same_samples(result, expected)
+
+
 @pytest.mark.parametrize("max_rows", [3, 64])
-def test_out_of_memory_ahead_is_nobodys_problem(max_rows: int) -> None:
-    trainer = toy_trainer()
+def test_out_of_memory_ahead_is_nobodys_problem(
+    max_rows: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._ROUNDS_WITHOUT_GRAPHS", 2)
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
     captured, refused = Captured(sampler, max_rows=max_rows), []

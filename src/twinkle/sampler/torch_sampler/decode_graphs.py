@@ -9,7 +9,7 @@ Shapes: n rows of a graph, B blocks of a sequence, V vocabulary.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.attention import CachedAttention
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
+from twinkle.model.decoder.linear_attention.layer import StatefulRows
 from twinkle.model.decoder.transfer import to_device
 from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.torch_sampler.binding import RowsOf
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for
 from twinkle.sampler.torch_sampler.drawing import MEMORY_OF_A_DRAW, Draw, DrawnRows, DrawPlan
+from twinkle.sampler.torch_sampler.states.pool import StatePool
+from twinkle.sampler.torch_sampler.states.tokens import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +40,15 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 class DecodeRow:
     """The newest token of a sequence, its index (``position``), and the sequence's blocks.
 
-    shift: what rotary embeddings add to the index; it is not 0 behind images.
+    shift: what rotary embeddings add to the index; it is not 0 behind images. state: the slot of the sequence's state,
+    in a model with linear attention.
     """
 
     token: int
     position: int
     blocks: Sequence[int]
     shift: int = 0
+    state: int | None = None
 
 
 class WeightSets(Protocol):
@@ -83,6 +89,7 @@ class DecodeGraphs:
         self._inputs_RN = torch.zeros(self._rows, max_rows, dtype=torch.int64, device=device)
         self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
         self._table_NB.fill_(self._nobodys)
+        self._states = _States(cache.states, max_rows, device) if cache.states is not None else None
         self._lora = SlotLora(engine.architecture, max_rows, device)
         self._fused: FusedDecoder | None = None
         if fuse:
@@ -164,6 +171,8 @@ class DecodeGraphs:
         table = block_table([row.blocks for row in rows], size, width, self._nobodys)
         self._inputs_RN[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
         self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
+        if self._states is not None:
+            self._states.fill([row.state for row in rows], size)
 
     def _capture_all(self, weights: int) -> None:
         """Capture the graphs of a set of weights, which the model has now. Adapters exist on the base only, set 0."""
@@ -200,12 +209,41 @@ class DecodeGraphs:
             return self._fused.hidden_states(inputs, self._lora if lora else None)
         block_n = table_nB.gather(1, (indices_n // BLOCK)[:, None]).squeeze(1).long()
         rows = _Rows(block_n, indices_n % BLOCK, table_nB, (indices_n + 1).int())
-        attention = tuple(
-            _DecodeLayer(rows, keys, values) for keys, values in zip(self._cache.keys, self._cache.values, strict=True)
-        )
+        tensors = zip(self._cache.keys, self._cache.values, strict=True)
+        attention: Iterator[CachedAttention | StatefulRows] = (_DecodeLayer(rows, *each) for each in tensors)
+        stateful = iter(() if self._states is None else self._states.layers(len(ids_n)))
+        cached = tuple(next(stateful if layer.delta_nets else attention) for layer in self._engine.layers)
         layers = self._lora.layers(len(ids_n)) if lora else bind_layers((), self._engine.architecture)
-        batch = LayerBatch(None, layers, False, cached=attention)
+        batch = LayerBatch(None, layers, False, cached=cached)
         return self._engine.hidden_states(ids_n[None], positions_n[None], None, batch)
+
+
+class _States:
+    """Which slot has the state of each row, in a model with linear attention.
+
+    Rows of padding have a slot that no sequence has. To them each token is the first, so that numbers stay finite.
+    """
+
+    def __init__(self, pool: StatePool, max_rows: int, device: torch.device) -> None:
+        self._pool = pool
+        self._nobodys = pool.set_aside()
+        self._slots_N = torch.full((max_rows,), self._nobodys, dtype=torch.int64, device=device)
+        self._begins_N = torch.ones(max_rows, dtype=torch.bool, device=device)
+
+    def fill(self, slots: Sequence[int | None], size: int) -> None:
+        """Assign the slots of the first rows; further rows, up to ``size``, are padding."""
+        taken = [slot for slot in slots if slot is not None]
+        assert len(taken) == len(slots), "sequences that decode have states"
+        padding = size - len(taken)
+        device = self._slots_N.device
+        self._slots_N[:size].copy_(to_device(torch.tensor(taken + [self._nobodys] * padding), device))
+        self._begins_N[:size].copy_(to_device(torch.tensor([False] * len(taken) + [True] * padding), device))
+
+    def layers(self, rows: int) -> list[TokenRows]:
+        """Return the rows of each layer with linear attention."""
+        slots_n, begins_n = self._slots_N[:rows], self._begins_N[:rows]
+        tensors = zip(self._pool.matrices, self._pool.columns, strict=True)
+        return [TokenRows(slots_n, begins_n, *each) for each in tensors]
 
 
 def block_table(blocks: Sequence[Sequence[int]], size: int, width: int, filler: int) -> np.ndarray:

@@ -220,6 +220,7 @@ class Job:
             len(sequence.logprobs) + pending,
             follows,
             self._shift,
+            sequence.state,
         )
 
     def absorb(self, sequence: Sequence, start: int, stop: int, computed: Computed) -> list[Sequence]:

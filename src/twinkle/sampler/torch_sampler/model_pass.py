@@ -23,7 +23,7 @@ from twinkle.model.decoder.experts.replay import PassRoutes
 from twinkle.model.decoder.image_rows import ImageRows
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
 from twinkle.model.decoder.linear_attention.bounds import Bounds
-from twinkle.model.decoder.linear_attention.layer import DeltaNet, PackedRows
+from twinkle.model.decoder.linear_attention.layer import DeltaNet, PackedRows, StatefulRows
 from twinkle.model.decoder.transfer import HostCopy, to_device
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.trainer import Trainer
@@ -46,7 +46,7 @@ from twinkle.sampler.torch_sampler.prompts.graphs import PromptGraphs, PromptPla
 from twinkle.sampler.torch_sampler.prompts.prompt_images import SeenTokens
 from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
 from twinkle.sampler.torch_sampler.states.pool import StatePool, StateShape, slots_for
-from twinkle.sampler.torch_sampler.states.rows import StatePlan, StateRows
+from twinkle.sampler.torch_sampler.states.rows import rows_of_layers
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Ahead:
     Random numbers depend on the seed of the request, the number of the sample, and the number of the generated token;
     ``drawn`` is the number of the first token to draw. ``follows``: a row of the run before this one. If it is given,
     the newest token is that row's, which only the device knows yet, and ``token`` is not used. ``shift``: what rotary
-    embeddings add to the index; it is not 0 behind images.
+    embeddings add to the index; it is not 0 behind images. ``state``: as in :class:`Piece`.
     """
 
     version: Adapter | None
@@ -103,6 +103,7 @@ class Ahead:
     drawn: int
     follows: int | None = None
     shift: int = 0
+    state: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class ModelPass:
         seeds, samples, drawn = (words(*values)[:, None] for values in zip(*map(_key, ordered), strict=True))
         uniform_nS = uniforms(seeds, samples, drawn + words(*range(steps)))
         parts = self._graphs.decode(
-            [DecodeRow(row.token, row.position, row.blocks, row.shift) for row in ordered],
+            [DecodeRow(row.token, row.position, row.blocks, row.shift, row.state) for row in ordered],
             _runs([row.version for row in ordered], [1] * len(ordered)),
             [row.draw for row in ordered],
             to_device(torch.from_numpy(uniform_nS), device),
@@ -283,16 +284,13 @@ class ModelPass:
 
     def _layers(
         self, attention: Sequence[CachedLayer], pieces: Sequence[Piece], cache: KeyValueCache
-    ) -> tuple[CachedLayer | StateRows, ...]:
+    ) -> tuple[CachedLayer | StatefulRows, ...]:
         """Return one entry for each decoder layer: attention with a cache, or linear attention with states."""
-        states = cache.states
-        if states is None:
+        if cache.states is None:
             return tuple(attention)
         slots = [piece.state for piece in pieces if piece.state is not None]
         lengths, starts = [len(piece.tokens) for piece in pieces], [piece.start for piece in pieces]
-        columns = states.columns[0].shape[1]
-        plan = StatePlan.for_spans(lengths, starts, slots, columns, self._engine.device)
-        stateful = (StateRows(plan, *each) for each in zip(states.matrices, states.columns, strict=True))
+        stateful = iter(rows_of_layers(cache.states, lengths, starts, slots, self._engine.device))
         rest = iter(attention)
         return tuple(next(stateful) if layer.delta_nets else next(rest) for layer in self._engine.layers)
 
@@ -396,14 +394,15 @@ def probe_shapes(engine: Engine) -> list[LayerShape]:
 def make_states(trainer: Trainer, max_sequences: int) -> StatePool | None:
     """Return the slots for states of linear attention, if the model has such layers.
 
-    They take up to a quarter of what the trainer set aside for adapters. With fewer slots fewer sequences run at once.
+    They take up to a third of what the trainer set aside for adapters. With fewer slots fewer sequences run at once.
     """
     nets = [net for layer in trainer.engine.layers for net in layer.delta_nets]
     if not nets:
         return None
     shapes = [state_shape(net) for net in nets]
     state_bytes = sum(shape.size(trainer.dtype) for shape in shapes)
-    slots = slots_for(max_sequences, state_bytes, trainer.memory.adapters // 4)
+    captured = trainer.device.type == "cuda"
+    slots = slots_for(max_sequences, state_bytes, trainer.memory.adapters // 3, set_aside=int(captured))
     trainer.set_aside(slots * state_bytes)
     return StatePool(shapes, trainer.dtype, trainer.device, slots)
 

@@ -38,6 +38,7 @@ _AHEAD = 8  # tokens of a sequence that captured graphs draw before the host che
 # The same while most sequences wait for their prompts: a step takes almost as long for few sequences as for many, so
 # it is better to take most steps when more sequences decode.
 _AHEAD_OF_PROMPTS = 2
+_ROUNDS_WITHOUT_GRAPHS = 64  # after there was no memory to draw several tokens in a row, in a model with states
 _PASSES_UNTIL_LARGER = 256  # so many passes after one that ran out of memory, passes may have twice as many sequences
 
 
@@ -130,6 +131,7 @@ class TorchSampler:
         # the schedule. A pass that is only repeated would fail again.
         self._most_together = places
         self._passes_until_larger = 0
+        self._rounds_without_graphs = 0
 
     @property
     def memory(self) -> str:
@@ -204,10 +206,11 @@ class TorchSampler:
         if self._cache is not None:
             longest = self._trainer.architecture.max_length + _AHEAD
             engine = self._trainer.engine
-            if engine.architecture.has_linear_attention:  # its passes are not captured yet
-                return
-            self._graphs = capture_decoding(engine, self._cache, self._places, longest, self._versions)
-            if self._graphs is not None:  # otherwise prompts cannot be captured either
+            states = self._cache.states
+            rows = self._places if states is None else min(self._places, states.running)
+            self._graphs = capture_decoding(engine, self._cache, rows, longest, self._versions)
+            # Where decoding cannot be captured, prompts cannot either. Prompts with linear attention depend on lengths.
+            if self._graphs is not None and states is None:
                 self._prompts = capture_prompts(engine, self._cache, self._chunk_tokens, self._versions)
 
     # --- versions -----------------------------------------------------------------------------------------------------
@@ -311,8 +314,9 @@ class TorchSampler:
     def _advance(self, eligible: Eligible, deadline: float) -> bool:
         """Draw for each decoding sequence, and compute a piece of the prompts. Return False if nothing was to do."""
         self._schedule.admit(eligible)
-        if self._graphs is not None:
+        if self._graphs is not None and not self._rounds_without_graphs:
             return self._advance_ahead(self._graphs, eligible, deadline)
+        self._rounds_without_graphs = max(0, self._rounds_without_graphs - 1)
         # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
         # frees room for the second.
         decoded = self._decode(self._schedule.decode_steps(eligible))
@@ -380,7 +384,11 @@ class TorchSampler:
             pending = self._pass.start_ahead(rows, tokens, None if before is None else before.pending)
         except torch.OutOfMemoryError:
             self._free_memory()
-            if before is None:
+            if self._cache is not None and self._cache.states is not None:
+                # The first of the tokens may have changed states. Single tokens are drawn in batches that get smaller.
+                self._schedule.begin_anew(steps)
+                self._rounds_without_graphs = _ROUNDS_WITHOUT_GRAPHS
+            elif before is None:
                 self._decode(steps)  # one token each, in batches that are halved until they fit
             return None
         self._count_decoded(len(steps), tokens)
@@ -402,7 +410,7 @@ class TorchSampler:
         except NonFiniteError as error:
             self._fail(job, error)
             return
-        self._schedule.computed(Step(sequence, step.start, step.start + count))
+        self._schedule.computed(Step(sequence, step.start, step.start + count), ahead=True)
         self._end(sequence)
 
     def _decode(self, steps: list[Step]) -> bool:

@@ -107,9 +107,13 @@ class Schedule:
             touched = [step for step in touched if step.stop > step.sequence.failed_at]
             for step in touched:
                 step.sequence.failed_at = step.stop
-        for step in touched:
-            self._release(step.sequence)
+        self.begin_anew(touched)
         return bool(touched)
+
+    def begin_anew(self, steps: Iterable[Step]) -> None:
+        """Compute the sequences of these steps from their first token on, or from a stored prefix."""
+        for step in steps:
+            self._release(step.sequence)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -255,8 +259,11 @@ class Schedule:
             self._prompt_turns[sequence.job.scope] = turn
         return list(steps.values())
 
-    def computed(self, step: Step) -> None:
-        """Record that the step's tokens are in the cache now."""
+    def computed(self, step: Step, *, ahead: bool = False) -> None:
+        """Record that the step's tokens are in the cache now.
+
+        ahead: they were drawn in a row. The device may have begun to draw more, which changes the sequence's state.
+        """
         sequence, cache = step.sequence, self._cache
         if cache is None:
             sequence.turn = next(self._turns)
@@ -265,7 +272,7 @@ class Schedule:
         sequence.job.reached(step.stop, reused=False)
         for index in range(step.start // BLOCK, step.stop // BLOCK):
             cache.remember(sequence.job.version_key, self._name(sequence, index), sequence.blocks[index])
-        if self._states is not None and sequence.state is not None and self._stores(step):
+        if self._states is not None and sequence.state is not None and not ahead and self._stores(step):
             name = self._name(sequence, step.stop // BLOCK - 1)
             self._states.store(sequence.job.version_key, name, sequence.state)
 

@@ -36,10 +36,13 @@ class StateShape:
         return matrices + self.features * self.columns * dtype.itemsize
 
 
-def slots_for(sequences: int, state_bytes: int, most_bytes: int) -> int:
-    """Return how many slots to make for this many sequences at once, in at most ``most_bytes``."""
-    wanted = max(_FEWEST, sequences + max(2, sequences // _EXTRA_SHARE))
-    return max(_FEWEST, min(wanted, most_bytes // state_bytes))
+def slots_for(sequences: int, state_bytes: int, most_bytes: int, *, set_aside: int = 0) -> int:
+    """Return how many slots to make for this many sequences at once, in at most ``most_bytes``.
+
+    ``set_aside``: how many more are for :meth:`StatePool.set_aside`.
+    """
+    wanted = max(_FEWEST, sequences + max(2, sequences // _EXTRA_SHARE)) + set_aside
+    return max(_FEWEST + set_aside, min(wanted, most_bytes // state_bytes))
 
 
 class StatePool:
@@ -60,7 +63,7 @@ class StatePool:
     @property
     def running(self) -> int:
         """Return how many sequences can run at once."""
-        return self._slots - self._extras
+        return self._slots - self._extras - self._set_aside
 
     @property
     def nbytes(self) -> int:
@@ -84,12 +87,18 @@ class StatePool:
         self.columns.clear()
 
     def reset(self) -> None:
-        """Forget all states. No sequence may have a slot."""
+        """Forget all states, and which slots were set aside. No sequence may have a slot."""
+        self._set_aside = 0
         self._free = list(range(self._slots - 1, -1, -1))
         self._held = 0  # copies for samples that have not begun
         self._stored: dict[tuple[int, bytes], int] = {}  # by version and name, that used last at the end
 
     # --- slots of sequences -------------------------------------------------------------------------------------------
+
+    def set_aside(self) -> int:
+        """Return a slot that no sequence will ever have."""
+        self._set_aside += 1
+        return self._free.pop()
 
     def take(self) -> int:
         """Return a slot for a sequence that begins to run. What it holds has no meaning yet."""

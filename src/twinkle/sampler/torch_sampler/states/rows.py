@@ -1,6 +1,6 @@
 """The rows of one pass in a layer of linear attention: sequences go on from their states, and leave new ones.
 
-Nothing here waits for the device, and rows of single tokens, as in decoding, depend on no length.
+Nothing here waits for the device. Passes of single tokens, as in decoding, are in ``tokens``.
 
 Shapes: T rows, N sequences, K key heads of width D, V value heads of width E, F features, W width of the convolution, C
 = W − 1 columns.
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.decoder.linear_attention.bounds import Bounds
 from twinkle.model.decoder.linear_attention.convolution import silu_convolution
-from twinkle.model.decoder.linear_attention.delta_rule import gated_delta_rule, one_step
+from twinkle.model.decoder.linear_attention.delta_rule import gated_delta_rule
+from twinkle.model.decoder.linear_attention.layer import StatefulRows
 from twinkle.model.decoder.transfer import to_device
+from twinkle.sampler.torch_sampler.states.pool import StatePool
+from twinkle.sampler.torch_sampler.states.tokens import TokenRows
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,6 @@ class StateRows:
         plan = self.plan
         # Slots may hold anything where a sequence begins, NaN too, so the old columns are not multiplied by 0.
         before_NCF = self.columns_SCF[plan.slots_N].masked_fill(plan.begins_N[:, None, None], 0)
-        if len(x_TF) == len(plan.slots_N):  # one row a sequence
-            window_NWF = torch.cat([before_NCF, x_TF[:, None]], 1)
-            self.columns_SCF[plan.slots_N] = window_NWF[:, 1:]
-            return F.silu((window_NWF.float() * weight_FW.float().t()).sum(1)).to(x_TF.dtype)
         pieces = zip(before_NCF, x_TF.split(plan.bounds.lengths), strict=True)
         longer_TF = torch.cat([each for pair in pieces for each in pair])
         self.columns_SCF[plan.slots_N] = longer_TF[plan.last_NC]
@@ -71,9 +69,19 @@ class StateRows:
     def delta_rule(self, q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, g_TV: Tensor, beta_TV: Tensor) -> Tensor:
         plan = self.plan
         states_NVDE = self.matrices_SVDE[plan.slots_N].masked_fill(plan.begins_N[:, None, None, None], 0)
-        if len(v_TVE) == len(plan.slots_N):
-            out_TVE, states_NVDE = one_step(q_TKD, k_TKD, v_TVE, g_TV, beta_TV, states_NVDE)
-        else:
-            out_TVE, states_NVDE = gated_delta_rule(q_TKD, k_TKD, v_TVE, g_TV, beta_TV, plan.bounds, states_NVDE)
+        out_TVE, states_NVDE = gated_delta_rule(q_TKD, k_TKD, v_TVE, g_TV, beta_TV, plan.bounds, states_NVDE)
         self.matrices_SVDE[plan.slots_N] = states_NVDE
         return out_TVE
+
+
+def rows_of_layers(
+    pool: StatePool, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int], device: torch.device
+) -> list[StatefulRows]:
+    """Return the rows of a pass for each layer with linear attention. ``slots``: those of the sequences' states."""
+    tensors = zip(pool.matrices, pool.columns, strict=True)
+    if max(lengths) == 1:
+        slots_N = to_device(torch.tensor(slots), device)
+        begins_N = to_device(torch.tensor([start == 0 for start in starts]), device)
+        return [TokenRows(slots_N, begins_N, *each) for each in tensors]
+    plan = StatePlan.for_spans(lengths, starts, slots, pool.columns[0].shape[1], device)
+    return [StateRows(plan, *each) for each in tensors]
