@@ -1,6 +1,9 @@
 """Which ops ran when a process died: the notes on disk, and which op is blamed."""
 
 import asyncio
+import contextlib
+import os
+import threading
 from pathlib import Path
 
 from twinkle.server.services.running_ops import RunningOps
@@ -18,10 +21,16 @@ def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool =
                 await block.__aexit__(None, None, None)
         if told_to_end:
             running.stopping()
+        written(running)
         return path.read_bytes()
 
     left = asyncio.run(work())
     path.write_bytes(left)  # restores them: the loop's orderly end has also ended the batches
+
+
+def written(running: RunningOps) -> None:
+    """Wait for the writing thread."""
+    running._writer.submit(lambda: None).result()
 
 
 def deaths(path: Path, *request_ids: str) -> list[int]:
@@ -91,8 +100,60 @@ def test_the_file_stays_small(tmp_path):
             for number in range(20_000):
                 async with running.noted([f"a-rather-long-name-of-an-adapter:train:0:{number}"] * 4):
                     pass
+            written(running)
             assert path.stat().st_size < 2**21
         running.close()
 
     asyncio.run(work())
     assert path.stat().st_size == 0
+
+
+def test_a_slow_disk_stops_no_other_work(tmp_path, monkeypatch):
+    """A batch waits for the line that it begins with. The event loop goes on, and so do batches that end."""
+    path, disk = tmp_path / "mock", threading.Event()
+    write, seen = os.write, []
+
+    def slow(fd: int, data: bytes) -> int:
+        assert disk.wait(60)
+        return write(fd, data)
+
+    async def batch(running: RunningOps, name: str) -> None:
+        async with running.noted([name]):
+            seen.append((name, path.read_text()))
+
+    async def work() -> None:
+        running = RunningOps(path)
+        async with running.noted(["first:1"]):
+            monkeypatch.setattr(os, "write", slow)
+        waiting = asyncio.create_task(batch(running, "second:1"))
+        await asyncio.sleep(0.05)
+        assert seen == []
+        disk.set()
+        await waiting
+        running.close()
+
+    asyncio.run(work())
+    assert [name for name, _ in seen] == ["second:1"]
+    assert "- 1\n+ 2 second:1\n" in seen[0][1]
+    assert path.read_bytes() == b""
+
+
+def test_a_batch_that_is_given_up_before_it_began_is_not_suspected(tmp_path, monkeypatch):
+    path, disk = tmp_path / "mock", threading.Event()
+    write = os.write
+
+    async def work() -> bytes:
+        running = RunningOps(path)
+        monkeypatch.setattr(os, "write", lambda fd, data: disk.wait(60) and write(fd, data))
+        block = running.noted(["a:1"])
+        entering = asyncio.create_task(block.__aenter__())
+        await asyncio.sleep(0.05)
+        entering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await entering
+        disk.set()
+        written(running)
+        return path.read_bytes()
+
+    path.write_bytes(asyncio.run(work()))
+    assert deaths(path, "a:1") == [0]

@@ -2,8 +2,12 @@
 
 There is one small file for each training service (on Ray: for each replica of a model). A batch appends one line
 before it runs and one after it has ended, with a plain ``write``. No fsync is needed: the page cache survives the death
-of the process, and the death of the whole machine says nothing about an op. A line costs some ten microseconds; a row
-in the database would make every batch wait for a commit.
+of the process, and the death of the whole machine says nothing about an op. A line usually costs some ten microseconds;
+a row in the database would make every batch wait for a commit.
+
+While large files are written to the same disk, a line can take a third of a second. So a thread of its own writes them,
+and the event loop goes on meanwhile. A batch waits for the line that it begins with, and nothing waits for the line at
+its end: if the process dies before that is written, the op has an outcome and will not run again.
 
     d REQUEST_ID COUNT    at the start of the file: the process died COUNT times while this op ran
     + NUMBER REQUEST_ID…  a batch begins
@@ -19,7 +23,9 @@ journal and are never run again, so they are not recorded here.
 import asyncio
 import logging
 import os
+from asyncio import wrap_future
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
@@ -35,7 +41,7 @@ class RunningOps:
     """The ops of one training service that run now, and the suspects: ops during which an earlier process died, each
     with the number of deaths.
 
-    Belongs to one event loop.
+    Belongs to one event loop. After the constructor only the writing thread uses the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +57,8 @@ class RunningOps:
         self._deaths = _read(path)
         for request_id, deaths in self._deaths.items():
             logger.warning("the server died %d time(s) while it ran request %s", deaths, request_id)
-        self._rewrite()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="running-ops")
+        self._replace(self._whole())
 
     def keep_only(self, request_ids: Iterable[str]) -> None:
         """Forget the deaths during all ops except ``request_ids``: the other ops will not run again."""
@@ -95,8 +102,8 @@ class RunningOps:
         async with self._turn if self._deaths else nullcontext():
             number = next(self._numbers)
             self._batches[number] = request_ids
-            self._append(f"+ {number} {' '.join(request_ids)}\n")
             try:
+                await wrap_future(self._append(f"+ {number} {' '.join(request_ids)}\n"))
                 yield
             finally:
                 self._end(number, decoding)
@@ -109,37 +116,51 @@ class RunningOps:
                 self._deaths.pop(request_id, None)
         cheap = not self._batches and not self._deaths
         if self._size > (_COMPACT_BYTES if cheap else _MOST_BYTES):
-            self._rewrite()
+            data = self._whole()
+            self._size = len(data)
+            self._writer.submit(self._replace, data)
 
     def stopping(self) -> None:
         """Note that the process was asked to stop, so that its death from now on is not blamed on an op."""
         self._stopping = True
-        self._append("s\n")
+        self._append("s\n").result()
 
     def close(self) -> None:
-        """Record that no op runs any more, and close the file."""
+        """Record that no op runs any more, and close the file. Blocks until that is written."""
         self._batches.clear()
-        self._rewrite()
+        self._writer.submit(self._replace, self._whole())
+        self._writer.submit(self._close_file)
+        self._writer.shutdown()
+
+    def _append(self, line: str) -> Future[None]:
+        data = line.encode()
+        self._size += len(data)
+        return self._writer.submit(self._write, data)
+
+    def _whole(self) -> bytes:
+        """Return the content of a file with only the lines that still matter."""
+        lines = [f"d {request_id} {deaths}\n" for request_id, deaths in self._deaths.items()]
+        lines += [f"+ {number} {' '.join(ids)}\n" for number, ids in self._batches.items()]
+        lines += ["s\n"] if self._stopping and self._batches else []
+        return "".join(lines).encode()
+
+    # --- in the writing thread ----------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        if self._fd is None:
+            return
+        try:
+            os.write(self._fd, data)
+        except OSError as error:  # such as a full disk: better to run the op without a record than not at all
+            logger.error("%s: cannot record which ops run: %s", self._path, error)
+
+    def _close_file(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
-    def _append(self, line: str) -> None:
-        if self._fd is None:
-            return
-        data = line.encode()
-        try:
-            os.write(self._fd, data)
-            self._size += len(data)
-        except OSError as error:  # such as a full disk: better to run the op without a record than not at all
-            logger.error("%s: cannot record which ops run: %s", self._path, error)
-
-    def _rewrite(self) -> None:
-        """Replace the file, atomically, by one with only the lines that still matter."""
-        lines = [f"d {request_id} {deaths}\n" for request_id, deaths in self._deaths.items()]
-        lines += [f"+ {number} {' '.join(ids)}\n" for number, ids in self._batches.items()]
-        lines += ["s\n"] if self._stopping and self._batches else []
-        data = "".join(lines).encode()
+    def _replace(self, data: bytes) -> None:
+        """Replace the file, atomically, by one with this content."""
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -152,9 +173,8 @@ class RunningOps:
         except OSError as error:
             logger.error("%s cannot be written: %s", self._path, error)
             return
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd, self._size = fd, len(data)
+        self._close_file()
+        self._fd = fd
 
 
 def _read(path: Path) -> dict[str, int]:
