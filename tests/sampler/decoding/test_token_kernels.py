@@ -75,7 +75,7 @@ def test_captured_decoding_gives_what_plain_passes_give(family: str, count: int)
     assert captured._graphs is not None
     plain._graphs = None
     asked = [
-        request(f"r{n}", ("a", None)[n % 2], prompt(1 + 29 * n % 150, n), 1 + n % 3, max_tokens=21, temperature=0.0)
+        request(f"r{n}", ("a", None)[n % 2], prompt(1 + 29 * n % 100, n), 1 + n % 3, max_tokens=21, temperature=0.0)
         for n in range(count)
     ]
     ours, theirs = run(captured, asked), run(plain, asked)

@@ -23,6 +23,7 @@ from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     operand,
     own_tiles,
     times_b,
+    times_b_twice,
 )
 
 _GATED_AT_ONCE = 128  # features of the feed-forward block that a program computes
@@ -207,25 +208,28 @@ def _rotate_and_store(
                 b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
                 own_sums = sums + layer * sums_layer
                 n = own * WIDTH + d
-                low += times_b(
-                    own_sums, b, row, inside, n, all_d, rank, sums_part, sums_row, OPERAND, ROWS, HALF, RANKS, PARTS
-                )
-                high += times_b(
+                more_low, more_high = times_b_twice(
                     own_sums,
+                    own_sums,
+                    b,
                     b,
                     row,
                     inside,
+                    n,
                     n + HALF,
                     all_d,
                     rank,
                     sums_part,
                     sums_row,
+                    True,
                     OPERAND,
                     ROWS,
                     HALF,
                     RANKS,
                     PARTS,
                 )
+                low += more_low
+                high += more_high
                 low, high = low.to(OPERAND).to(tl.float32), high.to(OPERAND).to(tl.float32)
         if layer < 2:
             if NORMS:
@@ -337,31 +341,68 @@ def _gated(
         if LORA:
             group = tl.load(tiles + 4 * index)
             rank = tl.load(tiles + 4 * index + 3) // 8 * 8
-            address = tl.load(addresses + address_kind + group)
-            if address != 0:
-                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
-                gate += times_b(
-                    sums, b, row, inside_t, n, inside_n, rank, sums_part, sums_row, OPERAND, ROWS, OUTER, RANKS, PARTS
-                )
-            address = tl.load(addresses + address_layer + address_kind + group)
-            if address != 0:
-                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
-                up += times_b(
+            of_gate = tl.load(addresses + address_kind + group)
+            of_up = tl.load(addresses + address_layer + address_kind + group)
+            b = tl.multiple_of(of_gate.to(tl.pointer_type(OPERAND)), 16)
+            other_b = tl.multiple_of(of_up.to(tl.pointer_type(OPERAND)), 16)
+            if (of_gate != 0) & (of_up != 0):
+                more_gate, more_up = times_b_twice(
+                    sums,
                     sums + sums_layer,
                     b,
+                    other_b,
                     row,
                     inside_t,
+                    n,
                     n,
                     inside_n,
                     rank,
                     sums_part,
                     sums_row,
+                    False,
                     OPERAND,
                     ROWS,
                     OUTER,
                     RANKS,
                     PARTS,
                 )
+                gate += more_gate
+                up += more_up
+            else:
+                if of_gate != 0:
+                    gate += times_b(
+                        sums,
+                        b,
+                        row,
+                        inside_t,
+                        n,
+                        inside_n,
+                        rank,
+                        sums_part,
+                        sums_row,
+                        OPERAND,
+                        ROWS,
+                        OUTER,
+                        RANKS,
+                        PARTS,
+                    )
+                if of_up != 0:
+                    up += times_b(
+                        sums + sums_layer,
+                        other_b,
+                        row,
+                        inside_t,
+                        n,
+                        inside_n,
+                        rank,
+                        sums_part,
+                        sums_row,
+                        OPERAND,
+                        ROWS,
+                        OUTER,
+                        RANKS,
+                        PARTS,
+                    )
             gate, up = gate.to(OPERAND).to(tl.float32), up.to(OPERAND).to(tl.float32)
         value = gate * tl.sigmoid(gate) * up
         tl.store(out + row * size + n[None, :], value.to(OPERAND), mask=inside)

@@ -204,6 +204,51 @@ def times_b(
 
 
 @triton.jit
+def times_b_twice(
+    sums,
+    other_sums,
+    b,
+    other_b,
+    row,
+    inside_t,
+    n,
+    other_n,
+    inside_n,
+    rank,
+    sums_part,
+    sums_row,
+    SAME: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return two products as :func:`times_b`, whose loads are under way at the same time. SAME: both have the same h."""
+    total = tl.zeros([ROWS, OUTER], tl.float32)
+    other_total = tl.zeros([ROWS, OUTER], tl.float32)
+    for start in range(0, rank, RANKS):
+        r = start + tl.arange(0, RANKS)
+        inside_r = r < rank
+        inside_w = inside_r[:, None] & inside_n[None, :]
+        weights = tl.load(b + n[None, :] * rank + r[:, None], mask=inside_w, other=0.0)
+        other_weights = tl.load(other_b + other_n[None, :] * rank + r[:, None], mask=inside_w, other=0.0)
+        inside_h = inside_t & inside_r[None, :]
+        h = tl.zeros([ROWS, RANKS], tl.float32)
+        other_h = tl.zeros([ROWS, RANKS], tl.float32)
+        for part in tl.static_range(PARTS):
+            place = part * sums_part + row * sums_row + r[None, :]
+            h += tl.load(sums + place, mask=inside_h, other=0.0)
+            if not SAME:
+                other_h += tl.load(other_sums + place, mask=inside_h, other=0.0)
+        if SAME:
+            other_h = h
+        total = tl.dot(h.to(OPERAND), weights, total)
+        other_total = tl.dot(other_h.to(OPERAND), other_weights, other_total)
+    return total, other_total
+
+
+@triton.jit
 def _add_times_b(
     y,
     sums,
