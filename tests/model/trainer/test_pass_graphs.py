@@ -201,6 +201,31 @@ def test_one_rounding_more_shows_how_much_a_deep_model_magnifies_it() -> None:
     assert all(one / 3 < other < 3 * one for one, other in zip(errors, magnified, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("factor", "agrees"), [(1.0, True), (1.05, True), (0.6, False), (0.0, False), (float("nan"), False)]
+)
+@pytest.mark.parametrize("deep", [False, True])
+def test_captured_passes_with_wrong_numbers_are_found(
+    factor: float, agrees: bool, deep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a model in which one more rounding changes numbers by more than a half."""
+    config = tiny_config("LlamaConfig", **({"num_hidden_layers": 24, "initializer_range": 0.3} if deep else {}))
+    engine = tiny_trainer(AutoModelForCausalLM.from_config(config).bfloat16()).engine
+    right = probe.numbers_of_a_pass
+
+    def numbers(engine: object, parts: list[Part]) -> list[torch.Tensor]:
+        captured, engine.graphs = engine.graphs, None
+        found = right(engine, parts)
+        engine.graphs = captured
+        return found if captured is None else [factor * each for each in found]
+
+    monkeypatch.setattr(probe, "numbers_of_a_pass", numbers)
+    engine.graphs = object()
+    difference = probe.compare_captured_passes(engine, torch.bfloat16)
+    assert difference.is_small is agrees
+    assert difference.allowed <= 0.5
+
+
 on_hopper = pytest.mark.skipif(
     not runs_own_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")), reason="needs a Hopper GPU"
 )

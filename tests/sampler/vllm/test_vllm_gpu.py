@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_tokens_again(sampler: "VllmSampler") -> None:
     """The request is alone both times, and none of its prompt is cached: otherwise bf16 may round differently.
 
     With an adapter it may even so, because vLLM's kernels for LoRA add up parts of a sum in no fixed order. Then only
-    the number that decides about a token is known to be equal, and with it the first token, up to its neighbours.
+    the number that decides about a token is known to be equal, and with it the first token, or one of its neighbours.
     """
     for version in (None, "a0"):
         one = request("r", version, prompt(30, 5), max_tokens=32, seed=11)

@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,9 +46,9 @@ class Counted:
         runner, settlement = self.service._runner, self.service._runner._settlement
         execute, enqueue, settle = runner._execute, runner.enqueue, settlement.settle
 
-        def counting_execute(ops: Sequence[Op]) -> list[Outcome]:
+        def counting_execute(ops: Sequence[Op], noted: Future[None]) -> list[Outcome]:
             self.batches += 1
-            return execute(ops)
+            return execute(ops, noted)
 
         def noting_enqueue(adapter: LiveAdapter, op: Op) -> str | None:
             self.placed[op.request_id] = self.batches

@@ -6,13 +6,15 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from twinkle.server.services.running_ops import RunningOps
 
 
 def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool = False) -> None:
     """Write the notes of a process that ran batches and died; the first ``ended`` batches had finished."""
 
-    async def work() -> bytes:
+    async def work() -> tuple[RunningOps, bytes]:
         running = RunningOps(path)
         for number, batch in enumerate(batches):
             block = running.noted(batch)
@@ -20,11 +22,12 @@ def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool =
             if number < ended:
                 await block.__aexit__(None, None, None)
         if told_to_end:
-            running.stopping()
+            await running.stopping()
         written(running)
-        return path.read_bytes()
+        return running, path.read_bytes()
 
-    left = asyncio.run(work())
+    running, left = asyncio.run(work())
+    written(running)
     path.write_bytes(left)  # restores them: the loop's orderly end has also ended the batches
 
 
@@ -102,14 +105,16 @@ def test_the_file_stays_small(tmp_path):
                     pass
             written(running)
             assert path.stat().st_size < 2**21
-        running.close()
+        await running.close()
 
     asyncio.run(work())
     assert path.stat().st_size == 0
 
 
 def test_a_slow_disk_stops_no_other_work(tmp_path, monkeypatch):
-    """A batch waits for the line that it begins with. The event loop goes on, and so do batches that end."""
+    """A batch waits for the line that it begins with, or its compute thread does. The event loop goes on, and so do
+    batches that end.
+    """
     path, disk = tmp_path / "mock", threading.Event()
     write, seen = os.write, []
 
@@ -126,21 +131,30 @@ def test_a_slow_disk_stops_no_other_work(tmp_path, monkeypatch):
         async with running.noted(["first:1"]):
             monkeypatch.setattr(os, "write", slow)
         waiting = asyncio.create_task(batch(running, "second:1"))
-        await asyncio.sleep(0.05)
-        assert seen == []
-        disk.set()
+        async with running.noted(["in the compute thread:1"], waits=False) as line:
+            await asyncio.sleep(0.05)
+            assert seen == []
+            assert not line.done()
+            disk.set()
+            await asyncio.to_thread(line.result, 60)
         await waiting
-        running.close()
+        await running.close()
+        await running.close()
+        async with running.noted(["third:1"]):  # nothing is written any more
+            pass
 
     asyncio.run(work())
     assert [name for name, _ in seen] == ["second:1"]
-    assert "- 1\n+ 2 second:1\n" in seen[0][1]
+    assert "+ 3 second:1\n" in seen[0][1]
     assert path.read_bytes() == b""
 
 
-def test_a_batch_that_is_given_up_before_it_began_is_not_suspected(tmp_path, monkeypatch):
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_batch_that_is_given_up_before_it_began_neither_adds_a_death_nor_forgives_one(earlier, tmp_path, monkeypatch):
     path, disk = tmp_path / "mock", threading.Event()
     write = os.write
+    if earlier:
+        died_in(path, ["a:1"])
 
     async def work() -> bytes:
         running = RunningOps(path)
@@ -151,9 +165,10 @@ def test_a_batch_that_is_given_up_before_it_began_is_not_suspected(tmp_path, mon
         entering.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await entering
+        assert running.deaths("a:1") == earlier
         disk.set()
         written(running)
         return path.read_bytes()
 
     path.write_bytes(asyncio.run(work()))
-    assert deaths(path, "a:1") == [0]
+    assert deaths(path, "a:1") == [earlier]

@@ -221,13 +221,12 @@ class DecodeGraphs:
 class _States:
     """Which slot has the state of each row, in a model with linear attention.
 
-    Rows of padding have a slot that no sequence has. To them each token is the first, so that numbers stay finite.
+    Rows of padding have the spare slot. To them each token is the first, so that numbers stay finite.
     """
 
     def __init__(self, pool: StatePool, max_rows: int, device: torch.device) -> None:
         self._pool = pool
-        self._nobodys = pool.set_aside()
-        self._slots_N = torch.full((max_rows,), self._nobodys, dtype=torch.int64, device=device)
+        self._slots_N = torch.full((max_rows,), pool.spare, dtype=torch.int64, device=device)
         self._begins_N = torch.ones(max_rows, dtype=torch.bool, device=device)
 
     def fill(self, slots: Sequence[int | None], size: int) -> None:
@@ -236,7 +235,7 @@ class _States:
         assert len(taken) == len(slots), "sequences that decode have states"
         padding = size - len(taken)
         device = self._slots_N.device
-        self._slots_N[:size].copy_(to_device(torch.tensor(taken + [self._nobodys] * padding), device))
+        self._slots_N[:size].copy_(to_device(torch.tensor(taken + [self._pool.spare] * padding), device))
         self._begins_N[:size].copy_(to_device(torch.tensor([False] * len(taken) + [True] * padding), device))
 
     def layers(self, rows: int) -> list[TokenRows]:

@@ -401,9 +401,8 @@ def make_states(trainer: Trainer, max_sequences: int) -> StatePool | None:
         return None
     shapes = [state_shape(net) for net in nets]
     state_bytes = sum(shape.size(trainer.dtype) for shape in shapes)
-    captured = trainer.device.type == "cuda"
-    slots = slots_for(max_sequences, state_bytes, trainer.memory.adapters // 3, set_aside=int(captured))
-    trainer.set_aside(slots * state_bytes)
+    slots = slots_for(max_sequences, state_bytes, trainer.memory.adapters // 3 - state_bytes)
+    trainer.set_aside((slots + 1) * state_bytes)
     return StatePool(shapes, trainer.dtype, trainer.device, slots)
 
 

@@ -316,10 +316,12 @@ class TorchSampler:
         self._schedule.admit(eligible)
         if self._graphs is not None and not self._rounds_without_graphs:
             return self._advance_ahead(self._graphs, eligible, deadline)
-        self._rounds_without_graphs = max(0, self._rounds_without_graphs - 1)
         # Two passes, because rows of single tokens all have the same shape. The first pass may end sequences, which
         # frees room for the second.
+        assert self._flight is None, "its sequences would draw the same tokens again"
         decoded = self._decode(self._schedule.decode_steps(eligible))
+        if decoded and self._rounds_without_graphs:
+            self._rounds_without_graphs -= 1
         prompted = self._compute_all(self._schedule.prompt_steps(eligible))
         return decoded or prompted
 

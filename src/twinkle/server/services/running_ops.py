@@ -5,9 +5,11 @@ before it runs and one after it has ended, with a plain ``write``. No fsync is n
 of the process, and the death of the whole machine says nothing about an op. A line usually costs some ten microseconds;
 a row in the database would make every batch wait for a commit.
 
-While large files are written to the same disk, a line can take a third of a second. So a thread of its own writes them,
-and the event loop goes on meanwhile. A batch waits for the line that it begins with, and nothing waits for the line at
-its end: if the process dies before that is written, the op has an outcome and will not run again.
+While large files are written to the same disk, a line can take a third of a second. So a separate thread writes the
+lines, and the event loop goes on meanwhile. A batch waits for the line that it begins with (usually the compute thread
+does, before it runs the batch), but not for the one at its end. If the process dies before that is written, because of
+another op, the ops of the batch are suspects, too. They run alone next time, if they run again at all, and are cleared
+by that.
 
     d REQUEST_ID COUNT    at the start of the file: the process died COUNT times while this op ran
     + NUMBER REQUEST_ID…  a batch begins
@@ -24,7 +26,7 @@ import asyncio
 import logging
 import os
 from asyncio import wrap_future
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
@@ -53,6 +55,7 @@ class RunningOps:
         self._batches: dict[int, Sequence[str]] = {}
         self._turn = asyncio.Lock()
         self._stopping = False
+        self._closed = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._deaths = _read(path)
         for request_id, deaths in self._deaths.items():
@@ -92,8 +95,13 @@ class RunningOps:
             yield slice(first, len(request_ids))
 
     @asynccontextmanager
-    async def noted(self, request_ids: Sequence[str], *, decoding: bool = False) -> AsyncIterator[None]:
+    async def noted(
+        self, request_ids: Sequence[str], *, decoding: bool = False, waits: bool = True
+    ) -> AsyncIterator[Future[None]]:
         """Record on disk that these ops run, for the duration of the ``async with`` block.
+
+        The block gets the future of its line in the file. Without ``waits`` the line may not be written yet, and the ops
+        must not run before it is.
 
         An op is a suspect if an earlier process died while the op ran. While there are suspects, only one block runs
         at a time, so that the next death names its op. ``decoding``: the ops are only prepared to run; those that are
@@ -102,40 +110,56 @@ class RunningOps:
         async with self._turn if self._deaths else nullcontext():
             number = next(self._numbers)
             self._batches[number] = request_ids
+            line = self._append(f"+ {number} {' '.join(request_ids)}\n")
+            ran = False
             try:
-                await wrap_future(self._append(f"+ {number} {' '.join(request_ids)}\n"))
-                yield
+                if waits:
+                    await wrap_future(line)
+                ran = not decoding
+                yield line
             finally:
-                self._end(number, decoding)
+                ended = self._end(number, ran)
+            if decoding:  # the ops are still to run, so they should not be suspects for what happens now
+                await wrap_future(ended)
 
-    def _end(self, number: int, decoding: bool) -> None:
+    def _end(self, number: int, ran: bool) -> Future[None]:
         request_ids = self._batches.pop(number)
-        self._append(f"{'~' if decoding else '-'} {number}\n")
-        if not decoding:
+        ended = self._append(f"{'-' if ran else '~'} {number}\n")
+        if ran:
             for request_id in request_ids:
                 self._deaths.pop(request_id, None)
         cheap = not self._batches and not self._deaths
         if self._size > (_COMPACT_BYTES if cheap else _MOST_BYTES):
             data = self._whole()
             self._size = len(data)
-            self._writer.submit(self._replace, data)
+            ended = self._submit(self._replace, data)
+        return ended
 
-    def stopping(self) -> None:
+    async def stopping(self) -> None:
         """Note that the process was asked to stop, so that its death from now on is not blamed on an op."""
         self._stopping = True
-        self._append("s\n").result()
+        await wrap_future(self._append("s\n"))
 
-    def close(self) -> None:
-        """Record that no op runs any more, and close the file. Blocks until that is written."""
+    async def close(self) -> None:
+        """Record that no op runs any more, and close the file. Nothing is written after that."""
         self._batches.clear()
-        self._writer.submit(self._replace, self._whole())
-        self._writer.submit(self._close_file)
+        self._submit(self._replace, self._whole())
+        closed = self._submit(self._close_file)
+        self._closed = True
+        await wrap_future(closed)
         self._writer.shutdown()
 
     def _append(self, line: str) -> Future[None]:
         data = line.encode()
         self._size += len(data)
-        return self._writer.submit(self._write, data)
+        return self._submit(self._write, data)
+
+    def _submit(self, work: Callable[..., None], *args: object) -> Future[None]:
+        if not self._closed:
+            return self._writer.submit(work, *args)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
 
     def _whole(self) -> bytes:
         """Return the content of a file with only the lines that still matter."""

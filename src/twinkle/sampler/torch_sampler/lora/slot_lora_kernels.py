@@ -224,7 +224,7 @@ def times_b_twice(
     RANKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return two products as of :func:`times_b`, and load the numbers of both at once. SAME: both have the same h."""
+    """Compute two products like :func:`times_b`; the loads of both overlap. SAME: both have the same h."""
     total = tl.zeros([ROWS, OUTER], tl.float32)
     other_total = tl.zeros([ROWS, OUTER], tl.float32)
     for start in range(0, rank, RANKS):

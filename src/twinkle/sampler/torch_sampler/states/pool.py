@@ -36,17 +36,17 @@ class StateShape:
         return matrices + self.features * self.columns * dtype.itemsize
 
 
-def slots_for(sequences: int, state_bytes: int, most_bytes: int, *, set_aside: int = 0) -> int:
-    """Return how many slots to make for this many sequences at once, in at most ``most_bytes``.
-
-    ``set_aside``: how many more are for :meth:`StatePool.set_aside`.
-    """
-    wanted = max(_FEWEST, sequences + max(2, sequences // _EXTRA_SHARE)) + set_aside
-    return max(_FEWEST + set_aside, min(wanted, most_bytes // state_bytes))
+def slots_for(sequences: int, state_bytes: int, most_bytes: int) -> int:
+    """Return how many slots to make for this many sequences at once, in at most ``most_bytes``."""
+    wanted = max(_FEWEST, sequences + max(2, sequences // _EXTRA_SHARE))
+    return max(_FEWEST, min(wanted, most_bytes // state_bytes))
 
 
 class StatePool:
-    """The slots of all layers. ``matrices[i]`` (S, V, D, E) fp32 and ``columns[i]`` (S, W − 1, F) are of one layer."""
+    """The slots of all layers. ``matrices[i]`` (S, V, D, E) fp32 and ``columns[i]`` (S, W − 1, F) are of one layer.
+
+    They have one slot more than ``slots``, the spare one, which no sequence ever has.
+    """
 
     def __init__(self, shapes: Sequence[StateShape], dtype: torch.dtype, device: torch.device, slots: int) -> None:
         if slots < _FEWEST:
@@ -63,7 +63,12 @@ class StatePool:
     @property
     def running(self) -> int:
         """Return how many sequences can run at once."""
-        return self._slots - self._extras - self._set_aside
+        return self._slots - self._extras
+
+    @property
+    def spare(self) -> int:
+        """Return the slot that rows without a sequence may change."""
+        return self._slots
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +81,9 @@ class StatePool:
 
     def take_memory(self) -> None:
         for each in self._shapes:
-            size = self._slots, each.heads, each.key_width, each.value_width
+            size = self._slots + 1, each.heads, each.key_width, each.value_width
             self.matrices.append(torch.zeros(size, dtype=torch.float32, device=self._device))
-            size_of_columns = self._slots, each.columns, each.features
+            size_of_columns = self._slots + 1, each.columns, each.features
             self.columns.append(torch.zeros(size_of_columns, dtype=self._dtype, device=self._device))
         self.reset()
 
@@ -87,18 +92,12 @@ class StatePool:
         self.columns.clear()
 
     def reset(self) -> None:
-        """Forget all states, and which slots were set aside. No sequence may have a slot."""
-        self._set_aside = 0
+        """Forget all states. No sequence may have a slot."""
         self._free = list(range(self._slots - 1, -1, -1))
         self._held = 0  # copies for samples that have not begun
         self._stored: dict[tuple[int, bytes], int] = {}  # by version and name, that used last at the end
 
     # --- slots of sequences -------------------------------------------------------------------------------------------
-
-    def set_aside(self) -> int:
-        """Return a slot that no sequence will ever have."""
-        self._set_aside += 1
-        return self._free.pop()
 
     def take(self) -> int:
         """Return a slot for a sequence that begins to run. What it holds has no meaning yet."""

@@ -105,6 +105,7 @@ def compare_kernels(
         rule = q_NKD, k_NKD, v_NVE, -gates[0].float().abs(), gates[1].sigmoid()
         pairs.append((ours.kernel_convolution(x_NF, weight_FW), theirs.plain_convolution(x_NF, weight_FW)))
         pairs.append((ours.kernel_delta_rule(*rule), theirs.plain_delta_rule(*rule)))
-        pairs.append((ours.matrices_SVDE[slots_N], theirs.matrices_SVDE[slots_N]))
-        pairs.append((ours.columns_SCF[slots_N], theirs.columns_SCF[slots_N]))
+        pairs.append((ours.matrices_SVDE.clone(), theirs.matrices_SVDE.clone()))  # of all slots
+        pairs.append((ours.columns_SCF.clone(), theirs.columns_SCF.clone()))
+        begins_N.fill_(False)
     return pairs

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +108,8 @@ class Task:
     in_background: bool = False  # a background task finishes it, even if the rest of its batch fails
 
 
-_Compute = Callable[[Sequence[Task]], Awaitable[list[Outcome]]]  # runs a batch on the device: at once, or in steps
+# Runs a batch on the device, at once or in steps, when the future has a result.
+_Compute = Callable[[Sequence[Task], Future[None]], Awaitable[list[Outcome]]]
 
 
 class OpRunner:
@@ -154,7 +156,7 @@ class OpRunner:
         Snapshots are left as they are if the loop has failed, or while the state of an adapter is incomplete.
         """
         self._stopping = self._adapters.stopping = self._settlement.stopping = True
-        self._running.stopping()
+        await self._running.stopping()
         self._wake.set()
         for adapter in self._adapters:
             adapter.op_ended.set()  # no more ops will end: wakes the tasks in next_end, which see that the server stops
@@ -166,7 +168,7 @@ class OpRunner:
             await self._adapters.snapshot(adapter_id)
         await self._snapshots.finish_writing()
         await self._measurements.stop()
-        self._running.close()
+        await self._running.close()
 
     @event_loop
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
@@ -351,8 +353,8 @@ class OpRunner:
         if quick:
             request_ids = [task.op.request_id for task in quick]
             logger.debug("batch: %s", " ".join(request_ids))
-            async with self._running.noted(request_ids):
-                for task, outcome in zip(quick, await compute(quick), strict=True):
+            async with self._running.noted(request_ids, waits=False) as noted:
+                for task, outcome in zip(quick, await compute(quick, noted), strict=True):
                     self._finish(task, outcome)
                 self._measurements.write_soon()
 
@@ -384,8 +386,8 @@ class OpRunner:
         self._finish(task, Outcome.failure(message if damage is None else damage.message, "user"))
         return False
 
-    async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
-        """Run a batch as one piece of work of the compute thread."""
+    async def _run_at_once(self, tasks: Sequence[Task], noted: Future[None]) -> list[Outcome]:
+        """Run a batch as one piece of work of the compute thread, which waits for ``noted`` first."""
         ops = [task.op for task in tasks]
         lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
         stepped = [index for index, task in enumerate(tasks) if task.op.kind.is_pass and _step_waits(task)]
@@ -394,16 +396,19 @@ class OpRunner:
             ran = any(not outcomes[index].failed for index in stepped)  # the step after a failed pass may be refused
             return Lane.STEPS if ran else None
 
-        outcomes = await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), follows=step_follows)
+        outcomes = await self._compute.run(
+            partial(self._execute, ops, noted), lane, _shares(tasks), follows=step_follows
+        )
         if ops[0].kind is OpKind.FORWARD_BACKWARD:
             self._gathering.times.measure(sum(op.price.cost for op in ops), self._batch_seconds)
         return outcomes
 
-    async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
-        """Run a long batch of one tenant in steps, one micro-batch each.
+    async def _run_in_steps(self, tasks: Sequence[Task], noted: Future[None], *, beside: bool = False) -> list[Outcome]:
+        """Run a long batch of one tenant in steps, one micro-batch each, after ``noted``.
 
         ``beside``: it runs in the background, and the loop runs other batches between the steps.
         """
+        await asyncio.wrap_future(noted)
         ops = [task.op for task in tasks]
         for op in ops:
             self._recorder.started(op)
@@ -413,10 +418,11 @@ class OpRunner:
         return outcomes
 
     @compute_thread
-    def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
-        """Run a batch in the compute thread. Where its passes can be interrupted, sampling runs in the middle of them;
-        its time does not count as the batch's.
+    def _execute(self, ops: Sequence[Op], noted: Future[None]) -> list[Outcome]:
+        """Run a batch in the compute thread, after ``noted``. Where its passes can be interrupted, sampling runs in the
+        middle of them; its time does not count as the batch's.
         """
+        noted.result()
         clock = self._compute.training_clock
         started = clock()
         with self._recorder.batch(ops, self._model.trainer, clock):
