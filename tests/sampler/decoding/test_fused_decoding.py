@@ -44,6 +44,8 @@ SPECS = {
     "a": LoraSpec(rank=8, seed=1),
     "b": LoraSpec(rank=40, seed=2, train_mlp=False, train_unembed=True),
     "c": LoraSpec(rank=32, seed=3, train_attn=False),
+    "gate alone": LoraSpec(rank=8, seed=4, target_modules=["gate_proj", "k_proj"]),
+    "up alone": LoraSpec(rank=16, seed=5, target_modules=["up_proj", "v_proj"]),
 }
 
 
@@ -156,7 +158,8 @@ def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: b
     adapters = {name: trainer.pool.freeze(name) for name in SPECS}
     trainer.pool.make_resident(adapters.values())
     for with_lora in (False, True):
-        runs = [(adapters["b"], 17), (adapters["c"], 1)] if with_lora else [(None, 19)]
+        counts = {"b": 10, "gate alone": 4, "up alone": 3, "c": 1}
+        runs = [(adapters[name], count) for name, count in counts.items()] if with_lora else [(None, 19)]
         expected, keys, values = case.plain([*runs, (None, 1)] if with_lora else runs)
         if with_lora:
             lora.bind(runs, 19)  # the row beyond the runs has no adapter

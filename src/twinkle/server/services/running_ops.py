@@ -100,8 +100,8 @@ class RunningOps:
     ) -> AsyncIterator[Future[None]]:
         """Record on disk that these ops run, for the duration of the ``async with`` block.
 
-        The block gets the future of its line in the file. Without ``waits`` the line may not be written yet, and the ops
-        must not run before it is.
+        The block gets the future of its line in the file. Without ``waits`` the line may not be written yet, and the
+        ops must not run before it is.
 
         An op is a suspect if an earlier process died while the op ran. While there are suspects, only one block runs
         at a time, so that the next death names its op. ``decoding``: the ops are only prepared to run; those that are
