@@ -48,26 +48,18 @@ def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServe
     assert running.stop() == 0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def complaints() -> Iterator[_Complaints]:
-    """Collects the SDK's warnings during the whole test run; none may be left at its end."""
-    handler = _Complaints()
-    logging.getLogger("tinker").addHandler(handler)
-    yield handler
-    logging.getLogger("tinker").removeHandler(handler)
-    assert handler.seen == []
-
-
 @pytest.fixture(autouse=True)
-def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> Iterator[None]:
+def no_complaints(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if the SDK logged a warning that its ``complaint`` marker does not name."""
-    complaints.seen = []  # those of tests in other folders, which ran before in the same process
-    yield
-    seen, complaints.seen = complaints.seen, []
+    complaints = _Complaints()
+    logging.getLogger("tinker").addHandler(complaints)
+    try:
+        yield
+    finally:
+        logging.getLogger("tinker").removeHandler(complaints)
     expected = request.node.get_closest_marker("complaint")
-    if expected is not None:
-        seen = [line for line in seen if not any(text in line for text in expected.args)]
-    assert seen == []
+    allowed = () if expected is None else expected.args
+    assert [line for line in complaints.seen if not any(text in line for text in allowed)] == []
 
 
 @pytest.fixture
