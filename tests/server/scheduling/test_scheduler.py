@@ -215,6 +215,27 @@ def test_a_gap_is_given_up_only_when_nothing_runs():
     assert scheduler.position("a") == Position(2, 1)
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_passed_number_that_is_sent_again_during_the_replay_comes_too_late(given_up):
+    """The ops before it run again, so it is not behind the adapter yet."""
+    scheduler = Scheduler(100)
+    scheduler.add_adapter("a", "tenant", next_seq=1, passed=[Passed(2, 2, given_up)], owed=[1, 3])
+    again = ticket("a", 2, FORWARD)
+    assert isinstance(scheduler.submit(again, now=0.0), TooLate)
+    submit(scheduler, "a", [BACKWARD], first=1)
+    batch = scheduler.next_batch()
+    assert numbers(batch) == ["a:1"]
+    assert isinstance(scheduler.submit(again, now=0.0), TooLate)
+    scheduler.finish(batch.ops[0], failed=False)
+    assert isinstance(scheduler.submit(again, now=0.0), TooLate)
+    submit(scheduler, "a", [OPTIM], first=3)
+    if given_up:
+        assert [each.op.seq for each in scheduler.refusals(0.0)] == [3]
+    else:
+        assert run(scheduler) == ["a:3"]
+    assert scheduler.position("a") == Position(3, None)
+
+
 def test_numbers_that_ended_before_a_restart_are_passed_over():
     scheduler = Scheduler(100)
     passed = [Passed(3, 9_999, given_up=False), Passed(10_001, 10_001, given_up=True)]

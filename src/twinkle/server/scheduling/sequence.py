@@ -178,7 +178,7 @@ class OpSequence:
         if known is not None:
             used = f"sequence number {op.seq} of {self.adapter_id} was used by a request with another body"
             return Duplicate() if known == op.digest else Conflict(f"{used}: use a new number")
-        if op.seq < self.next_seq:
+        if op.seq < self.next_seq or self._is_passed(op.seq):
             late = f"sequence number {op.seq} came too late"
             return TooLate(f"{late}: the next one of {self.adapter_id} is {self.next_seq}")
         self.owed.discard(op.seq)
@@ -186,6 +186,10 @@ class OpSequence:
         self._waiting[op.seq] = (op, now)
         heapq.heappush(self._numbers, op.seq)
         return Accepted()
+
+    def _is_passed(self, seq: int) -> bool:
+        """Return whether a number will be skipped. Ops before it may still wait or run, as in a replay."""
+        return seq not in self.owed and any(each.first <= seq <= each.last for each in self.passed)
 
     def start(self) -> Op:
         """Take out the :attr:`head`, note that it runs, and return it."""
