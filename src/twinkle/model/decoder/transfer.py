@@ -11,7 +11,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device, without waiting for a copy. Later work on the device sees the complete copy."""
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # Pinning copies element by element, which torch refuses for an expanded tensor.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
