@@ -294,7 +294,8 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
-    kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS=16, Tiles=None, add_lora=None, usual_tiles=None)
+    kernels = SimpleNamespace(MAX_RANK=128, TILE_OF_A=16, Tiles=None, Tiling=None, add_lora=None, usual_tiles=None)
+    kernels.tile_of_b, kernels.count_parts = (lambda rows: 32), torch.zeros
     monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.lora.slot_lora_kernels", kernels)
     spec = find_spec("twinkle.sampler.torch_sampler.lora.slot_lora")
     module = module_from_spec(spec)
@@ -313,7 +314,7 @@ def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.Monke
     def bound() -> list[int]:
         pool.make_resident([version])
         lora.bind([(version, 2), (None, 1)], 4)
-        return lora._addresses_M2G[0, :, 0].tolist()
+        return lora._addresses_M2N[0, :, 0].tolist()
 
     def lies() -> list[int]:
         return [weights.data_ptr() for weights in version.layout.views(version.compute_copy, name)]
@@ -336,19 +337,16 @@ def test_tiles_cover_all_rows_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     version, architecture = sampler._versions["a"], trainer.architecture
     trainer.pool.make_resident([version])
     lora = slot_lora(monkeypatch).SlotLora(architecture, 64, torch.device("cpu"))
-    none, rank = 64, version.layout.rank
+    rank = version.layout.rank
     lora.bind([(None, 3), (version, 20), (None, 1)], 48)
-    expected = [
-        [none, 0, 3, 0],
-        [1, 3, 23, rank],
-        [1, 19, 23, rank],
-        [none, 23, 24, 0],
-        [none, 24, 48, 0],
-        [none, 40, 48, 0],
-    ]
-    assert lora._count_1.tolist() == [6]
-    assert lora._tiles_N4[:6].tolist() == expected
-    assert lora._addresses_M2G[:-1, :, 1].all()  # the adapter is on all linear layers but the head
-    assert not lora._addresses_M2G[:, :, [0, 2, none]].any()
+    of_a = [[0, 3, 0], [3, 23, rank], [19, 23, rank], [23, 24, 0], [24, 48, 0], [40, 48, 0]]
+    of_b = [[0, 3, 0], [3, 23, rank], [23, 24, 0], [24, 48, 0]]
+    assert lora._counts_2.tolist() == [6, 4]
+    assert lora._tiles_2N3[0, :6].tolist() == of_a
+    assert lora._tiles_2N3[1, :4].tolist() == of_b
+    assert lora._addresses_M2N[:-1, 0, 1:3].all()  # the adapter is on all linear layers but the head
+    assert lora._addresses_M2N[:-1, 1, 1].all()
+    assert not lora._addresses_M2N[:, 0, [0, 3, 4, 5]].any()
+    assert not lora._addresses_M2N[:, 1, [0, 2, 3]].any()
     lora.bind([(version, 1)] * 64, 64)  # each row may have its own version
-    assert lora._count_1.tolist() == [64]
+    assert lora._counts_2.tolist() == [64, 64]

@@ -7,6 +7,7 @@ fp32.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ from twinkle.sampler.torch_sampler.binding import LoraBinder
 from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache
 from twinkle.sampler.torch_sampler.drawing import Draw, DrawPlan
 from twinkle.sampler.torch_sampler.model_pass import probe_shapes
+
+if TYPE_CHECKING:
+    from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -229,13 +233,14 @@ def test_rows_that_are_not_finite_are_reported() -> None:
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (40, 3), (150, 4), (150, 60)])
 def test_lora_of_many_versions(rows: int, groups: int) -> None:
-    """There may be more tiles than programs."""
+    """There may be more tiles than programs, and the counters of parts are zero again after each launch."""
     from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
-        TILE_ROWS,
-        Tiles,
+        TILE_OF_A,
+        Tiling,
         add_projected,
+        count_parts,
         project,
-        usual_tiles,
+        tile_of_b,
     )
 
     torch.manual_seed(rows)
@@ -250,18 +255,29 @@ def test_lora_of_many_versions(rows: int, groups: int) -> None:
         )
         for rank in ranks
     ]
-    addresses = torch.zeros(1, 2, groups + 1, dtype=torch.int64)
-    table, expected, first = [], y.double(), 0
+    expected, first, runs = y.double(), 0, []
     for group, (end, (a, b)) in enumerate(zip(ends, weights, strict=True)):
-        if group != 1:  # that one is without adapter
-            addresses[0, :, group] = torch.tensor([a.data_ptr(), b.data_ptr()])
+        with_adapter = group != 1
+        runs.append((first, end, ranks[group], a.data_ptr() * with_adapter, b.data_ptr() * with_adapter))
+        if with_adapter:
             expected[first:end] += x[first:end].double() @ a.double().T @ b.double().T
-        table += [[group, start, end, ranks[group]] for start in range(first, end, TILE_ROWS)]
         first = end
-    tiles = Tiles(
-        torch.tensor(table, dtype=torch.int32, device=DEVICE),
-        torch.tensor([len(table)], dtype=torch.int32, device=DEVICE),
-        usual_tiles(rows),
-    )
-    add_projected(y, project(x, addresses.to(DEVICE), tiles), tiles, DTYPE)
-    assert close(y, expected)
+    (of_a, addresses_of_a), (of_b, addresses_of_b) = tiles(runs, TILE_OF_A), tiles(runs, tile_of_b(rows))
+    tiling = Tiling(of_a, of_b, count_parts(rows).to(DEVICE))
+    addresses_12N = torch.stack([addresses_of_a[0], addresses_of_b[1]])[None]
+    for _ in range(2):
+        result = y.clone()
+        add_projected(result, project(x, addresses_12N, tiling))
+        assert close(result, expected)
+        assert not tiling.done_NS.any()
+
+
+def tiles(runs: Sequence[tuple[int, int, int, int, int]], size: int) -> tuple["Tiles", Tensor]:
+    """Return the tiles of runs of rows, and their addresses, (2, N). Each run: first row, end, rank, both addresses."""
+    from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Tiles, usual_tiles
+
+    rows = runs[-1][1]
+    cut = [(first, end, rank, a, b) for start, end, rank, a, b in runs for first in range(start, end, size)]
+    table = torch.tensor(cut + [(0, 0, 0, 0, 0)] * (rows - len(cut)), dtype=torch.int64, device=DEVICE)
+    count = torch.tensor([len(cut)], dtype=torch.int32, device=DEVICE)
+    return Tiles(size, table[:, :3].int().contiguous(), count, usual_tiles(rows, size)), table[:, 3:].T.contiguous()

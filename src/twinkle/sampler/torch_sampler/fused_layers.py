@@ -26,7 +26,7 @@ from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 from twinkle.sampler.torch_sampler.cache import KeyValueCache
 from twinkle.sampler.torch_sampler.layer_kernels import HeadNorms, add_and_norm, gated, rotate_and_store
 from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
-from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Projected, Tiles, add_projected, project
+from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Projected, Tiling, add_projected, project
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +96,16 @@ class _Lora:
 
     slots: SlotLora
     prefix: str
-    tiles: Tiles
+    tiling: Tiling
     beside: _Beside
 
-    def products(self, x_nI: Tensor, linears: Sequence[LoraLinear]) -> tuple[Tensor, tuple[Projected, Tiles]]:
+    def products(self, x_nI: Tensor, linears: Sequence[LoraLinear]) -> tuple[Tensor, Projected]:
         """Return the outputs of linear layers without LoRA, and LoRA's first products."""
-        addresses_S2G = self.slots.addresses([self.prefix + linear.name for linear in linears])
+        addresses_S2N = self.slots.addresses([self.prefix + linear.name for linear in linears])
         projected, y_nO = self.beside.run(
-            lambda: project(x_nI, addresses_S2G, self.tiles), lambda: _products(x_nI, linears)
+            lambda: project(x_nI, addresses_S2N, self.tiling), lambda: _products(x_nI, linears)
         )
-        return y_nO, (projected, self.tiles)
+        return y_nO, projected
 
 
 class _Layer:
@@ -137,9 +137,9 @@ class _Layer:
         """Compute the layer. ``delta`` is what the layer before it adds to the residual; return what this one adds."""
         keys, values, options = cache.keys[self._index], cache.values[self._index], self._options
         x_nH = add_and_norm(residual_nH, delta_nH, self._first_norm.weight_H, self._first_norm.eps)
-        qkv_nO, qkv_lora = _with_projection(x_nH, self._qkv, lora)
+        qkv_nO, projected = _with_projection(x_nH, self._qkv, lora)
         q_nHD = rotate_and_store(
-            qkv_nO, *rotation, keys, values, inputs.indices_n, inputs.table_nB, self._norms(), qkv_lora
+            qkv_nO, *rotation, keys, values, inputs.indices_n, inputs.table_nB, self._norms(), projected
         )
         scale = q_nHD.shape[2] ** -0.5 if options.scale is None else options.scale
         attended_nHD = attend_one_token(
@@ -160,15 +160,15 @@ class _Layer:
 
 def _with_lora(x_nI: Tensor, linear: LoraLinear, lora: _Lora | None) -> Tensor:
     """Return the output of a linear layer, including LoRA if there are adapters."""
-    y_nO, projection = _with_projection(x_nI, [linear], lora)
-    if projection is not None:
-        add_projected(y_nO, *projection, x_nI.dtype)
+    y_nO, projected = _with_projection(x_nI, [linear], lora)
+    if projected is not None:
+        add_projected(y_nO, projected)
     return y_nO
 
 
 def _with_projection(
     x_nI: Tensor, linears: Sequence[LoraLinear], lora: _Lora | None
-) -> tuple[Tensor, tuple[Projected, Tiles] | None]:
+) -> tuple[Tensor, Projected | None]:
     """Return the outputs of linear layers without LoRA, and LoRA's first products if there are adapters."""
     return (_products(x_nI, linears), None) if lora is None else lora.products(x_nI, linears)
 
@@ -207,10 +207,10 @@ class FusedDecoder:
         cos, sin = self._rotary(residual_nH[None], position_ids=positions)
         rotation = cos.flatten(0, -3)[0].contiguous(), sin.flatten(0, -3)[0].contiguous()
         lengths_n = (inputs.indices_n + 1).int()
-        tiles = None if lora is None else lora.tiles(len(residual_nH))
+        tiling = None if lora is None else lora.tiling(len(residual_nH))
         delta_nH = None
         for layer, prefix in zip(self._layers, self._prefixes, strict=True):
-            bound = None if lora is None or tiles is None else _Lora(lora, prefix, tiles, self._beside)
+            bound = None if lora is None or tiling is None else _Lora(lora, prefix, tiling, self._beside)
             delta_nH = layer.run(residual_nH, delta_nH, rotation, inputs, lengths_n, self._cache, bound)
         return add_and_norm(residual_nH, delta_nH, self._norm.weight_H, self._norm.eps)
 

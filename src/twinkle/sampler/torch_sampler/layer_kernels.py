@@ -4,7 +4,7 @@ Model code takes some twenty launches for them, each of which takes longer than 
 (h B.T, see ``slot_lora_kernels``) are part of these kernels where they follow directly.
 
 Shapes: T rows, H features, J key/value heads, D head dimension, I features inside the feed-forward block, S linear
-layers of a set, P parts, R the largest rank.
+layers of a set, R the largest rank.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,14 @@ from torch import Tensor
 from twinkle.sampler.torch_sampler.cache import BLOCK
 from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     RANKS_AT_ONCE,
-    TILE_ROWS,
     Projected,
-    Tiles,
+    load_tile,
     operand,
-    own_tiles,
-    times_b,
     times_b_twice,
 )
 
-_GATED_AT_ONCE = 128  # features of the feed-forward block that a program computes
+_TILE_ROWS = 16  # without adapters
+_GATED_AT_ONCE = 64  # features of the feed-forward block that a program computes
 
 
 def add_and_norm(residual_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
@@ -82,7 +80,7 @@ def rotate_and_store(
     positions_T: Tensor,
     table_TB: Tensor,
     norms: HeadNorms | None,
-    lora: tuple[Projected, Tiles] | None,
+    projected: Projected | None,
 ) -> Tensor:
     """Return the queries, (T, H, D), with LoRA and rotated by position; write such keys, and the values, to the cache.
 
@@ -91,11 +89,11 @@ def rotate_and_store(
     rows, kv_heads, width = len(qkv_TO), keys.shape[2], keys.shape[3]
     heads = qkv_TO.shape[1] // width - 2 * kv_heads
     q_THD = qkv_TO.new_empty(rows, heads, width)
-    projected, tiles = lora if lora is not None else (None, None)
-    sums = qkv_TO if projected is None else projected.sums_PTSR
-    addresses = qkv_TO if projected is None else projected.addresses_S2G
+    tiles = None if projected is None else projected.tiles
+    h = qkv_TO if projected is None else projected.h_TSR
+    addresses = qkv_TO if projected is None else projected.addresses_S2N
     blocks = heads + 2 * kv_heads
-    _rotate_and_store[(blocks, triton.cdiv(rows, TILE_ROWS) if tiles is None else tiles.programs(blocks))](
+    _rotate_and_store[(blocks, triton.cdiv(rows, _TILE_ROWS) if tiles is None else tiles.programs(blocks))](
         q_THD,
         qkv_TO,
         cos_TD,
@@ -107,9 +105,9 @@ def rotate_and_store(
         cos_TD if norms is None else norms.query_D,
         cos_TD if norms is None else norms.key_D,
         0.0 if norms is None else norms.eps,
-        sums,
+        h,
         addresses,
-        positions_T if tiles is None else tiles.table_N4,
+        positions_T if tiles is None else tiles.table_N3,
         positions_T if tiles is None else tiles.count_1,
         rows,
         qkv_TO.stride(0),
@@ -121,9 +119,8 @@ def rotate_and_store(
         table_TB.stride(0),
         0 if projected is None else addresses.stride(0),
         0 if projected is None else addresses.stride(1),
-        0 if projected is None else sums.stride(0),
-        0 if projected is None else sums.stride(1),
-        0 if projected is None else sums.stride(2),
+        0 if projected is None else h.stride(0),
+        0 if projected is None else h.stride(1),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=width // 2,
@@ -131,10 +128,9 @@ def rotate_and_store(
         NORMS=norms is not None,
         LORA=projected is not None,
         OPERAND=operand(qkv_TO.dtype),
-        ROWS=TILE_ROWS,
+        ROWS=_TILE_ROWS if tiles is None else tiles.rows,
         RANKS=RANKS_AT_ONCE,
-        PARTS=1 if projected is None else len(sums),
-        num_warps=4,
+        num_warps=4 if tiles is None else tiles.warps,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return q_THD
@@ -153,7 +149,7 @@ def _rotate_and_store(
     query_norm,
     key_norm,
     eps,
-    sums,
+    h,
     addresses,
     tiles,
     count,
@@ -167,9 +163,8 @@ def _rotate_and_store(
     table_row,
     address_layer,
     address_kind,
-    sums_part,
-    sums_row,
-    sums_layer,
+    h_row,
+    h_layer,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -179,7 +174,6 @@ def _rotate_and_store(
     OPERAND: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     WIDTH: tl.constexpr = 2 * HALF
     head = tl.program_id(0)
@@ -190,47 +184,42 @@ def _rotate_and_store(
     all_tiles = tl.cdiv(rows, ROWS)
     if LORA:
         all_tiles = tl.load(count)
-    begin, stop = own_tiles(all_tiles)
-    for index in range(begin, stop):
+        addresses += layer * address_layer + address_kind
+        next_address = tl.load(addresses + tl.program_id(1))
+        next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+    for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
         first, end = index * ROWS, rows
         if LORA:
-            first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)
+            address, first, end, rank = next_address, next_first, next_end, next_rank
+            following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
+            next_address = tl.load(addresses + following)
+            next_first, next_end, next_rank = load_tile(tiles, following)
         t = first + tl.arange(0, ROWS)
         row, inside = t.to(tl.int64)[:, None], (t < end)[:, None]
         place = qkv + row * qkv_row + head * WIDTH + d[None, :]
-        low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        low = tl.load(place, mask=inside, other=0.0)
+        high = tl.load(place + HALF, mask=inside, other=0.0)
         if LORA:
-            group = tl.load(tiles + 4 * index)
-            address = tl.load(addresses + layer * address_layer + address_kind + group)
-            if address != 0:
-                rank = tl.load(tiles + 4 * index + 3) // 8 * 8
-                b = tl.multiple_of(address.to(tl.pointer_type(OPERAND)), 16)
-                own_sums = sums + layer * sums_layer
-                n = own * WIDTH + d
-                more_low, more_high = times_b_twice(
-                    own_sums,
-                    own_sums,
-                    b,
-                    b,
-                    row,
-                    inside,
-                    n,
-                    n + HALF,
-                    all_d,
-                    rank,
-                    sums_part,
-                    sums_row,
-                    True,
-                    OPERAND,
-                    ROWS,
-                    HALF,
-                    RANKS,
-                    PARTS,
-                )
-                low += more_low
-                high += more_high
-                low, high = low.to(OPERAND).to(tl.float32), high.to(OPERAND).to(tl.float32)
+            own_h = h + layer * h_layer
+            n = own * WIDTH + d
+            more_low, more_high = times_b_twice(
+                own_h,
+                own_h,
+                address,
+                address,
+                row,
+                inside,
+                n,
+                n + HALF,
+                all_d,
+                rank,
+                h_row,
+                ROWS,
+                HALF,
+                RANKS,
+            )
+            low, high = (low + more_low).to(OPERAND), (high + more_high).to(OPERAND)
+        low, high = low.to(tl.float32), high.to(tl.float32)
         if layer < 2:
             if NORMS:
                 scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + eps)[:, None]
@@ -264,35 +253,33 @@ def _rotate_and_store(
                 tl.store(value_at + HALF, high_out, mask=inside)
 
 
-def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tensor:
+def gated(gate_and_up_TO: Tensor, projected: Projected | None) -> Tensor:
     """Add LoRA, and return silu(gate) · up, (T, I); gate and up are side by side."""
     rows, size = len(gate_and_up_TO), gate_and_up_TO.shape[1] // 2
     out_TI = gate_and_up_TO.new_empty(rows, size)
-    projected, tiles = lora if lora is not None else (None, None)
-    sums = gate_and_up_TO if projected is None else projected.sums_PTSR
-    addresses = gate_and_up_TO if projected is None else projected.addresses_S2G
+    tiles = None if projected is None else projected.tiles
+    h = gate_and_up_TO if projected is None else projected.h_TSR
+    addresses = gate_and_up_TO if projected is None else projected.addresses_S2N
     blocks = triton.cdiv(size, _GATED_AT_ONCE)
-    _gated[(blocks, triton.cdiv(rows, TILE_ROWS) if tiles is None else tiles.programs(blocks))](
+    _gated[(blocks, triton.cdiv(rows, _TILE_ROWS) if tiles is None else tiles.programs(blocks))](
         out_TI,
         gate_and_up_TO,
-        sums,
+        h,
         addresses,
-        out_TI if tiles is None else tiles.table_N4,
+        out_TI if tiles is None else tiles.table_N3,
         out_TI if tiles is None else tiles.count_1,
         rows,
         size,
         gate_and_up_TO.stride(0),
         0 if projected is None else addresses.stride(0),
         0 if projected is None else addresses.stride(1),
-        0 if projected is None else sums.stride(0),
-        0 if projected is None else sums.stride(1),
-        0 if projected is None else sums.stride(2),
+        0 if projected is None else h.stride(0),
+        0 if projected is None else h.stride(1),
         LORA=projected is not None,
         OPERAND=operand(gate_and_up_TO.dtype),
-        ROWS=TILE_ROWS,
+        ROWS=_TILE_ROWS if tiles is None else tiles.rows,
         OUTER=_GATED_AT_ONCE,
         RANKS=RANKS_AT_ONCE,
-        PARTS=1 if projected is None else len(sums),
         num_warps=4,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
@@ -303,7 +290,7 @@ def gated(gate_and_up_TO: Tensor, lora: tuple[Projected, Tiles] | None) -> Tenso
 def _gated(
     out,
     gate_and_up,
-    sums,
+    h,
     addresses,
     tiles,
     count,
@@ -312,97 +299,54 @@ def _gated(
     in_row,
     address_layer,
     address_kind,
-    sums_part,
-    sums_row,
-    sums_layer,
+    h_row,
+    h_layer,
     LORA: tl.constexpr,
     OPERAND: tl.constexpr,
     ROWS: tl.constexpr,
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     inside_n = n < size
     all_tiles = tl.cdiv(rows, ROWS)
     if LORA:
         all_tiles = tl.load(count)
-    begin, stop = own_tiles(all_tiles)
-    for index in range(begin, stop):
+        addresses += address_kind
+        next_gate = tl.load(addresses + tl.program_id(1))
+        next_up = tl.load(addresses + address_layer + tl.program_id(1))
+        next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+    for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
         first, end = index * ROWS, rows
         if LORA:
-            first, end = tl.load(tiles + 4 * index + 1), tl.load(tiles + 4 * index + 2)
+            of_gate, of_up, first, end, rank = next_gate, next_up, next_first, next_end, next_rank
+            following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
+            next_gate, next_up = tl.load(addresses + following), tl.load(addresses + address_layer + following)
+            next_first, next_end, next_rank = load_tile(tiles, following)
         t = first + tl.arange(0, ROWS)
         row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
         inside = inside_t & inside_n[None, :]
         place = gate_and_up + row * in_row + n[None, :]
-        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(place + size, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(place, mask=inside, other=0.0)
+        up = tl.load(place + size, mask=inside, other=0.0)
         if LORA:
-            group = tl.load(tiles + 4 * index)
-            rank = tl.load(tiles + 4 * index + 3) // 8 * 8
-            of_gate = tl.load(addresses + address_kind + group)
-            of_up = tl.load(addresses + address_layer + address_kind + group)
-            b = tl.multiple_of(of_gate.to(tl.pointer_type(OPERAND)), 16)
-            other_b = tl.multiple_of(of_up.to(tl.pointer_type(OPERAND)), 16)
-            if (of_gate != 0) & (of_up != 0):
-                more_gate, more_up = times_b_twice(
-                    sums,
-                    sums + sums_layer,
-                    b,
-                    other_b,
-                    row,
-                    inside_t,
-                    n,
-                    n,
-                    inside_n,
-                    rank,
-                    sums_part,
-                    sums_row,
-                    False,
-                    OPERAND,
-                    ROWS,
-                    OUTER,
-                    RANKS,
-                    PARTS,
-                )
-                gate += more_gate
-                up += more_up
-            else:
-                if of_gate != 0:
-                    gate += times_b(
-                        sums,
-                        b,
-                        row,
-                        inside_t,
-                        n,
-                        inside_n,
-                        rank,
-                        sums_part,
-                        sums_row,
-                        OPERAND,
-                        ROWS,
-                        OUTER,
-                        RANKS,
-                        PARTS,
-                    )
-                if of_up != 0:
-                    up += times_b(
-                        sums + sums_layer,
-                        other_b,
-                        row,
-                        inside_t,
-                        n,
-                        inside_n,
-                        rank,
-                        sums_part,
-                        sums_row,
-                        OPERAND,
-                        ROWS,
-                        OUTER,
-                        RANKS,
-                        PARTS,
-                    )
-            gate, up = gate.to(OPERAND).to(tl.float32), up.to(OPERAND).to(tl.float32)
+            more_gate, more_up = times_b_twice(
+                h,
+                h + h_layer,
+                of_gate,
+                of_up,
+                row,
+                inside_t,
+                n,
+                n,
+                inside_n,
+                rank,
+                h_row,
+                ROWS,
+                OUTER,
+                RANKS,
+            )
+            gate, up = (gate + more_gate).to(OPERAND), (up + more_up).to(OPERAND)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
         value = gate * tl.sigmoid(gate) * up
         tl.store(out + row * size + n[None, :], value.to(OPERAND), mask=inside)

@@ -3,8 +3,8 @@
 For each linear layer, or for each set of layers with the same input, few kernel launches serve any mix of versions of
 up to ``MAX_RANK`` (see ``slot_lora_kernels``).
 
-Shapes: N rows at most, M linear layers (the head is the last), S layers of a set, G = N + 1 groups, of which the last
-has no adapter.
+Shapes: N rows at most, which are also the most tiles, M linear layers (the head is the last), S layers of a set. Where
+there is one entry for A and one for B, A is the first.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,16 @@ from twinkle.model.decoder.lora.lora import WithoutExperts
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.lora.expert_slots import ExpertSlots
-from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import MAX_RANK, TILE_ROWS, Tiles, add_lora, usual_tiles
+from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
+    MAX_RANK,
+    TILE_OF_A,
+    Tiles,
+    Tiling,
+    add_lora,
+    count_parts,
+    tile_of_b,
+    usual_tiles,
+)
 
 
 class SlotLora:
@@ -34,9 +43,10 @@ class SlotLora:
         self._architecture = architecture
         self._names = [target.name for target in (*architecture.projections, architecture.head)]
         self._places = {name: place for place, name in enumerate(self._names)}
-        self._addresses_M2G = torch.zeros(len(self._names), 2, rows + 1, dtype=torch.int64, device=device)
-        self._tiles_N4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        self._count_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        self._addresses_M2N = torch.zeros(len(self._names), 2, rows, dtype=torch.int64, device=device)
+        self._tiles_2N3 = torch.zeros(2, rows, 3, dtype=torch.int32, device=device)
+        self._counts_2 = torch.zeros(2, dtype=torch.int32, device=device)
+        self._done_NS = count_parts(rows).to(device)
         self._experts = ExpertSlots(architecture, rows, MAX_RANK, device)
         self._group_N = torch.full((rows,), rows, dtype=torch.int32, device=device)  # the run of each row
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
@@ -58,28 +68,36 @@ class SlotLora:
         )
         if key == self._bound:
             return
-        tiles = np.zeros((self.rows, 4), np.int32)
-        addresses = np.zeros((len(self._names), 2, len(runs)), np.int64)
         groups = np.full(self.rows, self.rows, np.int32)
-        row = used = 0
-        padding = size - sum(count for _, count in runs)
-        for group, (version, count) in enumerate((*runs, (None, padding))):
+        row = 0
+        for group, (version, count) in enumerate(runs):
             if version is not None:
-                addresses[:, :, group] = self._addresses(version)
-            number, rank = (self.rows, 0) if version is None else (group, version.layout.rank)
-            groups[row : row + count] = number
-            for first in range(row, row + count, TILE_ROWS):
-                tiles[used] = number, first, row + count, rank
-                used += 1
+                groups[row : row + count] = group
             row += count
-        device = self._tiles_N4.device
-        self._tiles_N4.copy_(to_device(torch.from_numpy(tiles), device))
-        self._count_1.copy_(to_device(torch.tensor([used], dtype=torch.int32), device))
-        # Addresses of earlier groups remain behind these; no tile refers to them.
-        self._addresses_M2G[:, :, : len(runs)].copy_(to_device(torch.from_numpy(addresses), device))
+        everything = [*runs, (None, size - row)]
+        for kind, tile in enumerate((TILE_OF_A, tile_of_b(size))):
+            self._bind_tiles(kind, tile, everything)
+        device = self._group_N.device
         self._experts.bind([version for version, _ in runs])
         self._group_N.copy_(to_device(torch.from_numpy(groups), device))
         self._bound = key
+
+    def _bind_tiles(self, kind: int, tile: int, runs: Sequence[tuple[Adapter | None, int]]) -> None:
+        """Cut the rows into tiles, and write them and their addresses. kind: 0 for A, 1 for B."""
+        tiles: list[tuple[int, int, int]] = []
+        addresses = []
+        row = 0
+        for version, count in runs:
+            rank = 0 if version is None else version.layout.rank
+            own = [(first, row + count, rank) for first in range(row, row + count, tile)]
+            addresses.append(np.repeat(self._addresses(version)[:, kind, None], len(own), 1))
+            tiles += own
+            row += count
+        device, used = self._group_N.device, len(tiles)
+        # Entries of earlier passes remain behind these, and are not read.
+        self._tiles_2N3[kind, :used].copy_(to_device(torch.tensor(tiles, dtype=torch.int32), device))
+        self._counts_2[kind : kind + 1].copy_(to_device(torch.tensor([used], dtype=torch.int32), device))
+        self._addresses_M2N[:, kind, :used].copy_(to_device(torch.from_numpy(np.concatenate(addresses, 1)), device))
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:
         """Return one entry for each decoder layer, for a graph of ``rows`` rows."""
@@ -100,16 +118,20 @@ class SlotLora:
         """Return the adapters on the experts of one module, for rows of these groups."""
         return self._experts.layer(name, groups)
 
-    def tiles(self, rows: int) -> Tiles:
+    def tiling(self, rows: int) -> Tiling:
         """Return the tiles of a graph of ``rows`` rows."""
-        return Tiles(self._tiles_N4, self._count_1, usual_tiles(rows))
+        of_a, of_b = (
+            Tiles(tile, self._tiles_2N3[kind], self._counts_2[kind : kind + 1], usual_tiles(rows, tile))
+            for kind, tile in enumerate((TILE_OF_A, tile_of_b(rows)))
+        )
+        return Tiling(of_a, of_b, self._done_NS)
 
     def addresses(self, names: Sequence[str]) -> Tensor:
-        """Return where the addresses of some linear layers will be, (S, 2, G). The layers must follow each other."""
+        """Return where the addresses of some linear layers will be, (S, 2, N). The layers must follow each other."""
         first = self._places[names[0]]
         places = [self._places[name] for name in names]
         assert places == list(range(first, first + len(names))), "layers of a set follow each other"
-        return self._addresses_M2G[first : first + len(names)]
+        return self._addresses_M2N[first : first + len(names)]
 
     def follow(self, names: Sequence[str]) -> bool:
         """Return whether adapters may be on all of these linear layers, and the layers follow each other."""
@@ -118,13 +140,15 @@ class SlotLora:
 
     def add(self, name: str, x_TI: Tensor, y_TO: Tensor) -> None:
         """Add x A.T B.T to y, in place. y may have a wider dtype than x."""
-        add_lora(x_TI, y_TO, self.addresses([name]), self.tiles(len(x_TI)))
+        add_lora(x_TI, y_TO, self.addresses([name]), self.tiling(len(x_TI)))
 
     def add_to_logits(self, hidden_TH: Tensor, logits_TV: Tensor) -> None:
         self.add(self._architecture.head.name, hidden_TH, logits_TV)
 
-    def _addresses(self, version: Adapter) -> np.ndarray:
+    def _addresses(self, version: Adapter | None) -> np.ndarray:
         """Return the addresses of A and B for each linear layer, (M, 2); 0 where the version has no LoRA."""
+        if version is None:
+            return np.zeros((len(self._names), 2), np.int64)
         layout, row_P = version.layout, version.compute_copy
         if layout.digest not in self._offsets:
             self._offsets[layout.digest] = _offsets(layout, self._names)
