@@ -120,6 +120,7 @@ class VersionFiles:
         LoRA has no effect. max_rank: the largest rank that vLLM was started for. Projections that are one for vLLM
         need more than the adapter has: those of linear attention, and gate and up of experts.
         """
+        own_rank = adapter.rank
         adapter = AdapterWeights(*with_joint_projections(adapter.config, adapter.tensors))
         adapter = _without_experts(adapter) if self._experts_form is None or EXPERTS in unapplied else adapter
         if has_experts(adapter.tensors):
@@ -128,7 +129,7 @@ class VersionFiles:
             adapter = AdapterWeights(*convert(adapter.config, adapter.tensors, form, alternating=alternating))
         adapter = _with_partners(_with_one_rank(adapter), self._partners)
         if max_rank is not None:
-            require_rank(adapter.rank, max_rank)
+            require_rank(adapter.rank, max_rank, own_rank)
         config, tensors = _without_modules(adapter, unapplied)
         tensors = {name: tensor.to(self._dtype).contiguous() for name, tensor in tensors.items()}
         size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.root).free
@@ -162,12 +163,17 @@ def read_adapter(source: Path) -> AdapterWeights:
     return AdapterWeights(json.loads((source / CONFIG).read_text()), lora)
 
 
-def require_rank(rank: int, most: int) -> None:
-    if rank > most:
-        raise UnsupportedError(
-            f"rank: the adapter has {rank}, the vLLM sampler was started for {most} at most; "
-            "raise engine_args.max_lora_rank, or use sampler_type torch"
-        )
+def require_rank(rank: int, most: int, own: int | None = None) -> None:
+    """Raise UnsupportedError if a rank is too large for the engine. own: the adapter's rank, if layers are joined."""
+    if rank <= most:
+        return
+    has = str(rank)
+    if own is not None and own != rank:
+        has = f"{own}, and {rank} where several of its layers are one for vLLM"
+    raise UnsupportedError(
+        f"rank: the adapter has {has}; the vLLM sampler was started for {most} at most; "
+        "raise engine_args.max_lora_rank, or use sampler_type torch"
+    )
 
 
 def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:

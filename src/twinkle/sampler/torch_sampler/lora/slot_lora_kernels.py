@@ -30,6 +30,7 @@ _MANY_ROWS = 128
 _OUTER = 64  # outputs of a program
 _MOST_LAYERS = 4  # of a set
 _PROGRAMS = 2112  # 16 for each multiprocessor of a large device
+_PROGRAMS_OF_A = 396  # 3 for each: so many of the first product run at once
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -97,7 +98,8 @@ def project(x_TI: Tensor, addresses_S2N: Tensor, tiling: Tiling) -> Projected:
     (rows, inputs), layers, tiles = x_TI.shape, len(addresses_S2N), tiling.of_a
     assert layers <= _MOST_LAYERS, layers
     most_parts, inner = (16, 128) if rows <= _MANY_ROWS else (8, 256)  # the fastest on an H200
-    part = triton.cdiv(triton.cdiv(inputs, most_parts), inner) * inner
+    at_once = _PROGRAMS_OF_A // (triton.cdiv(rows, tiles.rows) * layers)
+    part = triton.cdiv(triton.cdiv(inputs, min(most_parts, max(1, at_once))), inner) * inner
     parts = triton.cdiv(inputs, part)
     h_TSR = x_TI.new_empty(rows, layers, MAX_RANK)
     sums_PTSR = x_TI.new_empty(parts if parts > 1 else 0, rows, layers, MAX_RANK, dtype=torch.float32)
