@@ -1,4 +1,4 @@
-"""Copies between host and device: also of tensors whose elements share memory, as the positions of padded batches do."""
+"""Copies between host and device, also of tensors whose elements share memory, like positions of padded batches."""
 
 import numpy as np
 import pytest
