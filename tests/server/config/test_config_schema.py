@@ -88,6 +88,8 @@ def test_defaults_of_limits():
         "memory_reserve_bytes": None,
         "max_json_result_bytes": 256 * 2**20,
         "max_logits_per_request": 2**20,
+        "max_unused_versions_per_session": 64,
+        "unused_version_seconds": 600.0,
         "sampler_version_retention_seconds": 86400.0,
         "max_connections_per_address": 16384,
         "max_header_bytes": 65536,

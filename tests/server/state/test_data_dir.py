@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers.running import Server, Tenant, mock_config
+from tests.support.servers.running import Server, Tenant, mock_config, sample_body
 from twinkle.errors import TwinkleServerError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.guards import make_data_dir
@@ -72,6 +72,43 @@ def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
         while left := [path for place in places for path in below(place)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
+    finally:
+        server.close()
+
+
+def test_unused_versions_make_room_for_newer_ones(tmp_path: Path) -> None:
+    """The newest ones stay, and so does one that is sampled from. A restart alone makes no version unused."""
+    (tmp_path / "s").mkdir()
+    limits = {"max_unused_versions_per_session": 2, "unused_version_seconds": 4.0}
+    server = Server(tmp_path / "s", mock_config(limits=limits), housekeeping=0.1).start()
+    try:
+        tenant = Tenant(server.url, "tml-loop")
+        model = tenant.model(tenant.session())
+        versions = []
+        for number in range(5):
+            tenant.result(tenant.forward_backward(model, 1 + 2 * number))
+            versions.append(tenant.json(tenant.publish(model, 2 + 2 * number, number))["sampling_session_id"])
+
+        def kept() -> int:
+            return len(list((server.data_dir / "samplers").iterdir()))
+
+        assert kept() == 5
+        deadline, samples = time.monotonic() + 120, 0
+        while kept() > 3:  # the second and the third are unused
+            assert time.monotonic() < deadline
+            tenant.tokens(tenant.sample(versions[0], samples))
+            samples += 1
+        server.kill()
+        time.sleep(limits["unused_version_seconds"] + 0.5)
+        server.start()
+        tenant.tokens(tenant.sample(versions[0], samples))
+        for version in versions[3:]:
+            tenant.tokens(tenant.sample(version))
+        for version in versions[1:3]:
+            refused = tenant.post("asample", sample_body(version))
+            assert refused.status_code == 404
+            assert "give a save a name to keep it" in refused.text
+        assert kept() == 3
     finally:
         server.close()
 

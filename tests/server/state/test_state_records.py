@@ -241,6 +241,26 @@ def test_unnamed_versions_of_sessions_that_ended_are_abandoned(tmp_path):
     with_store(tmp_path, check)
 
 
+def test_all_but_the_newest_unnamed_versions_of_active_sessions_are_superseded(tmp_path):
+    async def check(store: Store):
+        for name in ("s", "other", "over"):
+            await store.sessions.create(session(name))
+            for number in (1, 2, 3, 4):
+                unnamed = f"{name}:sample:{number}" if number != 2 else "v"  # the second is of a checkpoint
+                await store.sampling_sessions.create(sampling_session(number, name, version_id=unnamed))
+        await store.sessions.end("over", "finished", 1000.0)
+
+        async def superseded(newest: int) -> list[str]:
+            return sorted(each.sampling_session_id for each in await store.sampling_sessions.superseded(newest))
+
+        assert await superseded(2) == ["other:sample:1", "s:sample:1"]
+        assert await superseded(1) == ["other:sample:1", "other:sample:3", "s:sample:1", "s:sample:3"]
+        assert await superseded(3) == []
+        assert len(await superseded(0)) == 6
+
+    with_store(tmp_path, check)
+
+
 def test_an_adapter_has_one_snapshot(tmp_path):
     async def check(store: Store):
         await begin(store)

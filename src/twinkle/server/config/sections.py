@@ -299,6 +299,12 @@ class LimitsConfig(Section):
     max_logits_per_request: int = Field(default=2**20, ge=1, le=2**26)
     """Logits that one native request may compute for `return_logits` or for a loss on logits: tokens times the size of
     the vocabulary. Those of one sequence must also fit into half of the model's memory for activations."""
+    max_unused_versions_per_session: Count | None = 64
+    """Unnamed sampler versions of an active session that are kept although nobody samples from them: the newest ones.
+    null: all."""
+    unused_version_seconds: Seconds = 600.0
+    """Seconds without a sample after which an unnamed sampler version counts as unused. One that is sampled from is
+    kept, however many newer ones there are."""
     sampler_version_retention_seconds: Seconds = _DAY
     """Seconds that an unnamed sampler version is kept after its session has ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY

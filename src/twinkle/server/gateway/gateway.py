@@ -73,6 +73,7 @@ from twinkle_client.protocol.base import SESSION_LOST
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
+_KEEP_VERSIONS = "give a save a name to keep it"
 T = TypeVar("T")
 
 
@@ -117,7 +118,8 @@ class Gateway:
         self.fleet: Fleet = fleet or self
         self.fleet_of_all: Fleet = fleet_of_all or self.fleet
         limits = config.limits
-        self.running_time = RunningTime(min(limits.session_timeout_seconds, limits.silent_session_seconds))
+        judged = (limits.session_timeout_seconds, limits.silent_session_seconds, limits.unused_version_seconds)
+        self.running_time = RunningTime(min(judged))
         self.silent_sessions = SilentSessions(self)
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
         self.identity = Identity(config, store.keys)
@@ -484,7 +486,8 @@ class Gateway:
         if record is None:
             record = await self.store.sampling_sessions.get(sampling_session_id)
         if record is None or record.tenant_id != tenant_id:
-            raise NotFoundError("sampling session", sampling_session_id)
+            note = f"unnamed versions are deleted when they are unused and there are newer ones: {_KEEP_VERSIONS}"
+            raise NotFoundError("sampling session", sampling_session_id, note)
         self._samplers[sampling_session_id] = record
         return record
 
@@ -613,7 +616,8 @@ class Gateway:
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
         abandoned = await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds)
-        for sampling_session in (*abandoned, *await self.store.sampling_sessions.orphaned()):
+        unneeded = (*abandoned, *await self.store.sampling_sessions.orphaned(), *await self._unused_versions(now))
+        for sampling_session in unneeded:
             assert sampling_session.directory is not None, "a version has files"
             await asyncio.to_thread(self.files.remove, sampling_session.directory)
             await self.store.sampling_sessions.delete(sampling_session.sampling_session_id)
@@ -622,6 +626,26 @@ class Gateway:
         forgotten = await self.store.retention.delete_ended(now - limits.ended_session_retention_seconds)
         if forgotten:
             logger.info("%d rows of sessions that ended long ago were deleted", forgotten)
+
+
+    async def _unused_versions(self, now: float) -> list[SamplingSessionRecord]:
+        """Return unnamed versions of active sessions that are not sampled from, but for the newest of each session.
+
+        A client cannot sample while this process does not run, so then there are none.
+        """
+        limits = self.config.limits
+        newest, seconds = limits.max_unused_versions_per_session, limits.unused_version_seconds
+        if newest is None or not self.running_time.ran_for(seconds):
+            return []
+        older = await self.store.sampling_sessions.superseded(newest)
+
+        def unused() -> list[SamplingSessionRecord]:
+            return [each for each in older if each.directory and self.files.last_used(each.directory) < now - seconds]
+
+        found = await asyncio.to_thread(unused)
+        if found:
+            logger.info("%d unused sampler versions of active sessions are deleted", len(found))
+        return found
 
 
 def _check_rank(spec: LoraSpec, most: int) -> None:

@@ -85,6 +85,7 @@ class SamplerService:
         memory: ProcessMemory | None = None,
         max_versions: int = 64,
         idle_version_seconds: float = 1800.0,
+        mark_version_seconds: float = 30.0,
         engine_samples: int = 256,
         completion_streams: bool = True,
         computes_here: bool = True,
@@ -96,7 +97,8 @@ class SamplerService:
 
         context: the most tokens of prompt and sample together.
         max_versions, idle_version_seconds: versions beyond this number or this idle time are dropped from memory; a
-        saved one is read from disk with the next request for it.
+        saved one is read from disk with the next request for it. mark_version_seconds: the least time between marks of
+        a version's files, which say that it is used.
         engine_samples: how many samples the engine gets at a time. With more, the first tenants would keep others out;
         for the same reason one tenant gets at most three quarters of them.
         completion_streams: whether clients may wait for all of their samples with one poll.
@@ -141,7 +143,13 @@ class SamplerService:
         self._rate = RecentRate(time.time())
         # State of the compute thread:
         self._running: dict[str, SampleJob] = {}
-        self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
+        self._versions = SamplerVersions(
+            sampler,
+            files,
+            most=max_versions,
+            idle_seconds=idle_version_seconds,
+            mark_seconds=mark_version_seconds,
+        )
 
     async def start(self) -> None:
         self.loop.start(self._run())

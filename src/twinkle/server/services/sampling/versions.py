@@ -3,6 +3,8 @@
 A saved version is also on disk, so that one that was dropped is read again with the next request for it. A version that
 running requests use is pinned. Others are dropped when they are released, when they were not used for a while, when
 there are too many (least recently used first), and when memory is short (all of them).
+
+The files of a version that is used are marked from time to time, because the gateway deletes old ones that are not.
 """
 
 from collections import Counter
@@ -21,13 +23,18 @@ class SamplerVersions:
     drops a version that was not used for ``idle_seconds``.
     """
 
-    def __init__(self, sampler: Sampler, files: DataDir, *, most: int, idle_seconds: float) -> None:
+    def __init__(
+        self, sampler: Sampler, files: DataDir, *, most: int, idle_seconds: float, mark_seconds: float
+    ) -> None:
+        """``mark_seconds``: the least time between marks of a version's files."""
         self._sampler = sampler
         self._files = files
         self._most = most
         self._idle_seconds = idle_seconds
         self._pins: Counter[str] = Counter()  # running requests, by version
         self._last_used: dict[str, float] = {}
+        self._mark_seconds = mark_seconds
+        self._marked: dict[str, float] = {}
         self._unwanted: set[str] = set()  # versions whose sampling sessions have ended
 
     def pin(self, session: SamplingSessionRecord, now: float) -> None:
@@ -41,13 +48,13 @@ class SamplerVersions:
         if version_id not in self._sampler.version_ids():
             self._load(session, version_id)
         self._pins[version_id] += 1
-        self._last_used[version_id] = now
+        self._note_use(session, version_id, now)
 
     def unpin(self, session: SamplingSessionRecord, now: float) -> None:
         version_id = session.version_id
         if version_id is not None:
             self._pins[version_id] -= 1
-            self._last_used[version_id] = now
+            self._note_use(session, version_id, now)
 
     def shown(self, session: SamplingSessionRecord, error: TwinkleError) -> TwinkleError:
         """Return the error of a session's request with the session's name in the place of the server's directory."""
@@ -77,7 +84,15 @@ class SamplerVersions:
         held = set(self._sampler.version_ids())
         self._unwanted &= held
         self._last_used = {version_id: at for version_id, at in self._last_used.items() if version_id in held}
+        self._marked = {version_id: at for version_id, at in self._marked.items() if version_id in held}
         self._pins = +self._pins
+
+    def _note_use(self, session: SamplingSessionRecord, version_id: str, now: float) -> None:
+        self._last_used[version_id] = now
+        marked = self._marked.get(version_id)
+        if session.directory is not None and (marked is None or now - marked >= self._mark_seconds):
+            self._marked[version_id] = now
+            self._files.mark_used(session.directory)
 
     def _load(self, session: SamplingSessionRecord, version_id: str) -> None:
         name = session.model_path or session.sampling_session_id

@@ -63,6 +63,18 @@ class DataDir:
         """
         return self.root / "samplers" / f"{directory_name(sampling_session_id)}-{run_number}-{seq}"
 
+    def mark_used(self, recorded: str) -> None:
+        """Note that the directory that a record names is used now. If it is gone, nothing happens."""
+        with suppress(OSError):
+            os.utime(self.root / recorded)
+
+    def last_used(self, recorded: str) -> float:
+        """Return the Unix time at which a directory was made, or was last marked as used; 0 if it is gone."""
+        try:
+            return (self.root / recorded).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def snapshot(self, run_id: str, seq: int) -> Path:
         """Return the path for a new snapshot, another one at each call: the last snapshot must stay as it is until the
         record of the new one is stored.

@@ -30,6 +30,25 @@ _ABANDONED = (
         SESSIONS.c.last_seen < bindparam("before"),
     )
 )
+_UNNAMED_BY_AGE = (
+    select(
+        SAMPLING_SESSIONS.c.sampling_session_id,
+        func.row_number()
+        .over(partition_by=SAMPLING_SESSIONS.c.session_id, order_by=SAMPLING_SESSIONS.c.number.desc())
+        .label("place"),
+    )
+    .join(SESSIONS)
+    .where(
+        SAMPLING_SESSIONS.c.version_id == SAMPLING_SESSIONS.c.sampling_session_id,
+        SESSIONS.c.state == "active",
+    )
+    .subquery()
+)
+_SUPERSEDED = (
+    select(SAMPLING_SESSIONS)
+    .join(_UNNAMED_BY_AGE, _UNNAMED_BY_AGE.c.sampling_session_id == SAMPLING_SESSIONS.c.sampling_session_id)
+    .where(_UNNAMED_BY_AGE.c.place > bindparam("newest"))
+)
 # Directories with weights that an active session may still sample from.
 ACTIVE_DIRECTORIES = (
     select(SAMPLING_SESSIONS.c.directory)
@@ -104,6 +123,10 @@ class SamplingSessions(Area):
         An unnamed version owns its files, so they can be deleted with it.
         """
         return await self._all(_SAMPLING, _ABANDONED, before=before)
+
+    async def superseded(self, newest: int) -> tuple[SamplingSessionRecord, ...]:
+        """Return the unnamed versions of active sessions, but for the ``newest`` ones of each session."""
+        return await self._all(_SAMPLING, _SUPERSEDED, newest=newest)
 
     async def refer_to(self, directory: str) -> bool:
         """Return whether an active session may still sample from the weights in a directory."""
