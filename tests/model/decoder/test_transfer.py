@@ -11,7 +11,7 @@ from twinkle.model.decoder.transfer import to_device
 
 
 def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning refuses a tensor whose elements share memory. Here it only notes what it gets, and the copy stays."""
+    """pin_memory refuses expanded tensors. This one records its argument, and the tensor stays where it is."""
     pinned: list[torch.Tensor] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_padded_batch_on_a_gpu() -> None:
-    """Its positions are one row for all sequences."""
+    """In a padded batch, all sequences share one row of positions."""
     logprobs = []
     for device in ("cuda", "cpu"):
         model = tiny_model("lfm2")

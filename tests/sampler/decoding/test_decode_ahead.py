@@ -294,8 +294,8 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
-    kernels = SimpleNamespace(MAX_RANK=128, TILE_OF_A=16, Tiles=None, Tiling=None, add_lora=None, usual_tiles=None)
-    kernels.tile_of_b, kernels.count_parts = (lambda rows: 32), torch.zeros
+    kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS_OF_A=16, Tiles=None, Tiling=None, add_lora=None, usual_tiles=None)
+    kernels.tile_rows_of_b, kernels.new_counters = (lambda rows: 32), torch.zeros
     monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.lora.slot_lora_kernels", kernels)
     spec = find_spec("twinkle.sampler.torch_sampler.lora.slot_lora")
     module = module_from_spec(spec)

@@ -235,12 +235,12 @@ def test_rows_that_are_not_finite_are_reported() -> None:
 def test_lora_of_many_versions(rows: int, groups: int) -> None:
     """There may be more tiles than programs, and the counters of parts are zero again after each launch."""
     from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
-        TILE_OF_A,
+        TILE_ROWS_OF_A,
         Tiling,
         add_projected,
-        count_parts,
+        new_counters,
         project,
-        tile_of_b,
+        tile_rows_of_b,
     )
 
     torch.manual_seed(rows)
@@ -262,14 +262,46 @@ def test_lora_of_many_versions(rows: int, groups: int) -> None:
         if with_adapter:
             expected[first:end] += x[first:end].double() @ a.double().T @ b.double().T
         first = end
-    (of_a, addresses_of_a), (of_b, addresses_of_b) = tiles(runs, TILE_OF_A), tiles(runs, tile_of_b(rows))
-    tiling = Tiling(of_a, of_b, count_parts(rows).to(DEVICE))
+    (of_a, addresses_of_a), (of_b, addresses_of_b) = tiles(runs, TILE_ROWS_OF_A), tiles(runs, tile_rows_of_b(rows))
+    tiling = Tiling(of_a, of_b, new_counters(rows).to(DEVICE))
     addresses_12N = torch.stack([addresses_of_a[0], addresses_of_b[1]])[None]
     for _ in range(2):
         result = y.clone()
         add_projected(result, project(x, addresses_12N, tiling))
         assert close(result, expected)
         assert not tiling.done_NS.any()
+
+
+@pytest.mark.parametrize("rows", [40, 150])
+def test_gate_and_up_of_many_versions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of two layers, with tiles of both sizes, several tiles for a program, and several parts of x A.T."""
+    from twinkle.sampler.torch_sampler.layer_kernels import gated
+    from twinkle.sampler.torch_sampler.lora import slot_lora_kernels as kernels
+
+    monkeypatch.setattr(kernels, "_PROGRAMS", 6)
+    torch.manual_seed(rows)
+    inputs, size, rank = 520, 72, 16
+    x, y = (torch.randn(rows, width, device=DEVICE).to(DTYPE) for width in (inputs, 2 * size))
+    shapes = {"a": (rank, inputs), "b": (size, rank)}
+    expected, weights, addresses = y.double(), [], []
+    # By layer: the first version has no LoRA on gate, the third none on up, the second none at all.
+    for layer, without in enumerate(((0, 1), (1, 2))):
+        runs = []
+        for version, (first, end) in enumerate(((0, 21), (21, 30), (30, rows))):
+            a, b = (torch.randn(*each, device=DEVICE).to(DTYPE) * each[1] ** -0.5 for each in shapes.values())
+            runs.append((first, end, rank, *((0, 0) if version in without else (a.data_ptr(), b.data_ptr()))))
+            weights += [a, b]  # they stay where they are
+            if version not in without:
+                place = expected[first:end, layer * size : (layer + 1) * size]
+                place += x[first:end].double() @ a.double().T @ b.double().T
+        of_a, addresses_of_a = tiles(runs, kernels.TILE_ROWS_OF_A)
+        of_b, addresses_of_b = tiles(runs, kernels.tile_rows_of_b(rows))
+        addresses.append(torch.stack([addresses_of_a[0], addresses_of_b[1]]))
+    tiling = kernels.Tiling(of_a, of_b, kernels.new_counters(rows).to(DEVICE))
+    out = gated(y, kernels.project(x, torch.stack(addresses), tiling))
+    gate, up = expected.split(size, 1)
+    assert close(out, gate * gate.sigmoid() * up)
+    assert not tiling.done_NS.any()
 
 
 def tiles(runs: Sequence[tuple[int, int, int, int, int]], size: int) -> tuple["Tiles", Tensor]:

@@ -11,7 +11,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device, without waiting for a copy. Later work on the device sees the complete copy."""
     if device.type != "cuda":
         return tensor.to(device)
-    # Pinning copies element by element, which torch refuses for an expanded tensor.
+    # pin_memory copies into a tensor with the same strides. torch refuses that where elements share memory, as in an
+    # expanded tensor.
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 

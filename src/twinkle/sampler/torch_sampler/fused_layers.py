@@ -5,7 +5,8 @@ feed-forward block. Queries, keys and values are one product, and so are gate an
 side in memory (:mod:`twinkle.model.decoder.joined`). The weights are those of the model's modules at the time of a
 call. Before it is used, its hidden states are compared with those of the model's own code.
 
-Shapes: n rows, H features, D head dimension, O outputs of several linear layers side by side, B blocks of a sequence.
+Shapes: n rows, H features, D head dimension, O outputs of several linear layers side by side, B blocks of a sequence,
+S linear layers of a set, N tiles.
 """
 
 import logging

@@ -4,7 +4,7 @@ Model code takes some twenty launches for them, each of which takes longer than 
 (h B.T, see ``slot_lora_kernels``) are part of these kernels where they follow directly.
 
 Shapes: T rows, H features, J key/value heads, D head dimension, I features inside the feed-forward block, S linear
-layers of a set, R the largest rank.
+layers of a set, R the largest rank, N tiles.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     times_b_twice,
 )
 
-_TILE_ROWS = 16  # without adapters
+_TILE_ROWS = 16  # of a tile without adapters
 _GATED_AT_ONCE = 64  # features of the feed-forward block that a program computes
 
 
@@ -130,7 +130,7 @@ def rotate_and_store(
         OPERAND=operand(qkv_TO.dtype),
         ROWS=_TILE_ROWS if tiles is None else tiles.rows,
         RANKS=RANKS_AT_ONCE,
-        num_warps=4 if tiles is None else tiles.warps,
+        num_warps=4 if tiles is None or tiles.rows <= 16 else 8,  # it keeps eight (rows, half a head) at once
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return q_THD
@@ -313,15 +313,17 @@ def _gated(
     if LORA:
         all_tiles = tl.load(count)
         addresses += address_kind
-        next_gate = tl.load(addresses + tl.program_id(1))
-        next_up = tl.load(addresses + address_layer + tl.program_id(1))
+        next_gate_address = tl.load(addresses + tl.program_id(1))
+        next_up_address = tl.load(addresses + address_layer + tl.program_id(1))
         next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
     for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
         first, end = index * ROWS, rows
         if LORA:
-            of_gate, of_up, first, end, rank = next_gate, next_up, next_first, next_end, next_rank
+            gate_address, up_address = next_gate_address, next_up_address
+            first, end, rank = next_first, next_end, next_rank
             following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
-            next_gate, next_up = tl.load(addresses + following), tl.load(addresses + address_layer + following)
+            next_gate_address = tl.load(addresses + following)
+            next_up_address = tl.load(addresses + address_layer + following)
             next_first, next_end, next_rank = load_tile(tiles, following)
         t = first + tl.arange(0, ROWS)
         row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
@@ -333,8 +335,8 @@ def _gated(
             more_gate, more_up = times_b_twice(
                 h,
                 h + h_layer,
-                of_gate,
-                of_up,
+                gate_address,
+                up_address,
                 row,
                 inside_t,
                 n,

@@ -120,7 +120,7 @@ class VersionFiles:
         LoRA has no effect. max_rank: the largest rank that vLLM was started for. Projections that are one for vLLM
         need more than the adapter has: those of linear attention, and gate and up of experts.
         """
-        own_rank = adapter.rank
+        own_rank = _largest_rank(adapter.config)
         adapter = AdapterWeights(*with_joint_projections(adapter.config, adapter.tensors))
         adapter = _without_experts(adapter) if self._experts_form is None or EXPERTS in unapplied else adapter
         if has_experts(adapter.tensors):
@@ -169,11 +169,17 @@ def require_rank(rank: int, most: int, own: int | None = None) -> None:
         return
     has = str(rank)
     if own is not None and own != rank:
-        has = f"{own}, and {rank} where several of its layers are one for vLLM"
+        has = f"{own}, which becomes {rank} because vLLM joins some of its layers"
     raise UnsupportedError(
         f"rank: the adapter has {has}; the vLLM sampler was started for {most} at most; "
         "raise engine_args.max_lora_rank, or use sampler_type torch"
     )
+
+
+def _largest_rank(config: Mapping[str, object]) -> int:
+    pattern = config.get("rank_pattern") or {}
+    ranks = [config["r"], *(pattern.values() if isinstance(pattern, Mapping) else ())]
+    return max(rank for rank in ranks if isinstance(rank, int))
 
 
 def _with_one_rank(adapter: AdapterWeights) -> AdapterWeights:

@@ -627,7 +627,6 @@ class Gateway:
         if forgotten:
             logger.info("%d rows of sessions that ended long ago were deleted", forgotten)
 
-
     async def _unused_versions(self, now: float) -> list[SamplingSessionRecord]:
         """Return unnamed versions of active sessions that are not sampled from, but for the newest of each session.
 

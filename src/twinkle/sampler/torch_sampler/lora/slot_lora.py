@@ -3,8 +3,8 @@
 For each linear layer, or for each set of layers with the same input, few kernel launches serve any mix of versions of
 up to ``MAX_RANK`` (see ``slot_lora_kernels``).
 
-Shapes: N rows at most, which are also the most tiles, M linear layers (the head is the last), S layers of a set. Where
-there is one entry for A and one for B, A is the first.
+Shapes: N rows at most (there are never more tiles than rows), M linear layers (the head is the last), S layers of a
+set. Where there is one entry for A and one for B, A is the first.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.torch_sampler.lora.expert_slots import ExpertSlots
 from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     MAX_RANK,
-    TILE_OF_A,
+    TILE_ROWS_OF_A,
     Tiles,
     Tiling,
     add_lora,
-    count_parts,
-    tile_of_b,
+    new_counters,
+    tile_rows_of_b,
     usual_tiles,
 )
 
@@ -46,7 +46,7 @@ class SlotLora:
         self._addresses_M2N = torch.zeros(len(self._names), 2, rows, dtype=torch.int64, device=device)
         self._tiles_2N3 = torch.zeros(2, rows, 3, dtype=torch.int32, device=device)
         self._counts_2 = torch.zeros(2, dtype=torch.int32, device=device)
-        self._done_NS = count_parts(rows).to(device)
+        self._done_NS = new_counters(rows).to(device)
         self._experts = ExpertSlots(architecture, rows, MAX_RANK, device)
         self._group_N = torch.full((rows,), rows, dtype=torch.int32, device=device)  # the run of each row
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
@@ -74,23 +74,26 @@ class SlotLora:
             if version is not None:
                 groups[row : row + count] = group
             row += count
-        everything = [*runs, (None, size - row)]
-        for kind, tile in enumerate((TILE_OF_A, tile_of_b(size))):
-            self._bind_tiles(kind, tile, everything)
+        everything = [(version, count, self._addresses(version)) for version, count in (*runs, (None, size - row))]
+        for kind, tile_rows in enumerate((TILE_ROWS_OF_A, tile_rows_of_b(size))):
+            self._bind_tiles(kind, tile_rows, everything)
         device = self._group_N.device
         self._experts.bind([version for version, _ in runs])
         self._group_N.copy_(to_device(torch.from_numpy(groups), device))
         self._bound = key
 
-    def _bind_tiles(self, kind: int, tile: int, runs: Sequence[tuple[Adapter | None, int]]) -> None:
-        """Cut the rows into tiles, and write them and their addresses. kind: 0 for A, 1 for B."""
+    def _bind_tiles(self, kind: int, tile_rows: int, runs: Sequence[tuple[Adapter | None, int, np.ndarray]]) -> None:
+        """Cut the rows into tiles, and write them and their addresses. kind: 0 for A, 1 for B.
+
+        Each run has a version, the number of its rows, and the version's addresses.
+        """
         tiles: list[tuple[int, int, int]] = []
         addresses = []
         row = 0
-        for version, count in runs:
+        for version, count, addresses_M2 in runs:
             rank = 0 if version is None else version.layout.rank
-            own = [(first, row + count, rank) for first in range(row, row + count, tile)]
-            addresses.append(np.repeat(self._addresses(version)[:, kind, None], len(own), 1))
+            own = [(first, row + count, rank) for first in range(row, row + count, tile_rows)]
+            addresses.append(np.repeat(addresses_M2[:, kind, None], len(own), 1))
             tiles += own
             row += count
         device, used = self._group_N.device, len(tiles)
@@ -119,10 +122,10 @@ class SlotLora:
         return self._experts.layer(name, groups)
 
     def tiling(self, rows: int) -> Tiling:
-        """Return the tiles of a graph of ``rows`` rows."""
+        """Return the tiles of a graph of ``rows`` rows, which runs only after :meth:`bind` with this size."""
         of_a, of_b = (
-            Tiles(tile, self._tiles_2N3[kind], self._counts_2[kind : kind + 1], usual_tiles(rows, tile))
-            for kind, tile in enumerate((TILE_OF_A, tile_of_b(rows)))
+            Tiles(tile_rows, self._tiles_2N3[kind], self._counts_2[kind : kind + 1], usual_tiles(rows, tile_rows))
+            for kind, tile_rows in enumerate((TILE_ROWS_OF_A, tile_rows_of_b(rows)))
         )
         return Tiling(of_a, of_b, self._done_NS)
 

@@ -1,7 +1,7 @@
 """LoRA on a few rows of many versions as CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
-Rows are cut into tiles, each of one version. A grid has about as many programs as the device runs at the same time.
-Where there are more tiles, a program computes several. Few rows mean few tiles, each of which has to read a wide
+Rows are cut into tiles, each of one version. A grid has at most ``_PROGRAMS`` programs; where there are more tiles, a
+program computes several. Few rows mean few tiles, each of which has to read a wide
 matrix, so the first product is also split along its inner dimension into parts that run in parallel. The program whose
 part is done last adds the fp32 sums of all parts, always in the same order.
 
@@ -10,7 +10,7 @@ Linear layers that have the same input form a set, whose products with A are one
 A program waits for memory most of its time, so loads depend on as few others as possible: what describes a tile, and
 the addresses of its A and B, are found by the number of the tile and loaded early, then everything else at once.
 
-Tiles of the second product are larger where there are many rows: they read B less often.
+Where there are many rows, tiles of the second product have 32 rows, so that B is read less often.
 
 Shapes: T rows, P parts, S linear layers of a set, R the largest rank, N tiles. A is (rank, inputs) and B is (outputs,
 rank), both row-major and found by their address; address 0 means no adapter.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 MAX_RANK = 128
 RANKS_AT_ONCE = 32
-TILE_OF_A = 16  # rows; the smallest tile that tensor cores accept
+TILE_ROWS_OF_A = 16  # rows; the smallest tile that tensor cores accept
 _MANY_ROWS = 128
 _OUTER = 64  # outputs of a program
 _MOST_LAYERS = 4  # of a set
@@ -38,18 +38,13 @@ _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 class Tiles:
     """The rows of a pass in tiles of one version each. Together they cover all rows, with or without adapter.
 
-    The table has an entry for each row of the pass, as there may be so many tiles.
+    There can be as many tiles as rows, so the table has at least one entry for each row of the pass.
     """
 
     rows: int  # of a full tile
     table_N3: Tensor  # int32: first row, end of the version's rows, rank
     count_1: Tensor  # how many tiles are in use; int32, on the device
     most: int  # the largest number of tiles in usual passes; there may be more
-
-    @property
-    def warps(self) -> int:
-        """Return how many warps a program should have that computes a tile."""
-        return 4 if self.rows <= 16 else 8
 
     def programs(self, others: int) -> int:
         """Return how many programs share the tiles in a grid whose other dimensions have ``others`` programs."""
@@ -58,7 +53,10 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of both products of a pass. Addresses of A are in the order of ``of_a``, those of B of ``of_b``."""
+    """The tiles of both products of a pass. Addresses of A are in the order of ``of_a``, those of B of ``of_b``.
+
+    Two launches of one tiling must not run at the same time, because they count in the same place.
+    """
 
     of_a: Tiles
     of_b: Tiles
@@ -69,23 +67,23 @@ class Tiling:
 class Projected:
     """x A.T for a set of linear layers."""
 
-    h_TSR: Tensor  # of the type of x; undefined where a row has no adapter
+    h_TSR: Tensor  # of the type of x; undefined beyond a row's rank, and where a row has no adapter
     addresses_S2N: Tensor
     tiles: Tiles  # of the second product
 
 
-def tile_of_b(rows: int) -> int:
+def tile_rows_of_b(rows: int) -> int:
     """Return the rows of a tile of the second product, in a pass of so many rows."""
     return 16 if rows <= _MANY_ROWS else 32
 
 
-def usual_tiles(rows: int, tile: int) -> int:
+def usual_tiles(rows: int, tile_rows: int) -> int:
     """Return the largest number of tiles in usual passes: full ones, and a few that are not full."""
-    return min(rows, triton.cdiv(rows, tile) + 16)
+    return min(rows, triton.cdiv(rows, tile_rows) + 16)
 
 
-def count_parts(tiles: int) -> Tensor:
-    """Return the counters for :attr:`Tiling.done_NS`, on the host."""
+def new_counters(tiles: int) -> Tensor:
+    """Return zeros for :attr:`Tiling.done_NS`, on the host."""
     return torch.zeros(tiles, _MOST_LAYERS, dtype=torch.int32)
 
 
@@ -237,9 +235,9 @@ def _times_a(
 
 
 @triton.jit
-def times_b(
+def _times_b(
     h,
-    address,
+    b,
     row,
     inside_t,
     n,
@@ -250,18 +248,14 @@ def times_b(
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return h B.T, (ROWS, OUTER), which is 0 without adapter. ``h`` points to the layer's part of h.
-
-    row and inside_t are (ROWS, 1).
-    """
-    b = tl.multiple_of(address.to(tl.pointer_type(h.dtype.element_ty)), 16)
+    """Return h B.T, (ROWS, OUTER). row and inside_t are (ROWS, 1)."""
     total = tl.zeros([ROWS, OUTER], tl.float32)
     for start in range(0, rank, RANKS):
         r = start + tl.arange(0, RANKS)
-        inside_r = (r < rank) & (address != 0)
+        inside_r = r < rank
         weights = tl.load(b + n[None, :] * rank + r[:, None], mask=inside_r[:, None] & inside_n[None, :], other=0.0)
-        own = tl.load(h + row * h_row + r[None, :], mask=inside_t & inside_r[None, :], other=0.0)
-        total = tl.dot(own, weights, total)
+        h_part = tl.load(h + row * h_row + r[None, :], mask=inside_t & inside_r[None, :], other=0.0)
+        total = tl.dot(h_part, weights, total)
     return total
 
 
@@ -282,7 +276,10 @@ def times_b_twice(
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Compute two products like :func:`times_b`; the loads of both overlap."""
+    """Return two products h B.T, (ROWS, OUTER) each, whose loads overlap. Without adapter a product is 0.
+
+    ``h`` and ``other_h`` point to the layers' parts of h; row and inside_t are (ROWS, 1).
+    """
     b = tl.multiple_of(address.to(tl.pointer_type(h.dtype.element_ty)), 16)
     other_b = tl.multiple_of(other_address.to(tl.pointer_type(h.dtype.element_ty)), 16)
     total = tl.zeros([ROWS, OUTER], tl.float32)
@@ -294,10 +291,10 @@ def times_b_twice(
         weights = tl.load(b + at, mask=inside_r[:, None] & inside_n[None, :], other=0.0)
         other_weights = tl.load(other_b + other_at, mask=other_inside_r[:, None] & inside_n[None, :], other=0.0)
         place = row * h_row + r[None, :]
-        own = tl.load(h + place, mask=inside_t & inside_r[None, :], other=0.0)
-        other_own = tl.load(other_h + place, mask=inside_t & other_inside_r[None, :], other=0.0)
-        total = tl.dot(own, weights, total)
-        other_total = tl.dot(other_own, other_weights, other_total)
+        h_part = tl.load(h + place, mask=inside_t & inside_r[None, :], other=0.0)
+        other_h_part = tl.load(other_h + place, mask=inside_t & other_inside_r[None, :], other=0.0)
+        total = tl.dot(h_part, weights, total)
+        other_total = tl.dot(other_h_part, other_weights, other_total)
     return total, other_total
 
 
@@ -326,10 +323,11 @@ def _add_times_b(
         next_address = tl.load(addresses + following)
         next_first, next_end, next_rank = load_tile(tiles, following)
         if address != 0:
+            b = tl.multiple_of(address.to(tl.pointer_type(h.dtype.element_ty)), 16)
             t = first + tl.arange(0, ROWS)
             row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
             place = y + row * y_row + n[None, :]
             inside = inside_t & inside_n[None, :]
             old = tl.load(place, mask=inside, other=0.0)
-            new = old + times_b(h, address, row, inside_t, n, inside_n, rank, h_row, ROWS, OUTER, RANKS)
+            new = old + _times_b(h, b, row, inside_t, n, inside_n, rank, h_row, ROWS, OUTER, RANKS)
             tl.store(place, new.to(y.dtype.element_ty), mask=inside)
