@@ -108,13 +108,15 @@ class Plain:
 
 
 def single(name: str) -> TransformersModel:
-    model = TransformersModel(model_id=f"random://{name}", device="cpu")
+    model = TransformersModel(model_id=f"random://{name}", device="cpu", mixed_precision="fp32")
     model.add_adapter_to_model("a", LORA, seed=3)
     return model
 
 
 def multi(name: str) -> MultiLoraTransformersModel:
-    model = MultiLoraTransformersModel(model_id=f"random://{name}", device="cpu", memory_budget_bytes=2**29)
+    model = MultiLoraTransformersModel(
+        model_id=f"random://{name}", device="cpu", mixed_precision="fp32", memory_budget_bytes=2**29
+    )
     model.add_adapter_to_model("a", LORA, seed=3)
     return model
 
@@ -193,7 +195,7 @@ def test_mistakes() -> None:
 
 def test_without_adapters_the_tower_is_trained_too() -> None:
     name = "qwen3-vl-tiny"
-    model, row = TransformersModel(model_id=f"random://{name}", device="cpu"), rows(name)[0]
+    model, row = TransformersModel(model_id=f"random://{name}", device="cpu", mixed_precision="fp32"), rows(name)[0]
     model.set_optimizer("SGD", lr=0.1)
     model.forward_backward(inputs=[row])
     model.clip_grad_norm(1e9)

@@ -630,7 +630,8 @@ class Gateway:
     async def _unused_versions(self, now: float) -> list[SamplingSessionRecord]:
         """Return unnamed versions of active sessions that are not sampled from, but for the newest of each session.
 
-        A client cannot sample while this process does not run, so then there are none.
+        There are none until this process has run for that long without a break, because a client of a stopped server
+        cannot sample.
         """
         limits = self.config.limits
         newest, seconds = limits.max_unused_versions_per_session, limits.unused_version_seconds

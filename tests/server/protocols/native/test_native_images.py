@@ -60,7 +60,7 @@ def template() -> Qwen2_5VLTemplate:
 
 @cache
 def local_model() -> LocalModel:
-    model = LocalModel(model_id=SEES, device="cpu", memory_budget_bytes=2**29)
+    model = LocalModel(model_id=SEES, device="cpu", mixed_precision="fp32", memory_budget_bytes=2**29)
     model.add_adapter_to_model("fresh", LocalConfig(r=4, target_modules="all-linear"))
     return model
 
