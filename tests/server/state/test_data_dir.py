@@ -79,7 +79,7 @@ def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
 def test_unused_versions_make_room_for_newer_ones(tmp_path: Path) -> None:
     """The newest ones stay, and so does one that is sampled from. A restart alone makes no version unused."""
     (tmp_path / "s").mkdir()
-    limits = {"max_unused_versions_per_session": 2, "unused_version_seconds": 4.0}
+    limits = {"max_unused_versions_per_session": 2, "unused_version_seconds": 2.5}
     server = Server(tmp_path / "s", mock_config(limits=limits), housekeeping=0.1).start()
     try:
         tenant = Tenant(server.url, "tml-loop")
