@@ -77,10 +77,10 @@ def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
 
 
 def test_unused_versions_make_room_for_newer_ones(tmp_path: Path) -> None:
-    """The newest ones stay, and so does one that is sampled from. A restart alone makes no version unused."""
+    """The newest ones stay, and so do those that are sampled from. A restart alone makes no version unused."""
     (tmp_path / "s").mkdir()
     limits = {"max_unused_versions_per_session": 2, "unused_version_seconds": 2.5}
-    server = Server(tmp_path / "s", mock_config(limits=limits), housekeeping=0.1).start()
+    server = Server(tmp_path / "s", mock_config(limits=limits), housekeeping=0.1, sample=0.02).start()
     try:
         tenant = Tenant(server.url, "tml-loop")
         model = tenant.model(tenant.session())
@@ -93,7 +93,13 @@ def test_unused_versions_make_room_for_newer_ones(tmp_path: Path) -> None:
             return len(list((server.data_dir / "samplers").iterdir()))
 
         assert kept() == 5
+        tenant.submit("asample", sample_body(versions[1], sampling_params={"max_tokens": 4000, "seed": 1, "stop": []}))
+        under_way = time.monotonic() + limits["unused_version_seconds"] + 1  # that sample takes longer
         deadline, samples = time.monotonic() + 120, 0
+        while time.monotonic() < under_way:
+            tenant.tokens(tenant.sample(versions[0], samples))
+            samples += 1
+        assert tenant.get(f"samplers/{versions[1]}").status_code == 200
         while any(tenant.get(f"samplers/{version}").status_code == 200 for version in versions[1:3]):  # they are unused
             assert time.monotonic() < deadline
             tenant.tokens(tenant.sample(versions[0], samples))

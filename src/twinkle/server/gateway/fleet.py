@@ -51,6 +51,7 @@ class ModelReport:
     numbers: Mapping[str, object]
     adapters: Mapping[str, int]  # number of live adapters by tenant
     busy_sessions: frozenset[str]  # ids of the sessions that have ops which are not finished
+    sampled_sessions: frozenset[str] = frozenset()  # ids of the sampling sessions that have unfinished requests
     device: str = "cpu"  # what the model computes on
     architecture: str = ""  # the family of the model, which decides what its adapters look like in files
     replicas: Mapping[str, bool] = field(default_factory=lambda: {"": True})  # by name: whether it answers now
@@ -131,6 +132,7 @@ def report_of(services: Services, longest_step: float) -> ModelReport:
         numbers=training.status() | ({} if sampling is None else sampling.status()),
         adapters=dict(Counter(adapter.run.tenant_id for adapter in training.adapters)),
         busy_sessions=frozenset(adapter.run.session_id for adapter in training.adapters if adapter.unfinished),
+        sampled_sessions=frozenset() if sampling is None else sampling.sessions_under_way(),
         device=model.device,
         architecture=model.architecture,
     )

@@ -638,6 +638,9 @@ class Gateway:
         if newest is None or not self.running_time.ran_for(seconds):
             return []
         older = await self.store.sampling_sessions.superseded(newest)
+        reports = (await self.fleet.reports()).values() if older else ()
+        under_way = frozenset[str]().union(*(report.sampled_sessions for report in reports))
+        older = tuple(each for each in older if each.sampling_session_id not in under_way)
 
         def unused() -> list[SamplingSessionRecord]:
             return [each for each in older if each.directory and self.files.last_used(each.directory) < now - seconds]

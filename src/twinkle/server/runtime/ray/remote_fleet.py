@@ -138,6 +138,7 @@ def _sum(reports: Sequence[ModelReport], replicas: Mapping[str, bool]) -> ModelR
         numbers=_sum_numbers([report.numbers for report in reports]),
         adapters={tenant: sum(report.adapters.get(tenant, 0) for report in reports) for tenant in tenants},
         busy_sessions=frozenset().union(*(report.busy_sessions for report in reports)),
+        sampled_sessions=frozenset().union(*(report.sampled_sessions for report in reports)),
     )
 
 

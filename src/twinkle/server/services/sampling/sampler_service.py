@@ -384,10 +384,14 @@ class SamplerService:
         if self.completions is not None:
             self.completions.sweep(now, self._futures.delivered)
         self._rate.record(self.tokens_sampled, now)
-        under_way = {job.session.sampling_session_id for job in self._jobs.values()}
+        under_way = self.sessions_under_way()
         self._asked = {name: at for name, at in self._asked.items() if name in under_way}
         self._turn_due = True  # a turn drops old versions; they are published and expire without any sampling, too
         self._wake.set()
+
+    def sessions_under_way(self) -> frozenset[str]:
+        """Return the sampling sessions that have requests which have not ended."""
+        return frozenset(job.session.sampling_session_id for job in self._jobs.values())
 
     def _drop_versions_soon(self) -> int:
         """Make the next turn drop versions that no request uses. Return 0: no bytes are dropped before that turn."""
