@@ -4,7 +4,8 @@ A saved version is also on disk, so that one that was dropped is read again with
 running requests use is pinned. Others are dropped when they are released, when they were not used for a while, when
 there are too many (least recently used first), and when memory is short (all of them).
 
-The files of a version that is used are marked from time to time, because the gateway deletes old ones that are not.
+The files of an unnamed version that is used are marked from time to time, because the gateway deletes old ones that are
+not.
 """
 
 from collections import Counter
@@ -89,8 +90,10 @@ class SamplerVersions:
 
     def _note_use(self, session: SamplingSessionRecord, version_id: str, now: float) -> None:
         self._last_used[version_id] = now
+        if session.directory is None or version_id != session.sampling_session_id:
+            return  # only unnamed versions have files of their own
         marked = self._marked.get(version_id)
-        if session.directory is not None and (marked is None or now - marked >= self._mark_seconds):
+        if marked is None or now - marked >= self._mark_seconds:
             self._marked[version_id] = now
             self._files.mark_used(session.directory)
 
