@@ -92,7 +92,6 @@ def test_unused_versions_make_room_for_newer_ones(tmp_path: Path) -> None:
         def kept() -> int:
             return len(list((server.data_dir / "samplers").iterdir()))
 
-        assert kept() == 5
         tenant.submit("asample", sample_body(versions[1], sampling_params={"max_tokens": 4000, "seed": 1, "stop": []}))
         under_way = time.monotonic() + limits["unused_version_seconds"] + 1  # that sample takes longer
         deadline, samples = time.monotonic() + 120, 0

@@ -130,7 +130,7 @@ def rotate_and_store(
         OPERAND=operand(qkv_TO.dtype),
         ROWS=_TILE_ROWS if tiles is None else tiles.rows,
         RANKS=RANKS_AT_ONCE,
-        num_warps=4 if tiles is None or tiles.rows <= 16 else 8,  # it keeps eight (rows, half a head) at once
+        num_warps=4 if tiles is None or tiles.rows <= 16 else 8,  # eight arrays of (rows, half a head) are alive
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
     )
     return q_THD

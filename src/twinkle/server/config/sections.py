@@ -313,6 +313,11 @@ class LimitsConfig(Section):
     audit_retention_seconds: Seconds = 90 * _DAY
     """Seconds that entries of the audit log are kept, at most 100,000 for each tenant."""
 
+    @property
+    def version_mark_seconds(self) -> float:
+        """Return how long a sampler does not mark a version's files as used again after it has marked them."""
+        return min(30.0, self.unused_version_seconds / 4)
+
 
 def _limit(what: str) -> Any:
     return Field(default=None, description=f"{what}; null: as in `limits`.")

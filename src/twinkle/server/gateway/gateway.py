@@ -73,7 +73,9 @@ from twinkle_client.protocol.base import SESSION_LOST
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
-_KEEP_VERSIONS = "give a save a name to keep it"
+_DELETED_VERSIONS = (
+    "unnamed versions are deleted when they are unused and there are newer ones: give a save a name to keep it"
+)
 T = TypeVar("T")
 
 
@@ -486,8 +488,7 @@ class Gateway:
         if record is None:
             record = await self.store.sampling_sessions.get(sampling_session_id)
         if record is None or record.tenant_id != tenant_id:
-            note = f"unnamed versions are deleted when they are unused and there are newer ones: {_KEEP_VERSIONS}"
-            raise NotFoundError("sampling session", sampling_session_id, note)
+            raise NotFoundError("sampling session", sampling_session_id, _DELETED_VERSIONS)
         self._samplers[sampling_session_id] = record
         return record
 
@@ -642,8 +643,10 @@ class Gateway:
         under_way = frozenset[str]().union(*(report.sampled_sessions for report in reports))
         older = tuple(each for each in older if each.sampling_session_id not in under_way)
 
+        before = now - seconds - limits.version_mark_seconds  # it may have been used for so long after its mark
+
         def unused() -> list[SamplingSessionRecord]:
-            return [each for each in older if each.directory and self.files.last_used(each.directory) < now - seconds]
+            return [each for each in older if each.directory and self.files.last_used(each.directory) < before]
 
         found = await asyncio.to_thread(unused)
         if found:

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 # The longest that one thread may hold the interpreter while another waits for it.
 _SWITCH_SECONDS = 0.0005
-_MARK_SECONDS = 30.0  # between marks of a sampler version's files, at least
 
 
 def let_threads_alternate() -> None:
@@ -132,7 +131,7 @@ class Process:
                 recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
                 gathering=context.gathering,
                 images=RequestImages(model, self.tenants.pools.images),
-                mark_version_seconds=min(_MARK_SECONDS, limits.unused_version_seconds / 4),
+                mark_version_seconds=limits.version_mark_seconds,
             )
         self.services[model.name] = Services(model, training, sampler, native)
         return self.services[model.name]

@@ -1,9 +1,9 @@
 """LoRA on a few rows of many versions as CUDA kernels (Triton): first h = x A.T, then y += h B.T.
 
 Rows are cut into tiles, each of one version. A grid has at most ``_PROGRAMS`` programs; where there are more tiles, a
-program computes several. Few rows mean few tiles, each of which has to read a wide
-matrix, so the first product is also split along its inner dimension into parts that run in parallel. The program whose
-part is done last adds the fp32 sums of all parts, always in the same order.
+program computes several. Few rows mean few tiles, each of which has to read a wide matrix, so the first product is also
+split along its inner dimension into parts that run in parallel. The program whose part is done last adds the fp32 sums
+of all parts, always in the same order.
 
 Linear layers that have the same input form a set, whose products with A are one launch.
 
