@@ -132,11 +132,11 @@ class Case:
         share, table, places = -(-self._rows // adapters), [], []
         for adapter in range(adapters):
             begin, end = adapter * share, min(self._rows, (adapter + 1) * share)
-            own = [[first, end, rank] for first in range(begin, end, size)]
+            own = [[first, end, rank, 0] for first in range(begin, end, size)]
             table += own
             places += [adapter] * len(own)
         unused = self._rows - len(table)
-        tensor = torch.tensor(table + [[0, 0, 0]] * unused, dtype=torch.int32, device=self._device)
+        tensor = torch.tensor(table + [[0, 0, 0, 0]] * unused, dtype=torch.int32, device=self._device)
         count = torch.tensor([len(table)], dtype=torch.int32, device=self._device)
         return Tiles(size, tensor, count, usual_tiles(self._rows, size)), places + [0] * unused
 

@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.models.tiny_models import FAMILIES, tiny_model, tiny_trainer
 from twinkle.model import Trainer, adopt_model
 from twinkle.model.decoder.base_weights import named_weights, put_weights
-from twinkle.model.decoder.joined import empty_like, join_weights, joint
+from twinkle.model.decoder.joined import SPARE_ROWS, empty_like, join_weights, joint, with_spare_rows
 
 HAVE_SETS = {
     "llama",
@@ -25,11 +25,12 @@ HAVE_SETS = {
 }
 
 
+@pytest.mark.parametrize("spare_rows", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_computes_the_same_with_joined_weights(family: str) -> None:
+def test_a_model_computes_the_same_with_joined_weights(family: str, spare_rows: bool) -> None:
     model = tiny_model(family)
     joined = copy.deepcopy(model)
-    count = join_weights(joined)
+    count = join_weights(joined, spare_rows=spare_rows)
     assert count > 0 or family not in HAVE_SETS
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
@@ -56,6 +57,44 @@ def test_there_is_no_second_copy() -> None:
     assert first.any()
     assert (bias[-attention.v_proj.out_features :] == 7).all()
     assert whole.untyped_storage().nbytes() == whole.nbytes
+
+
+def test_spare_rows_are_behind_the_weights() -> None:
+    model = tiny_model("qwen2")
+    join_weights(model, spare_rows=True)
+    attention = model.model.layers[0].self_attn
+    sets = [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [model.model.layers[0].mlp.up_proj],
+    ]
+    for linears in sets[:2]:
+        whole = with_spare_rows([each.weight for each in linears])
+        assert whole is not None
+        outputs, spare = sum(each.out_features for each in linears), SPARE_ROWS * len(linears)
+        assert whole.shape == (outputs + spare, linears[0].in_features)
+        assert torch.equal(whole[:outputs], torch.cat([each.weight.detach() for each in linears]))
+        assert not whole[outputs:].any()
+        whole[outputs:] = 3.0
+        assert not any((each.weight == 3.0).any() for each in linears)
+    biases = with_spare_rows([each.bias for each in sets[0]])
+    assert biases is not None
+    assert not biases[-3 * SPARE_ROWS :].any()
+    assert with_spare_rows([attention.q_proj.weight]) is None  # other weights are behind it
+    assert with_spare_rows([attention.q_proj.weight, attention.k_proj.weight]) is None
+    assert with_spare_rows([sets[2][0].weight]) is None
+    join_weights(model)  # moves them again
+    assert with_spare_rows([each.weight for each in sets[0]]) is None
+
+
+def test_only_layers_of_the_llama_shape_have_spare_rows() -> None:
+    model = tiny_model("gemma")
+    join_weights(model, spare_rows=True)
+    attention = model.model.layers[0].self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert joint([each.weight for each in linears]) is not None
+    assert with_spare_rows([each.weight for each in linears]) is None
+    assert with_spare_rows([attention.o_proj.weight]) is None
 
 
 def test_parts_that_do_not_follow_each_other_are_not_joined() -> None:

@@ -3,6 +3,7 @@
 The captured graphs need CUDA; here a stand-in computes the same tokens pass by pass.
 """
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from tests.support.models.sampling import (
 )
 from tests.support.models.seeing_models import seeing_datum, seeing_model
 from tests.support.models.tiny_models import tiny_model, tiny_trainer
-from twinkle.model import Trainer
+from twinkle.model import LoraSpec, Trainer
 from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.joined import SPARE_ROWS
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler import decode_graphs
@@ -296,11 +298,19 @@ def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
     kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS_OF_A=16, Tiles=None, Tiling=None, add_lora=None, usual_tiles=None)
     kernels.tile_rows_of_b, kernels.new_counters = (lambda rows: 32), torch.zeros
-    monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.lora.slot_lora_kernels", kernels)
+    package = "twinkle.sampler.torch_sampler.lora"
+    monkeypatch.setitem(sys.modules, f"{package}.slot_lora_kernels", kernels)
+    monkeypatch.setitem(sys.modules, f"{package}.copy_kernels", SimpleNamespace(copy_pieces=copy_pieces))
+    monkeypatch.delitem(sys.modules, f"{package}.spare_rows", raising=False)
     spec = find_spec("twinkle.sampler.torch_sampler.lora.slot_lora")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def copy_pieces(table_E3: torch.Tensor, like: torch.Tensor) -> None:
+    for source, target, elements in table_E3.tolist():
+        ctypes.memmove(target, source, elements * like.itemsize)
 
 
 def test_addresses_follow_a_version_that_was_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,14 +349,69 @@ def test_tiles_cover_all_rows_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     lora = slot_lora(monkeypatch).SlotLora(architecture, 64, torch.device("cpu"))
     rank = version.layout.rank
     lora.bind([(None, 3), (version, 20), (None, 1)], 48)
-    of_a = [[0, 3, 0], [3, 23, rank], [19, 23, rank], [23, 24, 0], [24, 48, 0], [40, 48, 0]]
-    of_b = [[0, 3, 0], [3, 23, rank], [23, 24, 0], [24, 48, 0]]
+    of_a = [[0, 3, 0, 0], [3, 23, rank, 0], [19, 23, rank, 0], [23, 24, 0, 0], [24, 48, 0, 0], [40, 48, 0, 0]]
+    of_b = [[0, 3, 0, 0], [3, 23, rank, 0], [23, 24, 0, 0], [24, 48, 0, 0]]
     assert lora._counts_2.tolist() == [6, 4]
-    assert lora._tiles_2N3[0, :6].tolist() == of_a
-    assert lora._tiles_2N3[1, :4].tolist() == of_b
+    assert lora._tiles_2N4[0, :6].tolist() == of_a
+    assert lora._tiles_2N4[1, :4].tolist() == of_b
     assert lora._addresses_M2N[:-1, 0, 1:3].all()  # the adapter is on all linear layers but the head
     assert lora._addresses_M2N[:-1, 1, 1].all()
     assert not lora._addresses_M2N[:, 0, [0, 3, 4, 5]].any()
     assert not lora._addresses_M2N[:, 1, [0, 2, 3]].any()
     lora.bind([(version, 1)] * 64, 64)  # each row may have its own version
     assert lora._counts_2.tolist() == [64, 64]
+
+
+def test_spare_rows_hold_the_versions_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other passes left there is replaced; more ranks than there is room for are left to the kernels."""
+    ranks = {"a": 8, "b": 64, "c": 16, "wide": 128}
+    trainer = toy_trainer({name: LoraSpec(rank=rank, seed=rank, train_mlp=name != "c") for name, rank in ranks.items()})
+    versions = {name: trainer.pool.freeze(name) for name in ranks}
+    trainer.pool.make_resident(versions.values())
+    lora = slot_lora(monkeypatch).SlotLora(trainer.architecture, 24, torch.device("cpu"))
+    assert not lora.has_spare_rows
+    assert not lora.bind([(versions["a"], 2)], 24)
+    targets = trainer.architecture.projections
+    rows = {each.name: torch.zeros(SPARE_ROWS, each.in_features) for each in targets}
+    lora.use_spare_rows(rows)
+    assert lora.has_spare_rows
+
+    def bound(*names: str) -> bool:
+        return lora.bind([(versions[each], 2) for each in names], 24)
+
+    def a_of(name: str, target: str) -> torch.Tensor:
+        return versions[name].layout.views(versions[name].compute_copy, target)[0]
+
+    def tiles(count: int) -> list[list[int]]:
+        assert torch.equal(lora._tiles_2N4[0, :count], lora._tiles_2N4[1, :count])
+        return lora._tiles_2N4[0, :count].tolist()
+
+    assert bound("b", "c", "b", "a")
+    for target in targets:
+        mlp = "mlp" in target.name
+        assert torch.equal(rows[target.name][:64], a_of("b", target.name))
+        assert mlp or torch.equal(rows[target.name][64:80], a_of("c", target.name))
+        assert not mlp or not rows[target.name][64:80].any()  # nothing of c
+        assert torch.equal(rows[target.name][80:88], a_of("a", target.name))
+        assert not rows[target.name][88:].any()
+    assert tiles(4) == [[0, 2, 64, 0], [2, 4, 16, 64], [4, 6, 64, 0], [6, 8, 8, 80]]
+    target = targets[0].name
+    rows[target].zero_()
+    assert bound("a")  # it is there already, so nothing is copied
+    assert not rows[target].any()
+    assert tiles(1) == [[0, 2, 8, 80]]
+    assert not bound("wide", "a")
+    assert tiles(2) == [[0, 2, 128, 0], [2, 4, 8, 0]]
+    assert bound("wide")
+    assert torch.equal(rows[target], a_of("wide", target))
+    assert bound("c", "a")
+    assert torch.equal(rows[target][:24], torch.cat([a_of("c", target), a_of("a", target)]))
+    versions["a"].frozen = False  # such an adapter may change
+    a_of("a", target).fill_(3.0)
+    assert bound("a")
+    assert (rows[target][:8] == 3).all()
+    del versions["c"]  # another version may get its place in memory
+    versions["new"] = trainer.pool.freeze("b")
+    trainer.pool.make_resident([versions["new"]])
+    assert bound("new")
+    assert torch.equal(rows[target][:64], a_of("new", target))

@@ -29,7 +29,11 @@ SPECS = {
 
 def trained(family: str | None = None) -> Trainer:
     model = wide_llama(max_position_embeddings=4096) if family is None else tiny_model(family)
-    trainer = tiny_trainer(model.to("cuda", torch.bfloat16))
+    return trained_on(tiny_trainer(model.to("cuda", torch.bfloat16)))
+
+
+def trained_on(trainer: Trainer) -> Trainer:
+    """Give a trainer adapters that are not zero."""
     generator = np.random.default_rng(0)
     for name, spec in SPECS.items():
         trainer.create_adapter(name, spec)
@@ -111,13 +115,22 @@ def test_graphs_of_the_models_own_layers_give_what_plain_passes_give(count: int)
     assert_alike(run(graphs, requests), run(plain, requests))
 
 
-def test_joined_weights_give_what_separate_ones_give() -> None:
+@pytest.mark.parametrize("spare_rows", [False, True])
+def test_joined_weights_give_what_separate_ones_give(spare_rows: bool) -> None:
     model = wide_llama(max_position_embeddings=4096).to("cuda", torch.bfloat16)
-    separate = TorchSampler(tiny_trainer(model), toy_tokenizer())
-    join_weights(model)
-    joined = TorchSampler(Trainer(adopt_model(model), model_id="joined"), toy_tokenizer())
-    requests = [request(f"r{n}", None, prompt(3 + 5 * n, n), max_tokens=20, temperature=0.0) for n in range(6)]
-    assert_alike(run(joined, requests), run(separate, requests))
+    separate = trained_on(tiny_trainer(model))
+    join_weights(model, spare_rows=spare_rows)
+    joined = trained_on(Trainer(adopt_model(model), model_id="joined"))
+    graphs, plain = samplers(joined)[0], samplers(separate)[1]
+    assert graphs._graphs is not None
+    assert graphs._graphs._lora.has_spare_rows == spare_rows
+    # Both versions fit into spare rows; with "c" they do not.
+    for names in (["a", "b", None], ["b"], ["a", "b", "c"], ["a"]):
+        requests = [
+            request(f"r{n}", names[n % len(names)], prompt(3 + 5 * n, n), max_tokens=20, temperature=0.0)
+            for n in range(9)
+        ]
+        assert_alike(run(graphs, requests), run(plain, requests))
 
 
 def test_many_rows_in_one_pass() -> None:

@@ -53,10 +53,10 @@ SPECS = {
 }
 
 
-def trained(family: str, *, joined: bool = True) -> Trainer:
+def trained(family: str, *, joined: bool = True, spare_rows: bool = False) -> Trainer:
     model = (wide_seeing_model(family) if family in WIDE else random_model(FAMILIES[family]())).to(DEVICE, DTYPE)
     if joined:
-        assert join_weights(model) > 0
+        assert join_weights(model, spare_rows=spare_rows) > 0
     trainer = tiny_trainer_on(model)
     generator = np.random.default_rng(0)
     for name, spec in SPECS.items():
@@ -149,27 +149,37 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm()) <= CLOSE
 
 
-@pytest.mark.parametrize(("family", "joined"), [*((family, True) for family in (*FAMILIES, *WIDE)), ("qwen2", False)])
-def test_fused_layers_give_what_the_models_own_code_gives(family: str, joined: bool) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *WIDE])
+def test_fused_layers_give_what_the_models_own_code_gives(family: str) -> None:
+    compare_with_own_code(family, trained(family, spare_rows=True), has_spare_rows=True)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_fused_layers_without_spare_rows(joined: bool) -> None:
+    compare_with_own_code("qwen2", trained("qwen2", joined=joined), has_spare_rows=False)
+
+
+def compare_with_own_code(family: str, trainer: Trainer, *, has_spare_rows: bool) -> None:
     from twinkle.sampler.torch_sampler.fused_layers import Inputs, fuse_decoder
     from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 
-    trainer = trained(family, joined=joined)
     case = Case.make(trainer, 19, shift=-2 if family in WIDE else 0)
     lora = SlotLora(trainer.architecture, 24, DEVICE)
     fused = fuse_decoder(trainer.engine, case.cache, case.cache.set_aside(), lora)
     assert fused is not None
     adapters = {name: trainer.pool.freeze(name) for name in SPECS}
     trainer.pool.make_resident(adapters.values())
-    for with_lora in (False, True):
+    assert lora.has_spare_rows == has_spare_rows
+    for with_lora, in_spare_rows in [(False, False), (True, False), (True, True)][: 3 if has_spare_rows else 2]:
         counts = {"b": 10, "gate alone": 4, "up alone": 3, "c": 1}
         runs = [(adapters[name], count) for name, count in counts.items()] if with_lora else [(None, 19)]
         expected, keys, values = case.plain([*runs, (None, 1)] if with_lora else runs)
         if with_lora:
-            lora.bind(runs, 19)  # the row beyond the runs has no adapter
+            # The row beyond the runs has no adapter. The kernels serve versions in spare rows, too, as for the head.
+            assert lora.bind(runs, 19) == has_spare_rows
         with torch.no_grad():
             inputs = Inputs(case.ids, case.indices, case.positions, case.table)
-            hidden = fused.hidden_states(inputs, lora if with_lora else None)
+            hidden = fused.hidden_states(inputs, lora if with_lora else None, in_spare_rows=in_spare_rows)
         assert close(hidden, expected)
         for ours, theirs in zip([*case.cache.keys, *case.cache.values], [*keys, *values], strict=True):
             assert close(ours, theirs)
@@ -312,4 +322,6 @@ def tiles(runs: Sequence[tuple[int, int, int, int, int]], size: int) -> tuple["T
     cut = [(first, end, rank, a, b) for start, end, rank, a, b in runs for first in range(start, end, size)]
     table = torch.tensor(cut + [(0, 0, 0, 0, 0)] * (rows - len(cut)), dtype=torch.int64, device=DEVICE)
     count = torch.tensor([len(cut)], dtype=torch.int32, device=DEVICE)
-    return Tiles(size, table[:, :3].int().contiguous(), count, usual_tiles(rows, size)), table[:, 3:].T.contiguous()
+    return Tiles(size, torch.nn.functional.pad(table[:, :3], (0, 1)).int(), count, usual_tiles(rows, size)), table[
+        :, 3:
+    ].T.contiguous()

@@ -1,5 +1,8 @@
 """Weights of linear layers that have the same input, side by side in memory, so that one product serves them all.
 
+In layers of the Llama shape there can be spare rows behind the weights. A sampler copies the A of adapters there, and
+the same product computes x A.T, too.
+
 Every layer keeps its own parameter, which becomes a view of the joint tensor: there is no second copy, and checkpoints,
 copies in place and the layers themselves work as before. Code that computes one product calls :func:`joint` each time,
 because a parameter may be pointed to other memory, and then the weights no longer follow each other.
@@ -11,31 +14,50 @@ import torch
 from torch import Tensor, nn
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that have the same input
+_ALONE = (("o_proj",), ("down_proj",))
+# Decoder layers of Transformers that compute what Llama's do, except for biases, norms of heads, and windows.
+LLAMA_SHAPED = frozenset(
+    {
+        "LlamaDecoderLayer",
+        "MistralDecoderLayer",
+        "Qwen2DecoderLayer",
+        "Qwen2_5_VLDecoderLayer",
+        "Qwen3DecoderLayer",
+        "Qwen3VLTextDecoderLayer",
+    }
+)
+SPARE_ROWS = 128  # for each linear layer
 
 
-def join_weights(model: nn.Module) -> int:
+def join_weights(model: nn.Module, *, spare_rows: bool = False) -> int:
     """Move the weights of layers with the same input together, and return how many joint weights there are now.
 
+    spare_rows: leave ``SPARE_ROWS`` for each linear layer behind the weights, in decoder layers of the Llama shape.
     Only for a model whose parameters no other code uses: tensors that shared memory with them do not do so afterwards.
     """
     count = 0
+    roomy = [layer for layer in model.modules() if spare_rows and type(layer).__name__ in LLAMA_SHAPED]
+    within = {id(module) for layer in roomy for module in layer.modules()}
     for module in model.modules():
-        for names in TOGETHER:
+        rows = SPARE_ROWS if id(module) in within else 0
+        for names in (*TOGETHER, *_ALONE) if rows else TOGETHER:
             linears = [module._modules.get(name) for name in names]
             if all(type(linear) is nn.Linear for linear in linears):
                 for kind in ("weight", "bias"):
-                    count += _join([linear._parameters[kind] for linear in linears if linear is not None])
+                    count += _join([linear._parameters[kind] for linear in linears if linear is not None], rows)
     return count
 
 
-def _join(parameters: Sequence[nn.Parameter | None]) -> int:
-    """Move parameters together; return 1 if that was possible, else 0."""
+def _join(parameters: Sequence[nn.Parameter | None], spare_rows: int) -> int:
+    """Move parameters together, with spare rows for each behind them; return 1 if that was possible, else 0."""
     present = [parameter for parameter in parameters if parameter is not None]
     alike = len({(parameter.shape[1:], parameter.dtype, parameter.device) for parameter in present}) == 1
     if len(present) < len(parameters) or not alike:
         return 0
-    whole = torch.cat([parameter.detach() for parameter in present])
-    for parameter, part in zip(present, whole.split([len(each) for each in present]), strict=True):
+    sizes = [len(each) for each in present]
+    whole = present[0].new_zeros(sum(sizes) + spare_rows * len(present), *present[0].shape[1:], requires_grad=False)
+    for parameter, part in zip(present, whole.split([*sizes, spare_rows * len(present)]), strict=False):
+        part.copy_(parameter.detach())
         parameter.data = part
     if whole.is_cuda:  # give back the old memory: it is in pieces that are too small for the next joint tensors
         torch.cuda.empty_cache()
@@ -52,6 +74,18 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += each.nbytes
     return first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def with_spare_rows(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return what :func:`joint` returns, and the spare rows behind it; None if there are none."""
+    whole = joint(tensors)
+    if whole is None or whole.storage_offset() != 0:
+        return None
+    rows = len(whole) + SPARE_ROWS * len(tensors)
+    # A memory block of exactly this size was made by join_weights.
+    if whole.untyped_storage().nbytes() != rows * whole[0].nbytes:
+        return None
+    return whole.as_strided((rows, *whole.shape[1:]), whole.stride())
 
 
 def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -94,7 +94,10 @@ def _available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+    """Return the memory of a module's parameters, on CUDA with everything else in the same memory blocks."""
+    on_host = sum(parameter.nbytes for parameter in module.parameters() if not parameter.is_cuda)
+    blocks = (parameter.untyped_storage() for parameter in module.parameters() if parameter.is_cuda)
+    return on_host + sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
 def head_chunk_rows(device: torch.device, vocab_size: int) -> int:

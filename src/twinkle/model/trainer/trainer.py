@@ -181,7 +181,7 @@ class Trainer:
         local = hub.resolve(model_id)
         model = load_model(local, read_dtype(dtype, chosen), place, images=not sharded)
         if place.type == "cuda":
-            join_weights(model)  # before any pass is captured: it moves weights
+            join_weights(model, spare_rows=True)  # before any pass is captured: it moves weights
         return cls(
             model,
             model_id=model_id,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twinkle.sampler.torch_sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.early_start_kernels import launch_options, let_next_start, wait_for_previous
 
 _KEYS_AT_ONCE = 64
 _PROGRAMS = 528  # Triton programs to aim for: four for each multiprocessor of a large device
@@ -29,11 +30,13 @@ def attend_one_token(
     window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Return the attention outputs, (n, H, D).
 
     keys and values are (blocks, BLOCK, J, D). The lengths include the new token, whose key is already in the cache.
     sinks_H: one more score of each head in the softmax, whose weight is dropped.
+    early: whether these kernels start early, see ``early_start_kernels``.
     """
     count, heads, width = q_nHD.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
@@ -78,6 +81,7 @@ def attend_one_token(
         PRECISION="ieee" if q_nHD.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=3,  # the table of blocks, then keys and values, then the products
+        **launch_options(early),
     )
     if parts == 1:
         return out_nHD
@@ -91,6 +95,7 @@ def attend_one_token(
         PARTS=triton.next_power_of_2(parts),
         VALUE_WIDTH=triton.next_power_of_2(value_width),
         num_warps=4,
+        **launch_options(early),
     )
     return out_nHD
 
@@ -130,7 +135,10 @@ def _attend(
     SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parts = tl.num_programs(0)
     length = tl.load(lengths + row)
@@ -186,7 +194,19 @@ def _attend(
 
 
 @triton.jit
-def _join(partial, weights, out, parts, heads, value_width, PARTS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def _join(
+    partial,
+    weights,
+    out,
+    parts,
+    heads,
+    value_width,
+    PARTS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part = tl.arange(0, PARTS)
     v = tl.arange(0, VALUE_WIDTH)

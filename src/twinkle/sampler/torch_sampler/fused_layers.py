@@ -19,28 +19,19 @@ from torch import Tensor, nn
 
 from twinkle.errors import UnsupportedError
 from twinkle.model.decoder.fused.norms import FusedRmsNorm
-from twinkle.model.decoder.joined import joint
+from twinkle.model.decoder.joined import LLAMA_SHAPED, SPARE_ROWS, joint, with_spare_rows
 from twinkle.model.decoder.layers import LayerBatch, TenantLayer, bind_layers
 from twinkle.model.decoder.lora.lora import LoraLinear
 from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 from twinkle.sampler.torch_sampler.cache import KeyValueCache
+from twinkle.sampler.torch_sampler.early_start_kernels import can_start_early
 from twinkle.sampler.torch_sampler.layer_kernels import HeadNorms, add_and_norm, gated, rotate_and_store
 from twinkle.sampler.torch_sampler.lora.slot_lora import SlotLora
 from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import Projected, Tiling, add_projected, project
 
 logger = logging.getLogger(__name__)
 
-_LAYERS = frozenset(
-    {
-        "LlamaDecoderLayer",
-        "MistralDecoderLayer",
-        "Qwen2DecoderLayer",
-        "Qwen2_5_VLDecoderLayer",
-        "Qwen3DecoderLayer",
-        "Qwen3VLTextDecoderLayer",
-    }
-)
 _SILU = frozenset({"SiLU", "SiLUActivation"})  # by torch and by Transformers
 _HEAD_SIZES = (32, 64, 128, 256)
 _COMPARED = 4  # tokens of the sequence that both decoders compute
@@ -70,7 +61,7 @@ class AttentionOptions:
 
 
 class _Beside:
-    """Computes LoRA's small first products at the same time as the model's large ones, on a stream of its own.
+    """Runs LoRA's kernels for x A.T at the same time as the model's large products, on a stream of its own.
 
     No further synchronisation is needed for memory: the second stream begins after all earlier work of the current one,
     so it never overwrites a tensor that is still read, and the current stream goes on only after it.
@@ -99,10 +90,14 @@ class _Lora:
     prefix: str
     tiling: Tiling
     beside: _Beside
+    in_spare_rows: bool  # the A of the adapters
 
     def products(self, x_nI: Tensor, linears: Sequence[LoraLinear]) -> tuple[Tensor, Projected]:
         """Return the outputs of linear layers without LoRA, and LoRA's first products."""
         addresses_S2N = self.slots.addresses([self.prefix + linear.name for linear in linears])
+        if self.in_spare_rows:
+            y_nO, h_nSR = _with_first_products(x_nI, linears)
+            return y_nO, Projected(h_nSR, addresses_S2N, self.tiling.of_b)
         projected, y_nO = self.beside.run(
             lambda: project(x_nI, addresses_S2N, self.tiling), lambda: _products(x_nI, linears)
         )
@@ -134,22 +129,30 @@ class _Layer:
         lengths_n: Tensor,
         cache: KeyValueCache,
         lora: _Lora | None,
+        early: bool,
     ) -> Tensor:
-        """Compute the layer. ``delta`` is what the layer before it adds to the residual; return what this one adds."""
+        """Compute the layer. ``delta`` is what the layer before it adds to the residual; return what this one adds.
+
+        early: whether kernels start early (see ``early_start_kernels``).
+        """
         keys, values, options = cache.keys[self._index], cache.values[self._index], self._options
-        x_nH = add_and_norm(residual_nH, delta_nH, self._first_norm.weight_H, self._first_norm.eps)
+        x_nH = add_and_norm(residual_nH, delta_nH, self._first_norm.weight_H, self._first_norm.eps, early)
         qkv_nO, projected = _with_projection(x_nH, self._qkv, lora)
         q_nHD = rotate_and_store(
-            qkv_nO, *rotation, keys, values, inputs.indices_n, inputs.table_nB, self._norms(), projected
+            qkv_nO, *rotation, keys, values, inputs.indices_n, inputs.table_nB, self._norms(), projected, early
         )
         scale = q_nHD.shape[2] ** -0.5 if options.scale is None else options.scale
         attended_nHD = attend_one_token(
-            q_nHD, keys, values, inputs.table_nB, lengths_n, scale, options.window, options.softcap
+            q_nHD, keys, values, inputs.table_nB, lengths_n, scale, options.window, options.softcap, early=early
         )
-        delta_nH = _with_lora(attended_nHD.flatten(1), self._o, lora)
-        x_nH = add_and_norm(residual_nH, delta_nH, self._second_norm.weight_H, self._second_norm.eps)
-        gated_nI = gated(*_with_projection(x_nH, self._gate_and_up, lora))
-        return _with_lora(gated_nI, self._down, lora)
+        delta_nH = _with_lora(attended_nHD.flatten(1), self._o, lora, early)
+        x_nH = add_and_norm(residual_nH, delta_nH, self._second_norm.weight_H, self._second_norm.eps, early)
+        gated_nI = gated(*_with_projection(x_nH, self._gate_and_up, lora), early)
+        return _with_lora(gated_nI, self._down, lora, early)
+
+    def sets(self) -> list[list[LoraLinear]]:
+        """Return the linear layers, those with the same input together."""
+        return [self._qkv, [self._o], self._gate_and_up, [self._down]]
 
     def _norms(self) -> HeadNorms | None:
         query, key = self._head_norms
@@ -159,11 +162,11 @@ class _Layer:
         return HeadNorms(query.weight_H, key.weight_H, query.eps)
 
 
-def _with_lora(x_nI: Tensor, linear: LoraLinear, lora: _Lora | None) -> Tensor:
+def _with_lora(x_nI: Tensor, linear: LoraLinear, lora: _Lora | None, early: bool) -> Tensor:
     """Return the output of a linear layer, including LoRA if there are adapters."""
     y_nO, projected = _with_projection(x_nI, [linear], lora)
     if projected is not None:
-        add_projected(y_nO, projected)
+        add_projected(y_nO, projected, early)
     return y_nO
 
 
@@ -184,6 +187,17 @@ def _products(x_nI: Tensor, linears: Sequence[LoraLinear]) -> Tensor:
     return torch.cat([nn.functional.linear(x_nI, each.weight_OI, each.bias_O) for each in linears], 1)
 
 
+def _with_first_products(x_nI: Tensor, linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor]:
+    """Return the outputs of linear layers, side by side, and x A.T for the A in the spare rows behind their weights."""
+    weight_OI = with_spare_rows([linear.weight_OI for linear in linears])
+    biases = [bias for linear in linears if (bias := linear.bias_O) is not None]
+    bias_O = with_spare_rows(biases) if biases else None
+    assert weight_OI is not None and (bias_O is not None or not biases), "checked before"
+    y_nO = nn.functional.linear(x_nI, weight_OI, bias_O)
+    outputs = len(weight_OI) - SPARE_ROWS * len(linears)
+    return y_nO[:, :outputs], y_nO[:, outputs:].unflatten(1, (len(linears), SPARE_ROWS))
+
+
 class FusedDecoder:
     """The decoder of an engine whose layers all have the Llama shape; see :func:`fuse_decoder`."""
 
@@ -196,11 +210,28 @@ class FusedDecoder:
         self._norm: FusedRmsNorm = decoder.norm
         self._cache = cache
         self._beside = _Beside(engine.device)
+        self._early = can_start_early(engine.device)
         self._layers = [_Layer(layer.inner, layer.index, options[layer.index]) for layer in engine.layers]
         self._prefixes = [f"{engine.architecture.layers_path}.{layer.index}." for layer in engine.layers]
 
-    def hidden_states(self, inputs: Inputs, lora: SlotLora | None) -> Tensor:
-        """Return the hidden state of every row, (n, H). Keys and values of the new tokens are written to the cache."""
+    def spare_rows(self) -> dict[str, Tensor] | None:
+        """Return the spare rows of each linear layer, (SPARE_ROWS, inputs); None if not all of them have some."""
+        found: dict[str, Tensor] = {}
+        for layer, prefix in zip(self._layers, self._prefixes, strict=True):
+            for linears in layer.sets():
+                weight_OI = with_spare_rows([linear.weight_OI for linear in linears])
+                biases = [bias for linear in linears if (bias := linear.bias_O) is not None]
+                if weight_OI is None or (biases and with_spare_rows(biases) is None):
+                    return None
+                parts = weight_OI[-SPARE_ROWS * len(linears) :].split(SPARE_ROWS)
+                found |= {prefix + linear.name: part for linear, part in zip(linears, parts, strict=True)}
+        return found
+
+    def hidden_states(self, inputs: Inputs, lora: SlotLora | None, *, in_spare_rows: bool = False) -> Tensor:
+        """Return the hidden state of every row, (n, H). Keys and values of the new tokens are written to the cache.
+
+        in_spare_rows: the A of the adapters are in the spare rows behind the base model's weights.
+        """
         residual_nH = self._embed(inputs.ids_n)
         positions = inputs.positions_n[None]
         if self._three_axes:
@@ -209,15 +240,18 @@ class FusedDecoder:
         rotation = cos.flatten(0, -3)[0].contiguous(), sin.flatten(0, -3)[0].contiguous()
         lengths_n = (inputs.indices_n + 1).int()
         tiling = None if lora is None else lora.tiling(len(residual_nH))
+        early = self._early and (lora is None or in_spare_rows)  # other kernels of LoRA run on a second stream
         delta_nH = None
         for layer, prefix in zip(self._layers, self._prefixes, strict=True):
-            bound = None if lora is None or tiling is None else _Lora(lora, prefix, tiling, self._beside)
-            delta_nH = layer.run(residual_nH, delta_nH, rotation, inputs, lengths_n, self._cache, bound)
-        return add_and_norm(residual_nH, delta_nH, self._norm.weight_H, self._norm.eps)
+            bound = None if lora is None or tiling is None else _Lora(lora, prefix, tiling, self._beside, in_spare_rows)
+            delta_nH = layer.run(residual_nH, delta_nH, rotation, inputs, lengths_n, self._cache, bound, early)
+        return add_and_norm(residual_nH, delta_nH, self._norm.weight_H, self._norm.eps, early)
 
 
 def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLora) -> FusedDecoder | None:
     """Return a decoder that gives the hidden states of the model's own code with fewer launches.
+
+    ``slots`` gets the spare rows behind its weights, if there are any.
 
     Return None if the model's layers do not have the Llama shape, or if the hidden states differ. block: a cache block
     that no sequence owns. The options of attention are those that the model's own code passes.
@@ -251,6 +285,7 @@ def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLo
             size,
         )
         return None
+    slots.use_spare_rows(fused.spare_rows())
     return fused
 
 
@@ -312,7 +347,7 @@ def _has_shape(engine: Engine, slots: SlotLora) -> bool:
 
 def _layer_has_shape(layer: TenantLayer, prefix: str, slots: SlotLora) -> bool:
     inner: Any = layer.inner
-    if type(inner).__name__ not in _LAYERS:
+    if type(inner).__name__ not in LLAMA_SHAPED:
         return False
     attention, mlp = inner.self_attn, inner.mlp
     sets = [

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twinkle.sampler.torch_sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.early_start_kernels import launch_options, let_next_start, wait_for_previous
 from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     RANKS_AT_ONCE,
     Projected,
@@ -27,7 +28,9 @@ _TILE_ROWS = 16  # of a tile without adapters
 _GATED_AT_ONCE = 64  # features of the feed-forward block that a program computes
 
 
-def add_and_norm(residual_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
+def add_and_norm(
+    residual_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, eps: float, early: bool = False
+) -> Tensor:
     """Add ``delta`` to the residual in place, and return its RMS norm times the weight."""
     rows, size = residual_TH.shape
     out_TH = torch.empty_like(residual_TH)
@@ -38,27 +41,34 @@ def add_and_norm(residual_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor,
         weight_H,
         out_TH,
         size,
+        0 if delta_TH is None else delta_TH.stride(0),
         eps,
         ADD=delta_TH is not None,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
+        **launch_options(early),
     )
     return out_TH
 
 
 @triton.jit
-def _add_and_norm(residual, delta, weight, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * size
+def _add_and_norm(
+    residual, delta, weight, out, size, delta_row, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    let_next_start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    start = row * size
     h = tl.arange(0, BLOCK)
     inside = h < size
+    factor = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(EARLY)
     value = tl.load(residual + start + h, mask=inside, other=0.0)
     if ADD:
-        more = tl.load(delta + start + h, mask=inside, other=0.0)
+        more = tl.load(delta + row * delta_row + h, mask=inside, other=0.0)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(residual + start + h, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    factor = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + start + h, (wide * scale * factor).to(out.dtype.element_ty), mask=inside)
 
 
@@ -81,6 +91,7 @@ def rotate_and_store(
     table_TB: Tensor,
     norms: HeadNorms | None,
     projected: Projected | None,
+    early: bool = False,
 ) -> Tensor:
     """Return the queries, (T, H, D), with LoRA and rotated by position; write such keys, and the values, to the cache.
 
@@ -107,7 +118,7 @@ def rotate_and_store(
         0.0 if norms is None else norms.eps,
         h,
         addresses,
-        positions_T if tiles is None else tiles.table_N3,
+        positions_T if tiles is None else tiles.table_N4,
         positions_T if tiles is None else tiles.count_1,
         rows,
         qkv_TO.stride(0),
@@ -132,6 +143,7 @@ def rotate_and_store(
         RANKS=RANKS_AT_ONCE,
         num_warps=4 if tiles is None or tiles.rows <= 16 else 8,  # eight arrays of (rows, half a head) are alive
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
+        **launch_options(early),
     )
     return q_THD
 
@@ -174,7 +186,9 @@ def _rotate_and_store(
     OPERAND: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     WIDTH: tl.constexpr = 2 * HALF
     head = tl.program_id(0)
     layer = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)  # 0: queries, 1: keys, 2: values
@@ -186,21 +200,22 @@ def _rotate_and_store(
         all_tiles = tl.load(count)
         addresses += layer * address_layer + address_kind
         next_address = tl.load(addresses + tl.program_id(1))
-        next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+        next_first, next_end, next_rank, next_column = load_tile(tiles, tl.program_id(1))
+    wait_for_previous(EARLY)
     for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
         first, end = index * ROWS, rows
         if LORA:
-            address, first, end, rank = next_address, next_first, next_end, next_rank
+            address, first, end, rank, column = next_address, next_first, next_end, next_rank, next_column
             following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
             next_address = tl.load(addresses + following)
-            next_first, next_end, next_rank = load_tile(tiles, following)
+            next_first, next_end, next_rank, next_column = load_tile(tiles, following)
         t = first + tl.arange(0, ROWS)
         row, inside = t.to(tl.int64)[:, None], (t < end)[:, None]
         place = qkv + row * qkv_row + head * WIDTH + d[None, :]
         low = tl.load(place, mask=inside, other=0.0)
         high = tl.load(place + HALF, mask=inside, other=0.0)
         if LORA:
-            own_h = h + layer * h_layer
+            own_h = h + layer * h_layer + column
             n = own * WIDTH + d
             more_low, more_high = times_b_twice(
                 own_h,
@@ -253,7 +268,7 @@ def _rotate_and_store(
                 tl.store(value_at + HALF, high_out, mask=inside)
 
 
-def gated(gate_and_up_TO: Tensor, projected: Projected | None) -> Tensor:
+def gated(gate_and_up_TO: Tensor, projected: Projected | None, early: bool = False) -> Tensor:
     """Add LoRA, and return silu(gate) · up, (T, I); gate and up are side by side."""
     rows, size = len(gate_and_up_TO), gate_and_up_TO.shape[1] // 2
     out_TI = gate_and_up_TO.new_empty(rows, size)
@@ -266,7 +281,7 @@ def gated(gate_and_up_TO: Tensor, projected: Projected | None) -> Tensor:
         gate_and_up_TO,
         h,
         addresses,
-        out_TI if tiles is None else tiles.table_N3,
+        out_TI if tiles is None else tiles.table_N4,
         out_TI if tiles is None else tiles.count_1,
         rows,
         size,
@@ -282,6 +297,7 @@ def gated(gate_and_up_TO: Tensor, projected: Projected | None) -> Tensor:
         RANKS=RANKS_AT_ONCE,
         num_warps=4,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
+        **launch_options(early),
     )
     return out_TI
 
@@ -306,7 +322,9 @@ def _gated(
     ROWS: tl.constexpr,
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     inside_n = n < size
     all_tiles = tl.cdiv(rows, ROWS)
@@ -315,16 +333,17 @@ def _gated(
         addresses += address_kind
         next_gate_address = tl.load(addresses + tl.program_id(1))
         next_up_address = tl.load(addresses + address_layer + tl.program_id(1))
-        next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+        next_first, next_end, next_rank, next_column = load_tile(tiles, tl.program_id(1))
+    wait_for_previous(EARLY)
     for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
         first, end = index * ROWS, rows
         if LORA:
             gate_address, up_address = next_gate_address, next_up_address
-            first, end, rank = next_first, next_end, next_rank
+            first, end, rank, column = next_first, next_end, next_rank, next_column
             following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
             next_gate_address = tl.load(addresses + following)
             next_up_address = tl.load(addresses + address_layer + following)
-            next_first, next_end, next_rank = load_tile(tiles, following)
+            next_first, next_end, next_rank, next_column = load_tile(tiles, following)
         t = first + tl.arange(0, ROWS)
         row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
         inside = inside_t & inside_n[None, :]
@@ -333,8 +352,8 @@ def _gated(
         up = tl.load(place + size, mask=inside, other=0.0)
         if LORA:
             more_gate, more_up = times_b_twice(
-                h,
-                h + h_layer,
+                h + column,
+                h + h_layer + column,
                 gate_address,
                 up_address,
                 row,

@@ -3,11 +3,13 @@
 For each linear layer, or for each set of layers with the same input, few kernel launches serve any mix of versions of
 up to ``MAX_RANK`` (see ``slot_lora_kernels``).
 
+The first products of a few adapters can be left to the base model's own products (see ``spare_rows``).
+
 Shapes: N rows at most (there are never more tiles than rows), M linear layers (the head is the last), S layers of a
 set. Where there is one entry for A and one for B, A is the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from twinkle.sampler.torch_sampler.lora.slot_lora_kernels import (
     tile_rows_of_b,
     usual_tiles,
 )
+from twinkle.sampler.torch_sampler.lora.spare_rows import SpareRows
 
 
 class SlotLora:
@@ -44,63 +47,86 @@ class SlotLora:
         self._names = [target.name for target in (*architecture.projections, architecture.head)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._addresses_M2N = torch.zeros(len(self._names), 2, rows, dtype=torch.int64, device=device)
-        self._tiles_2N3 = torch.zeros(2, rows, 3, dtype=torch.int32, device=device)
+        self._tiles_2N4 = torch.zeros(2, rows, 4, dtype=torch.int32, device=device)
         self._counts_2 = torch.zeros(2, dtype=torch.int32, device=device)
         self._done_NS = new_counters(rows).to(device)
         self._experts = ExpertSlots(architecture, rows, MAX_RANK, device)
         self._group_N = torch.full((rows,), rows, dtype=torch.int32, device=device)  # the run of each row
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
-        self._bound: tuple[int, tuple[tuple[int, str, int], ...]] | None = None
+        self._bound: tuple[int, tuple[tuple[int, str, int, int], ...]] | None = None
+        self._spare_rows: SpareRows | None = None
 
-    def bind(self, runs: Sequence[tuple[Adapter | None, int]], size: int) -> None:
+    def bind(self, runs: Sequence[tuple[Adapter | None, int]], size: int) -> bool:
         """Assign consecutive rows, from row 0, to these versions (None: the base model), for a graph of ``size`` rows.
 
-        Rows beyond the runs, up to ``size``, have no adapter.
+        Rows beyond the runs, up to ``size``, have no adapter. Return whether the A of all versions are in spare rows.
         """
+        versions = [version for version, _ in runs if version is not None]
+        held = None
+        if self._spare_rows is not None:
+            held = self._spare_rows.hold(versions, lambda version: self._addresses(version)[:-1, 0])  # not of the head
+        columns = dict.fromkeys(map(id, versions), 0) if held is None else held
         # Compare addresses and layouts, not slots: a version that was paged out may return to the same slot number in
         # another block of memory.
         key = (
             size,
             tuple(
-                (0, "", count) if version is None else (version.compute_copy.data_ptr(), version.layout.digest, count)
+                (0, "", count, 0)
+                if version is None
+                else (version.compute_copy.data_ptr(), version.layout.digest, count, columns[id(version)])
                 for version, count in runs
             ),
         )
         if key == self._bound:
-            return
+            return held is not None
         groups = np.full(self.rows, self.rows, np.int32)
         row = 0
         for group, (version, count) in enumerate(runs):
             if version is not None:
                 groups[row : row + count] = group
             row += count
-        everything = [(version, count, self._addresses(version)) for version, count in (*runs, (None, size - row))]
+        everything = [
+            (
+                count,
+                *((0, 0) if version is None else (version.layout.rank, columns[id(version)])),
+                self._addresses(version),
+            )
+            for version, count in (*runs, (None, size - row))
+        ]
         for kind, tile_rows in enumerate((TILE_ROWS_OF_A, tile_rows_of_b(size))):
             self._bind_tiles(kind, tile_rows, everything)
         device = self._group_N.device
         self._experts.bind([version for version, _ in runs])
         self._group_N.copy_(to_device(torch.from_numpy(groups), device))
         self._bound = key
+        return held is not None
 
-    def _bind_tiles(self, kind: int, tile_rows: int, runs: Sequence[tuple[Adapter | None, int, np.ndarray]]) -> None:
+    def _bind_tiles(self, kind: int, tile_rows: int, runs: Sequence[tuple[int, int, int, np.ndarray]]) -> None:
         """Cut the rows into tiles, and write them and their addresses. kind: 0 for A, 1 for B.
 
-        Each run has a version, the number of its rows, and the version's addresses.
+        Each run has the number of its rows, and its version's rank, first column of h, and addresses.
         """
-        tiles: list[tuple[int, int, int]] = []
+        tiles: list[tuple[int, int, int, int]] = []
         addresses = []
         row = 0
-        for version, count, addresses_M2 in runs:
-            rank = 0 if version is None else version.layout.rank
-            own = [(first, row + count, rank) for first in range(row, row + count, tile_rows)]
+        for count, rank, column, addresses_M2 in runs:
+            own = [(first, row + count, rank, column) for first in range(row, row + count, tile_rows)]
             addresses.append(np.repeat(addresses_M2[:, kind, None], len(own), 1))
             tiles += own
             row += count
         device, used = self._group_N.device, len(tiles)
         # Entries of earlier passes remain behind these, and are not read.
-        self._tiles_2N3[kind, :used].copy_(to_device(torch.tensor(tiles, dtype=torch.int32), device))
+        self._tiles_2N4[kind, :used].copy_(to_device(torch.tensor(tiles, dtype=torch.int32), device))
         self._counts_2[kind : kind + 1].copy_(to_device(torch.tensor([used], dtype=torch.int32), device))
         self._addresses_M2N[:, kind, :used].copy_(to_device(torch.from_numpy(np.concatenate(addresses, 1)), device))
+
+    @property
+    def has_spare_rows(self) -> bool:
+        return self._spare_rows is not None
+
+    def use_spare_rows(self, rows: Mapping[str, Tensor] | None) -> None:
+        """Use the spare rows of all linear layers of the decoder, by their names. None: there are none."""
+        self._spare_rows = None if rows is None else SpareRows([rows[name] for name in self._names[:-1]])
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:
         """Return one entry for each decoder layer, for a graph of ``rows`` rows."""
@@ -124,7 +150,7 @@ class SlotLora:
     def tiling(self, rows: int) -> Tiling:
         """Return the tiles of a graph of ``rows`` rows, which runs only after :meth:`bind` with this size."""
         of_a, of_b = (
-            Tiles(tile_rows, self._tiles_2N3[kind], self._counts_2[kind : kind + 1], usual_tiles(rows, tile_rows))
+            Tiles(tile_rows, self._tiles_2N4[kind], self._counts_2[kind : kind + 1], usual_tiles(rows, tile_rows))
             for kind, tile_rows in enumerate((TILE_ROWS_OF_A, tile_rows_of_b(rows)))
         )
         return Tiling(of_a, of_b, self._done_NS)

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twinkle.sampler.torch_sampler.early_start_kernels import launch_options, let_next_start, wait_for_previous
+
 MAX_RANK = 128
 RANKS_AT_ONCE = 32
 TILE_ROWS_OF_A = 16  # rows; the smallest tile that tensor cores accept
@@ -42,7 +44,7 @@ class Tiles:
     """
 
     rows: int  # of a full tile
-    table_N3: Tensor  # int32: first row, end of the version's rows, rank
+    table_N4: Tensor  # int32: first row, end of the version's rows, rank, first column of h
     count_1: Tensor  # how many tiles are in use; int32, on the device
     most: int  # the largest number of tiles in usual passes; there may be more
 
@@ -67,7 +69,9 @@ class Tiling:
 class Projected:
     """x A.T for a set of linear layers."""
 
-    h_TSR: Tensor  # of the type of x; undefined beyond a row's rank, and where a row has no adapter
+    # Of the type of x. A row's numbers begin at the column of its tile. Others are undefined, and so are those of rows
+    # without adapter.
+    h_TSR: Tensor
     addresses_S2N: Tensor
     tiles: Tiles  # of the second product
 
@@ -107,7 +111,7 @@ def project(x_TI: Tensor, addresses_S2N: Tensor, tiling: Tiling) -> Projected:
         tiling.done_NS,
         x_TI,
         addresses_S2N,
-        tiles.table_N3,
+        tiles.table_N4,
         tiles.count_1,
         inputs,
         x_TI.stride(0),
@@ -132,8 +136,11 @@ def add_lora(x_TI: Tensor, y_TO: Tensor, addresses_12N: Tensor, tiling: Tiling) 
     add_projected(y_TO, project(x_TI, addresses_12N, tiling))
 
 
-def add_projected(y_TO: Tensor, projected: Projected) -> None:
-    """Add h B.T to y, for a set of one linear layer. y may have a wider type than h and B."""
+def add_projected(y_TO: Tensor, projected: Projected, early: bool = False) -> None:
+    """Add h B.T to y, for a set of one linear layer. y may have a wider type than h and B.
+
+    early: start this kernel early (see ``early_start_kernels``).
+    """
     tiles = projected.tiles
     h_TSR = projected.h_TSR
     outputs = y_TO.shape[1]
@@ -142,7 +149,7 @@ def add_projected(y_TO: Tensor, projected: Projected) -> None:
         y_TO,
         h_TSR,
         projected.addresses_S2N[0, 1],
-        tiles.table_N3,
+        tiles.table_N4,
         tiles.count_1,
         outputs,
         y_TO.stride(0),
@@ -152,15 +159,16 @@ def add_projected(y_TO: Tensor, projected: Projected) -> None:
         RANKS=RANKS_AT_ONCE,
         num_warps=4,
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
+        **launch_options(early),
     )
 
 
 @triton.jit
 def load_tile(tiles, index):
-    """Return the first row of a tile, the end of its version's rows, and the rank."""
-    place = tiles + 3 * index
-    rank = tl.load(place + 2) // 8 * 8  # ranks are multiples of 8; this tells the compiler so
-    return tl.load(place), tl.load(place + 1), rank
+    """Return the first row of a tile, the end of its version's rows, the rank, and the first column of h."""
+    place = tiles + 4 * index
+    # Ranks and columns are multiples of 8; the divisions tell the compiler so.
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2) // 8 * 8, tl.load(place + 3) // 8 * 8
 
 
 @triton.jit
@@ -189,12 +197,12 @@ def _times_a(
     all_tiles = tl.load(count)
     addresses += layer * address_layer
     next_address = tl.load(addresses + tl.program_id(1))
-    next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+    next_first, next_end, next_rank, next_column = load_tile(tiles, tl.program_id(1))
     for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
-        address, first, end, rank = next_address, next_first, next_end, next_rank
+        address, first, end, rank, column = next_address, next_first, next_end, next_rank, next_column
         following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
         next_address = tl.load(addresses + following)
-        next_first, next_end, next_rank = load_tile(tiles, following)
+        next_first, next_end, next_rank, next_column = load_tile(tiles, following)
         if address != 0:
             a = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
             t = first + tl.arange(0, ROWS)
@@ -211,7 +219,7 @@ def _times_a(
                         a + r[None, :] * inputs + k[:, None], mask=inside_k[:, None] & inside_r, other=0.0
                     )
                     total = tl.dot(values, weights, total)
-                place = row * h_row + layer * MAX_RANK + r[None, :]
+                place = row * h_row + layer * MAX_RANK + column + r[None, :]
                 if PARTS == 1:
                     tl.store(h + place, total.to(h.dtype.element_ty), mask=inside_t & inside_r)
                 else:
@@ -223,7 +231,7 @@ def _times_a(
                     for start in range(0, rank, RANKS):
                         r = start + tl.arange(0, RANKS)
                         inside = inside_t & (r < rank)[None, :]
-                        place = row * h_row + layer * MAX_RANK + r[None, :]
+                        place = row * h_row + layer * MAX_RANK + column + r[None, :]
                         total = tl.zeros([ROWS, RANKS], tl.float32)
                         for other in tl.static_range(PARTS):  # unrolled: all loads are under way at the same time
                             # Not from the cache of this multiprocessor, which does not see what others store.
@@ -311,17 +319,20 @@ def _add_times_b(
     ROWS: tl.constexpr,
     OUTER: tl.constexpr,
     RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     inside_n = n < outputs
     all_tiles = tl.load(count)
     next_address = tl.load(addresses + tl.program_id(1))
-    next_first, next_end, next_rank = load_tile(tiles, tl.program_id(1))
+    next_first, next_end, next_rank, next_column = load_tile(tiles, tl.program_id(1))
+    wait_for_previous(EARLY)
     for index in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
-        address, first, end, rank = next_address, next_first, next_end, next_rank
+        address, first, end, rank, column = next_address, next_first, next_end, next_rank, next_column
         following = tl.minimum(index + tl.num_programs(1), all_tiles - 1)
         next_address = tl.load(addresses + following)
-        next_first, next_end, next_rank = load_tile(tiles, following)
+        next_first, next_end, next_rank, next_column = load_tile(tiles, following)
         if address != 0:
             b = tl.multiple_of(address.to(tl.pointer_type(h.dtype.element_ty)), 16)
             t = first + tl.arange(0, ROWS)
@@ -329,5 +340,5 @@ def _add_times_b(
             place = y + row * y_row + n[None, :]
             inside = inside_t & inside_n[None, :]
             old = tl.load(place, mask=inside, other=0.0)
-            new = old + _times_b(h, b, row, inside_t, n, inside_n, rank, h_row, ROWS, OUTER, RANKS)
+            new = old + _times_b(h + column, b, row, inside_t, n, inside_n, rank, h_row, ROWS, OUTER, RANKS)
             tl.store(place, new.to(y.dtype.element_ty), mask=inside)
