@@ -221,8 +221,8 @@ def rollouts(args: argparse.Namespace) -> Iterator[Run]:
     for number, tenants in enumerate(size.rollout_tenants):
         options = ["--model", MODELS[model], "--dtype", dtype(model), "--tenants", tenants, "--steps", size.rounds]
         options += ["--sequences", size.seqs, "--len", size.length, "--samples", size.samples, "--prompt", size.prompt]
-        # Each round leaves a version on disk: 86 MB of the 1b model, so three repeats of 32 tenants are 66 GB.
-        repeated = max(1, repeats(args, model) * size.rollout_tenants[0] // tenants)
+        # Each round leaves a version on disk: 86 MB of the 1b model, so two repeats of 32 tenants are 44 GB.
+        repeated = max(1, round(repeats(args, model) * size.rollout_tenants[0] / tenants))
         options += ["--tokens", size.decoded, "--repeats", repeated, "--idle-seconds", 2]
         options += ["--lone-steps", 0 if number else size.lone_steps]
         yield Run("rollouts", model, f"{tenants} tenants", "service_rollouts.py", options)

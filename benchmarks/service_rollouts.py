@@ -6,9 +6,10 @@ clients; the compute seconds and batches of the server; the time from a tenant's
 of a small request to the gateway meanwhile, compared with the idle server in the same run.
 
 With --repeats, the load runs several times on the same server. The report is then about the repeat with the median
-time, and has the seconds of all of them. With --lone-steps, one tenant trains alone afterwards, without sampling: the
-time of its step shows whether it waits for others. With --watch, a file gets the calls of all threads of the server
-each time it was late by 5 ms (watched_server.py), and the report has how often that was. Watching takes time, too.
+time, and has the seconds and the gateway's latencies of all of them. With --lone-steps, one tenant trains alone
+afterwards, without sampling: the time of its step shows whether it waits for others. With --watch, a file gets the
+calls of all threads of the server each time it was late by 5 ms (watched_server.py), and the report has how often that
+was. Watching takes time, too.
 
     python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
     python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
@@ -160,7 +161,11 @@ def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     for worker in workers:
         worker.join()
     middle = sorted(repeats, key=lambda each: each["seconds"])[len(repeats) // 2]
-    return {**middle, "all_seconds": [each["seconds"] for each in repeats]}
+    return {
+        **middle,
+        "all_seconds": [each["seconds"] for each in repeats],
+        "all_gateway_busy_ms": [each["gateway_busy_ms"] for each in repeats],
+    }
 
 
 def repeat(args: argparse.Namespace, url: str, workers: int, ready: Any, waits: Any) -> dict[str, Any]:

@@ -83,8 +83,29 @@ def test_spare_rows_are_behind_the_weights() -> None:
     assert with_spare_rows([attention.q_proj.weight]) is None  # other weights are behind it
     assert with_spare_rows([attention.q_proj.weight, attention.k_proj.weight]) is None
     assert with_spare_rows([sets[2][0].weight]) is None
+    other = nn.Parameter(torch.empty(0))
+    other.data = attention.o_proj.weight.data
+    assert with_spare_rows([other]) is None  # it belongs to another model
+    own = attention.o_proj.weight.data
+    attention.o_proj.weight.data = own.clone()
+    assert with_spare_rows([attention.o_proj.weight]) is None
+    attention.o_proj.weight.data = own
+    assert with_spare_rows([attention.o_proj.weight]) is not None
     join_weights(model)  # moves them again
     assert with_spare_rows([each.weight for each in sets[0]]) is None
+
+
+def test_spare_rows_have_one_user_at_a_time() -> None:
+    class User:
+        pass
+
+    engine = tiny_trainer(tiny_model("llama")).engine
+    first, second = User(), User()
+    assert engine.take_spare_rows(first)
+    assert not engine.take_spare_rows(second)
+    assert engine.take_spare_rows(first)
+    del first
+    assert engine.take_spare_rows(second)
 
 
 def test_only_layers_of_the_llama_shape_have_spare_rows() -> None:

@@ -4,6 +4,7 @@ The captured graphs need CUDA; here a stand-in computes the same tokens pass by 
 """
 
 import ctypes
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -297,18 +298,23 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module without its kernels, which need Triton."""
     kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS_OF_A=16, Tiles=None, Tiling=None, add_lora=None, usual_tiles=None)
-    kernels.tile_rows_of_b, kernels.new_counters = (lambda rows: 32), torch.zeros
+    kernels.tile_rows_of_b, kernels.new_counters, kernels.copy_pieces = (lambda rows: 32), torch.zeros, copy_pieces
     package = "twinkle.sampler.torch_sampler.lora"
     monkeypatch.setitem(sys.modules, f"{package}.slot_lora_kernels", kernels)
-    monkeypatch.setitem(sys.modules, f"{package}.copy_kernels", SimpleNamespace(copy_pieces=copy_pieces))
-    monkeypatch.delitem(sys.modules, f"{package}.spare_rows", raising=False)
-    spec = find_spec("twinkle.sampler.torch_sampler.lora.slot_lora")
+    monkeypatch.setitem(sys.modules, f"{package}.spare_rows", loaded(f"{package}.spare_rows"))
+    return loaded(f"{package}.slot_lora")
+
+
+def loaded(name: str) -> ModuleType:
+    """Load a module without a place in ``sys.modules``."""
+    spec = find_spec(name)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def copy_pieces(table_E3: torch.Tensor, like: torch.Tensor) -> None:
+    """Copy as the kernel does."""
     for source, target, elements in table_E3.tolist():
         ctypes.memmove(target, source, elements * like.itemsize)
 
@@ -406,12 +412,64 @@ def test_spare_rows_hold_the_versions_of_a_pass(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(rows[target], a_of("wide", target))
     assert bound("c", "a")
     assert torch.equal(rows[target][:24], torch.cat([a_of("c", target), a_of("a", target)]))
-    versions["a"].frozen = False  # such an adapter may change
-    a_of("a", target).fill_(3.0)
-    assert bound("a")
-    assert (rows[target][:8] == 3).all()
-    del versions["c"]  # another version may get its place in memory
-    versions["new"] = trainer.pool.freeze("b")
-    trainer.pool.make_resident([versions["new"]])
-    assert bound("new")
-    assert torch.equal(rows[target][:64], a_of("new", target))
+
+
+def test_spare_rows_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a copy fails, nobody takes the rows for those that were there, and the tables are written again."""
+    trainer = toy_trainer({name: LoraSpec(rank=8, seed=seed) for seed, name in enumerate("ab")})
+    versions = {name: trainer.pool.freeze(name) for name in "ab"}
+    trainer.pool.make_resident(versions.values())
+    module = slot_lora(monkeypatch)
+    lora = module.SlotLora(trainer.architecture, 8, torch.device("cpu"))
+    targets = trainer.architecture.projections
+    rows = {each.name: torch.zeros(SPARE_ROWS, each.in_features) for each in targets}
+    lora.use_spare_rows(rows)
+    target = targets[0].name
+    a_of_a = versions["a"].layout.views(versions["a"].compute_copy, target)[0]
+
+    def bind_a() -> bool:
+        return lora.bind([(versions["a"], 2)], 8)
+
+    def run_out(table_E3: torch.Tensor, like: torch.Tensor) -> None:
+        copy_pieces(table_E3[: len(table_E3) // 2], like)
+        raise torch.OutOfMemoryError
+
+    assert bind_a()
+    spare_rows = sys.modules["twinkle.sampler.torch_sampler.lora.spare_rows"]
+    with monkeypatch.context() as patch:
+        patch.setattr(spare_rows, "copy_pieces", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            lora.bind([(versions["b"], 2)], 8)
+    assert not torch.equal(rows[target][:8], a_of_a)
+    assert bind_a()
+    assert torch.equal(rows[target][:8], a_of_a)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "to_device", Mock(side_effect=[torch.zeros(1, 4), torch.OutOfMemoryError]))
+        with pytest.raises(torch.OutOfMemoryError):
+            lora.bind([(None, 8)], 8)
+    assert lora._tiles_2N4[0, 0].tolist() == [0, 0, 0, 0]
+    bind_a()
+    assert lora._tiles_2N4[0, 0].tolist() == [0, 2, 8, 0]
+
+
+def test_a_version_that_is_gone_has_no_spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new version may get the place in memory of an old one."""
+    trainer = toy_trainer(
+        {"a": LoraSpec(rank=8, seed=1), "head": LoraSpec(rank=8, train_mlp=False, train_attn=False, train_unembed=True)}
+    )
+    lora = slot_lora(monkeypatch).SlotLora(trainer.architecture, 8, torch.device("cpu"))
+    lora.use_spare_rows(
+        {each.name: torch.zeros(SPARE_ROWS, each.in_features) for each in trainer.architecture.projections}
+    )
+    version = trainer.pool.freeze("a")
+    trainer.pool.make_resident([version])
+    assert lora.bind([(version, 2)], 8)
+    held = lora._spare_rows._held
+    assert held[0][0]() is version
+    trainer.pool.remove_version(version)
+    del version
+    gc.collect()
+    assert held[0][0]() is None
+    other = trainer.pool.freeze("head")  # nothing to copy: it has LoRA on the head alone
+    trainer.pool.make_resident([other])
+    assert lora.bind([(other, 2)], 8)

@@ -169,13 +169,15 @@ def compare_with_own_code(family: str, trainer: Trainer, *, has_spare_rows: bool
     assert fused is not None
     adapters = {name: trainer.pool.freeze(name) for name in SPECS}
     trainer.pool.make_resident(adapters.values())
-    assert lora.has_spare_rows == has_spare_rows
+    rows = fused.spare_rows()
+    assert (rows is not None) == has_spare_rows
+    lora.use_spare_rows(rows)
     for with_lora, in_spare_rows in [(False, False), (True, False), (True, True)][: 3 if has_spare_rows else 2]:
         counts = {"b": 10, "gate alone": 4, "up alone": 3, "c": 1}
         runs = [(adapters[name], count) for name, count in counts.items()] if with_lora else [(None, 19)]
         expected, keys, values = case.plain([*runs, (None, 1)] if with_lora else runs)
         if with_lora:
-            # The row beyond the runs has no adapter. The kernels serve versions in spare rows, too, as for the head.
+            # The row beyond the runs has no adapter. The kernels also work for versions in spare rows, as for the head.
             assert lora.bind(runs, 19) == has_spare_rows
         with torch.no_grad():
             inputs = Inputs(case.ids, case.indices, case.positions, case.table)

@@ -1,7 +1,7 @@
 """Weights of linear layers that have the same input, side by side in memory, so that one product serves them all.
 
-In layers of the Llama shape there can be spare rows behind the weights. A sampler copies the A of adapters there, and
-the same product computes x A.T, too.
+In layers of the Llama shape there can be spare rows behind the weights, also behind those of a linear layer alone. A
+sampler copies the A of adapters there, and the same product computes x A.T, too.
 
 Every layer keeps its own parameter, which becomes a view of the joint tensor: there is no second copy, and checkpoints,
 copies in place and the layers themselves work as before. Code that computes one product calls :func:`joint` each time,
@@ -27,19 +27,22 @@ LLAMA_SHAPED = frozenset(
     }
 )
 SPARE_ROWS = 128  # for each linear layer
+_BLOCK = (
+    "_twinkle_block_with_spare_rows"  # of a parameter: the address of this block, and how many parameters are in it
+)
 
 
 def join_weights(model: nn.Module, *, spare_rows: bool = False) -> int:
-    """Move the weights of layers with the same input together, and return how many joint weights there are now.
+    """Move the weights of layers with the same input together, and return how many memory blocks this made.
 
     spare_rows: leave ``SPARE_ROWS`` for each linear layer behind the weights, in decoder layers of the Llama shape.
     Only for a model whose parameters no other code uses: tensors that shared memory with them do not do so afterwards.
     """
     count = 0
-    roomy = [layer for layer in model.modules() if spare_rows and type(layer).__name__ in LLAMA_SHAPED]
-    within = {id(module) for layer in roomy for module in layer.modules()}
+    layers = [layer for layer in model.modules() if spare_rows and type(layer).__name__ in LLAMA_SHAPED]
+    inside = {module for layer in layers for module in layer.modules()}
     for module in model.modules():
-        rows = SPARE_ROWS if id(module) in within else 0
+        rows = SPARE_ROWS if module in inside else 0
         for names in (*TOGETHER, *_ALONE) if rows else TOGETHER:
             linears = [module._modules.get(name) for name in names]
             if all(type(linear) is nn.Linear for linear in linears):
@@ -59,6 +62,8 @@ def _join(parameters: Sequence[nn.Parameter | None], spare_rows: int) -> int:
     for parameter, part in zip(present, whole.split([*sizes, spare_rows * len(present)]), strict=False):
         part.copy_(parameter.detach())
         parameter.data = part
+    if spare_rows:
+        setattr(present[0], _BLOCK, (_storage(whole), len(present)))
     if whole.is_cuda:  # give back the old memory: it is in pieces that are too small for the next joint tensors
         torch.cuda.empty_cache()
     return 1
@@ -77,15 +82,14 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def with_spare_rows(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return what :func:`joint` returns, and the spare rows behind it; None if there are none."""
+    """Return what :func:`joint` returns, and the spare rows behind it; None if there are none.
+
+    Only the parameters that :func:`join_weights` moved have spare rows, not others that were pointed to their memory.
+    """
     whole = joint(tensors)
-    if whole is None or whole.storage_offset() != 0:
+    if whole is None or getattr(tensors[0], _BLOCK, None) != (_storage(whole), len(tensors)):
         return None
-    rows = len(whole) + SPARE_ROWS * len(tensors)
-    # A memory block of exactly this size was made by join_weights.
-    if whole.untyped_storage().nbytes() != rows * whole[0].nbytes:
-        return None
-    return whole.as_strided((rows, *whole.shape[1:]), whole.stride())
+    return whole.as_strided((len(whole) + SPARE_ROWS * len(tensors), *whole.shape[1:]), whole.stride())
 
 
 def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

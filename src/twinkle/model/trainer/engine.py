@@ -4,6 +4,7 @@ The engine knows nothing of budgets, paging or failures. It computes the request
 resident.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -142,6 +143,17 @@ class Engine:
         self._decoder = model.get_decoder() if hasattr(model.base_model, "language_model") else model.base_model
         self._stance = "default"
         self.token_rows = self.padding_rows = 0  # counted over all passes so far
+        self._user_of_spare_rows: weakref.ref[object] | None = None
+
+    def take_spare_rows(self, user: object) -> bool:
+        """Give the spare rows behind the weights (see ``joined``) to a user, unless they belong to another one.
+
+        They are free again when nobody refers to the user any more.
+        """
+        current = None if self._user_of_spare_rows is None else self._user_of_spare_rows()
+        if current is None:
+            self._user_of_spare_rows = weakref.ref(user)
+        return current is None or current is user
 
     def freeze_compilation(self) -> None:
         """Stop compiling: from now on, batches for which there is no compiled code run eagerly."""

@@ -94,7 +94,11 @@ def _available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the memory of a module's parameters, on CUDA with everything else in the same memory blocks."""
+    """Return the bytes that a module's parameters take.
+
+    On CUDA whole memory blocks count, because some weights have spare rows behind them. On a host a block can be a file
+    that is mapped into memory, of which parameters are a part.
+    """
     on_host = sum(parameter.nbytes for parameter in module.parameters() if not parameter.is_cuda)
     blocks = (parameter.untyped_storage() for parameter in module.parameters() if parameter.is_cuda)
     return on_host + sum({block.data_ptr(): block.nbytes() for block in blocks}.values())

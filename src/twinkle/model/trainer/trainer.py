@@ -179,9 +179,10 @@ class Trainer:
         sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
         place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
         local = hub.resolve(model_id)
-        model = load_model(local, read_dtype(dtype, chosen), place, images=not sharded)
-        if place.type == "cuda":
-            join_weights(model, spare_rows=True)  # before any pass is captured: it moves weights
+        weights_dtype = read_dtype(dtype, chosen)
+        model = load_model(local, weights_dtype, place, images=not sharded)
+        if place.type == "cuda":  # before any pass is captured: it moves weights
+            join_weights(model, spare_rows=weights_dtype == torch.bfloat16)  # samplers capture decoding in bf16 only
         return cls(
             model,
             model_id=model_id,

@@ -52,12 +52,12 @@ class DecodeRow:
     state: int | None = None
 
 
-class _Lora(Enum):
-    """How a graph computes LoRA."""
+class _LoraForm(Enum):
+    """How a graph computes LoRA. Graphs are captured in this order."""
 
-    NONE = auto()
-    KERNELS = auto()
     SPARE_ROWS = auto()  # the products with A are part of the base model's (see ``lora.spare_rows``)
+    KERNELS = auto()
+    NONE = auto()
 
 
 class WeightSets(Protocol):
@@ -103,10 +103,12 @@ class DecodeGraphs:
         self._fused: FusedDecoder | None = None
         if fuse:
             self._fused = fuse_decoder(engine, cache, self._nobodys, self._lora)
+        if self._fused is not None and engine.take_spare_rows(self._lora):
+            self._lora.use_spare_rows(self._fused.spare_rows())
         # All graphs write their logits here. Separate ones for each graph would take gigabytes.
         vocabulary = len(engine.head.spec.weight_VH)
         self._logits_NV = torch.empty(max_rows, vocabulary, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, int, _Lora], torch.cuda.CUDAGraph] = {}  # by set of weights, rows, and LoRA
+        self._graphs: dict[tuple[int, int, _LoraForm], torch.cuda.CUDAGraph] = {}  # by set of weights, rows, and LoRA
         self._pool: Any = None  # the memory that all graphs share
         self.weights = 0  # the set of weights with which to decode
         for number in sets.weight_sets():
@@ -144,9 +146,9 @@ class DecodeGraphs:
         on, without any effect on other rows. carried: rows whose token is known on the device only, and these tokens.
         """
         size = self.sizes[bisect_left(self.sizes, len(rows))]
-        lora = _Lora.NONE
+        lora = _LoraForm.NONE
         if any(version is not None for version, _ in runs):
-            lora = _Lora.SPARE_ROWS if self._lora.bind(runs, size) else _Lora.KERNELS
+            lora = _LoraForm.SPARE_ROWS if self._lora.bind(runs, size) else _LoraForm.KERNELS
         self._fill(rows, size, uniform_nS.shape[1])
         graph = self._graphs[self.weights, size, lora]
         ids_n, positions_Pn = self._inputs_RN[0, : len(rows)], self._inputs_RN[1:, : len(rows)]
@@ -185,15 +187,15 @@ class DecodeGraphs:
     def _capture_all(self, weights: int) -> None:
         """Capture the graphs of a set of weights, which the model has now. Adapters exist on the base only, set 0."""
         for size in reversed(self.sizes):  # the largest first: the others reuse its memory
-            for lora in (_Lora.NONE,) if weights else self._kinds():
+            for lora in (_LoraForm.NONE,) if weights else self._kinds():
                 graph = self._capture(size, lora, self._pool)
                 self._graphs[weights, size, lora] = graph
                 self._pool = self._pool or graph.pool()
 
-    def _kinds(self) -> list[_Lora]:
-        return [each for each in _Lora if each is not _Lora.SPARE_ROWS or self._lora.has_spare_rows]
+    def _kinds(self) -> list[_LoraForm]:
+        return [each for each in _LoraForm if each is not _LoraForm.SPARE_ROWS or self._lora.has_spare_rows]
 
-    def _capture(self, size: int, lora: _Lora, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, lora: _LoraForm, pool: Any) -> torch.cuda.CUDAGraph:
         self._lora.bind([(None, size)], size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -206,27 +208,27 @@ class DecodeGraphs:
             self._pass(size, lora)
         return graph
 
-    def _pass(self, size: int, lora: _Lora) -> None:
+    def _pass(self, size: int, lora: _LoraForm) -> None:
         """Compute logits from the token buffers, all on the device. This is the work that a graph captures."""
         hidden_nH = self._hidden(self._inputs_RN[:, :size], self._table_NB[:size], lora)
-        add_lora = None if lora is _Lora.NONE else self._lora.add_to_logits
+        add_lora = None if lora is _LoraForm.NONE else self._lora.add_to_logits
         self._engine.head.few_logits(hidden_nH, add_lora, self._logits_NV[:size])
 
-    def _hidden(self, inputs_Rn: Tensor, table_nB: Tensor, lora: _Lora) -> Tensor:
+    def _hidden(self, inputs_Rn: Tensor, table_nB: Tensor, lora: _LoraForm) -> Tensor:
         ids_n, indices_n, positions_n = inputs_Rn[0], inputs_Rn[1], inputs_Rn[-1]
         if self._fused is not None:
             from twinkle.sampler.torch_sampler.fused_layers import Inputs
 
             inputs = Inputs(ids_n, indices_n, positions_n, table_nB)
-            slots = None if lora is _Lora.NONE else self._lora
-            return self._fused.hidden_states(inputs, slots, in_spare_rows=lora is _Lora.SPARE_ROWS)
+            slots = None if lora is _LoraForm.NONE else self._lora
+            return self._fused.hidden_states(inputs, slots, in_spare_rows=lora is _LoraForm.SPARE_ROWS)
         block_n = table_nB.gather(1, (indices_n // BLOCK)[:, None]).squeeze(1).long()
         rows = _Rows(block_n, indices_n % BLOCK, table_nB, (indices_n + 1).int())
         tensors = zip(self._cache.keys, self._cache.values, strict=True)
         attention: Iterator[CachedAttention | StatefulRows] = (_DecodeLayer(rows, *each) for each in tensors)
         stateful = iter(() if self._states is None else self._states.layers(len(ids_n)))
         cached = tuple(next(stateful if layer.delta_nets else attention) for layer in self._engine.layers)
-        with_lora = lora is not _Lora.NONE
+        with_lora = lora is not _LoraForm.NONE
         layers = self._lora.layers(len(ids_n)) if with_lora else bind_layers((), self._engine.architecture)
         batch = LayerBatch(None, layers, False, cached=cached)
         return self._engine.hidden_states(ids_n[None], positions_n[None], None, batch)

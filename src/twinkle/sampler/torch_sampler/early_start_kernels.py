@@ -1,9 +1,9 @@
-"""CUDA kernels (Triton) that start before the kernel in front of them has ended.
+"""For CUDA kernels (Triton) that start before the kernel ahead of them has finished.
 
-Between two short kernels the GPU waits about as long as such a kernel runs. CUDA's programmatic dependent launch takes
-away a part of that: once all programs of a kernel have called :func:`let_next_start`, those of the next one start.
-Until they call :func:`wait_for_previous`, they must not write anything, nor read what other kernels of the same pass
-write. Each program must call it, because later kernels rely on it for everything that came before.
+Between two short kernels a GPU idles about as long as one of them runs. CUDA's programmatic dependent launch removes a
+part of this gap: once all programs of a kernel have called :func:`let_next_start`, those of the next one start. Until
+they call :func:`wait_for_previous`, they must not write anything, nor read what other kernels of the same pass write.
+Each program must call it, because later kernels rely on it for everything that came before.
 
 All kernels of a pass must be on one stream.
 """
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
-LINE = 128  # bytes of the device's cache that are fetched together
 
 
 def can_start_early(device: torch.device) -> bool:
@@ -28,12 +26,13 @@ def can_start_early(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, Any]:
-    """Return the options to launch a kernel with that has the argument ``EARLY``."""
+    """Return the launch options of a kernel that has the argument ``EARLY``."""
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
+    """Allow the next kernel to start, when all programs of this one have called this."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -43,11 +42,3 @@ def wait_for_previous(EARLY: tl.constexpr):
     """Wait until all earlier kernels have ended, and their writes can be read."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(places):
-    """Fetch the lines at these addresses into the device's cache, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )

@@ -90,7 +90,7 @@ class _Lora:
     prefix: str
     tiling: Tiling
     beside: _Beside
-    in_spare_rows: bool  # the A of the adapters
+    in_spare_rows: bool  # whether the A of the adapters are in the spare rows
 
     def products(self, x_nI: Tensor, linears: Sequence[LoraLinear]) -> tuple[Tensor, Projected]:
         """Return the outputs of linear layers without LoRA, and LoRA's first products."""
@@ -232,6 +232,7 @@ class FusedDecoder:
 
         in_spare_rows: the A of the adapters are in the spare rows behind the base model's weights.
         """
+        assert lora is not None or not in_spare_rows, "spare rows are for adapters"
         residual_nH = self._embed(inputs.ids_n)
         positions = inputs.positions_n[None]
         if self._three_axes:
@@ -250,8 +251,6 @@ class FusedDecoder:
 
 def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLora) -> FusedDecoder | None:
     """Return a decoder that gives the hidden states of the model's own code with fewer launches.
-
-    ``slots`` gets the spare rows behind its weights, if there are any.
 
     Return None if the model's layers do not have the Llama shape, or if the hidden states differ. block: a cache block
     that no sequence owns. The options of attention are those that the model's own code passes.
@@ -285,7 +284,6 @@ def fuse_decoder(engine: Engine, cache: KeyValueCache, block: int, slots: SlotLo
             size,
         )
         return None
-    slots.use_spare_rows(fused.spare_rows())
     return fused
 
 

@@ -198,7 +198,9 @@ class TorchSampler:
     def _recapture(self) -> None:
         if self._cache is not None:
             self._cache.reset()  # gives back the blocks that the old graphs reserved
-        self._graphs = self._prompts = None  # frees their memory before the new ones take theirs
+        # Free the memory of the old graphs before the new ones take theirs.
+        self._graphs = self._prompts = None
+        self._pass = ModelPass(self._trainer.engine, self._cache, None)
         self._capture()
         self._pass = ModelPass(self._trainer.engine, self._cache, self._graphs, self._prompts)
 

@@ -16,6 +16,7 @@ from time import perf_counter
 from torch import Tensor
 
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleError
+from twinkle.model.decoder.base_weights import named_weights
 from twinkle.model.full.checkpoint import read_full
 from twinkle.model.full.weights import read_layout
 from twinkle.model.trainer.trainer import Trainer
@@ -58,7 +59,7 @@ class WeightVersions:
             raise InvalidInputError("max_weight_sets", max_weight_sets, "an integer ≥ 0 or None")
         self._source = source
         self._raise = "raise max_weight_sets of the sampler" if max_weight_sets == 0 else _RAISE_BUDGET
-        self._set_bytes = trainer.memory.weights
+        self._set_bytes = sum(weight.nbytes for weight in named_weights(trainer.engine.model).values())
         self._available = int(trainer.memory.adapters * _SHARE)
         count = min(_DEFAULT_SETS, self._available // self._set_bytes) if max_weight_sets is None else max_weight_sets
         needed = count * self._set_bytes

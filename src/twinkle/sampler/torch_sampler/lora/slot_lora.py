@@ -18,6 +18,7 @@ from torch import Tensor
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.experts.on_device import DeviceExperts, DeviceGroups
+from twinkle.model.decoder.joined import SPARE_ROWS
 from twinkle.model.decoder.lora.lora import WithoutExperts
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
@@ -79,6 +80,7 @@ class SlotLora:
         )
         if key == self._bound:
             return held is not None
+        self._bound = None  # until everything is written
         groups = np.full(self.rows, self.rows, np.int32)
         row = 0
         for group, (version, count) in enumerate(runs):
@@ -126,6 +128,7 @@ class SlotLora:
 
     def use_spare_rows(self, rows: Mapping[str, Tensor] | None) -> None:
         """Use the spare rows of all linear layers of the decoder, by their names. None: there are none."""
+        assert SPARE_ROWS <= MAX_RANK, "kernels write x A.T of the head to the same columns"
         self._spare_rows = None if rows is None else SpareRows([rows[name] for name in self._names[:-1]])
 
     def layers(self, rows: int) -> tuple["SlotLayer", ...]:

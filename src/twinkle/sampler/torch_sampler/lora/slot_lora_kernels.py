@@ -12,8 +12,8 @@ the addresses of its A and B, are found by the number of the tile and loaded ear
 
 Where there are many rows, tiles of the second product have 32 rows, so that B is read less often.
 
-Shapes: T rows, P parts, S linear layers of a set, R the largest rank, N tiles. A is (rank, inputs) and B is (outputs,
-rank), both row-major and found by their address; address 0 means no adapter.
+Shapes: T rows, P parts, S linear layers of a set, R the largest rank, N tiles, E pieces of memory. A is (rank, inputs)
+and B is (outputs, rank), both row-major and found by their address; address 0 means no adapter.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ _OUTER = 64  # outputs of a program
 _MOST_LAYERS = 4  # of a set
 _PROGRAMS = 2112  # 16 for each multiprocessor of a large device
 _PROGRAMS_OF_A = 396  # 3 for each: so many of the first product run at once
+_COPIED_AT_ONCE, _PROGRAMS_OF_A_PIECE = 4096, 16  # elements, and programs that share them
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -69,8 +70,8 @@ class Tiling:
 class Projected:
     """x A.T for a set of linear layers."""
 
-    # Of the type of x. A row's numbers begin at the column of its tile. Others are undefined, and so are those of rows
-    # without adapter.
+    # Of the type of x. The numbers of a row begin at the first column of its tile; other columns, and rows without
+    # adapter, are undefined.
     h_TSR: Tensor
     addresses_S2N: Tensor
     tiles: Tiles  # of the second product
@@ -161,6 +162,15 @@ def add_projected(y_TO: Tensor, projected: Projected, early: bool = False) -> No
         num_stages=1,  # the loop over ranks is short, and its loads come from the cache of the device
         **launch_options(early),
     )
+
+
+def copy_pieces(table_E3: Tensor, like: Tensor) -> None:
+    """Copy pieces of memory, whose elements have the type of ``like``.
+
+    table: the address of a piece, the address of its copy, and the number of elements, a multiple of 8; int64, on the
+    device. The addresses are multiples of 16.
+    """
+    _copy[(len(table_E3), _PROGRAMS_OF_A_PIECE)](table_E3, like, BLOCK=_COPIED_AT_ONCE, num_warps=4)
 
 
 @triton.jit
@@ -342,3 +352,16 @@ def _add_times_b(
             old = tl.load(place, mask=inside, other=0.0)
             new = old + _times_b(h + column, b, row, inside_t, n, inside_n, rank, h_row, ROWS, OUTER, RANKS)
             tl.store(place, new.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _copy(table, like, BLOCK: tl.constexpr):
+    place = table + 3 * tl.program_id(0)
+    pointer = tl.pointer_type(like.dtype.element_ty)
+    source = tl.multiple_of(tl.load(place).to(pointer), 16)
+    target = tl.multiple_of(tl.load(place + 1).to(pointer), 16)
+    count = tl.load(place + 2) // 8 * 8  # the division tells the compiler that it is such a multiple
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        inside = k < count
+        tl.store(target + k, tl.load(source + k, mask=inside), mask=inside)
