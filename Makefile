@@ -5,6 +5,9 @@
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
+# Keep compiled modules, whatever the environment says: tests start hundreds of processes that import the same ones.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 MATRIX ?= 5.5.4 5.19.0
