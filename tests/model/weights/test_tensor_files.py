@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from safetensors.numpy import save_file
 
 from twinkle.model.weights import tensor_files
-from twinkle.model.weights.tensor_files import write_arrays
+from twinkle.model.weights.tensor_files import write_arrays, write_at_once
 
 
 @pytest.mark.parametrize("most", [None, 1, 7, 100], ids=lambda most: f"{most or 'all'} bytes at once")
@@ -36,4 +38,16 @@ def test_arrays_are_written_as_safetensors_writes_them(
     write_arrays(tmp_path / "ours", arrays)
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     save_file(contiguous, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tensors_are_written_as_safetensors_writes_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = {f"layer.{number}.ä": torch.randn(number, 3).to(dtype) for number in range(600)}
+    tensors["turned"] = torch.randn(5, 8).to(dtype).T
+    tensors["number"] = torch.tensor(1.5, dtype=dtype)
+    write_at_once(tmp_path / "ours", dtype, tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.sampler.vllm.vllm_model import (
     BOUND,
+    ENGINE_ARGS,
     SPECS,
     assert_same_tokens,
     logprobs,
@@ -91,6 +92,22 @@ def test_samples_are_the_same_in_any_company(sampler: Sampler) -> None:
     assert_same_tokens(pairs)
     first, second = together["a-0"].sequences
     assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_the_base_model_stays_itself_while_all_places_of_adapters_are_taken(
+    sampler: Sampler, torch_sampler: Sampler
+) -> None:
+    names = [f"place-{number}" for number in range(ENGINE_ARGS["max_loras"])]
+    for name in names:
+        sampler.publish(name, "a")
+    run(sampler, [request(name, name, prompt(6), max_tokens=3, seed=1) for name in names])
+    wanted = [request(f"r{number}", None, prompt(6, number), max_tokens=9, seed=number) for number in range(4)]
+    expected = run(torch_sampler, wanted)
+    for beside in (None, "place-0"):
+        found = run(sampler, [*wanted, request("beside", beside, prompt(8), max_tokens=9, seed=5)])
+        assert_same_tokens([(found[name].sequences[0], outcome.sequences[0]) for name, outcome in expected.items()])
+    for name in names:
+        sampler.retire(name)
 
 
 def test_all_that_can_be_asked_of_a_prompt(sampler: Sampler, torch_sampler: Sampler) -> None:

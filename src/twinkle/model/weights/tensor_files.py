@@ -1,4 +1,4 @@
-"""Writes safetensors files: tensors one at a time, in any order, or many small arrays at once.
+"""Writes safetensors files: tensors one at a time, in any order, or many small ones at once.
 
 ``safetensors.torch.save_file`` needs all tensors of a file in memory, which for a model that is divided over processes
 would be the memory of one of them. It also copies them once more, and no other Python thread runs while it copies and
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["write_arrays", "write_tensors"]
+__all__ = ["write_arrays", "write_at_once", "write_tensors"]
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _ALIGNMENT = 8  # of the first tensor, in bytes
@@ -44,13 +44,24 @@ def write_tensors(files: Mapping[Path, Shapes], dtype: torch.dtype, tensors: Ite
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
-    """Write arrays with their names into a file, in very few steps.
+    """Write arrays with their names into a file, as :func:`write_at_once` does."""
+    header, _ = _header({name: array.shape for name, array in arrays.items()}, torch.float32)
+    _write(path, [memoryview(header), *(_flat(arrays[name]) for name in sorted(arrays))])
+
+
+def write_at_once(path: Path, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors with their names into a file, in very few steps. They must have this dtype.
 
     A thread that writes tensor by tensor lets other threads run at each of them, and then waits for its next turn. In a
     busy server, the many small tensors of an adapter would take several times as long as the writing itself.
     """
-    header, _ = _header({name: array.shape for name, array in arrays.items()}, torch.float32)
-    buffers = [memoryview(header), *(_flat(arrays[name]) for name in sorted(arrays))]
+    assert all(tensor.dtype == dtype for tensor in tensors.values()), dtype
+    header, _ = _header({name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)
+    _write(path, [memoryview(header), *(_bytes(tensors[name]) for name in sorted(tensors))])
+
+
+def _write(path: Path, buffers: Sequence[memoryview]) -> None:
+    buffers = list(buffers)
     with path.open("wb", buffering=0) as file:
         while buffers:
             written = os.writev(file.fileno(), buffers[:_MOST_BUFFERS])

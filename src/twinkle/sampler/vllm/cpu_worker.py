@@ -3,6 +3,12 @@
 It is not in one module with the worker for GPUs, because vLLM's worker for CPUs changes torch when it is imported.
 """
 
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from twinkle.sampler.vllm import samplers, server_watch
@@ -13,8 +19,35 @@ class DrawingCpuWorker(CPUWorker):  # type: ignore[misc]  # without vLLM it is A
 
     def init_device(self) -> None:
         server_watch.end_with_server(self.vllm_config.additional_config)
+        _leave_out_rows_without_adapter()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
         samplers.install(self)
+
+
+def _leave_out_rows_without_adapter() -> None:
+    """Let vLLM's LoRA for CPUs add nothing to rows without adapter.
+
+    Their index is -1, with which vLLM 0.32 and older read the weights of the last place for adapters. As soon as that
+    is taken, samples of the base model were those of another adapter (vllm-project/vllm, pull request 48421).
+    """
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        function = getattr(lora_ops, name)
+        if not hasattr(function, "__wrapped__"):  # done already, in a process with several engines
+            for module in (lora_ops, punica_cpu):
+                setattr(module, name, _with_zeros(function))
+
+
+def _with_zeros(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the same product with 0 for the inputs of rows without adapter."""
+
+    @functools.wraps(function)
+    def product(
+        inputs: Tensor, weights: Tensor, outputs: Tensor, adapters: Tensor, *args: object, **how: object
+    ) -> None:
+        inputs = inputs.masked_fill((adapters < 0)[:, None], 0)
+        function(inputs, weights, outputs, adapters, *args, **how)
+
+    return product

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleServerError, UnsupportedError
@@ -26,6 +26,7 @@ from twinkle.model.adapters.expert_forms import has_experts
 from twinkle.model.adapters.linear_attention_forms import with_joint_projections
 from twinkle.model.decoder.linear_attention.layer import JOINT
 from twinkle.model.decoder.lora.stacks import Target
+from twinkle.model.weights.tensor_files import write_at_once
 
 EXPERTS = "experts"  # stands among the kinds of modules for all projections of all experts
 _PREFIX = "twinkle-vllm-"
@@ -131,7 +132,7 @@ class VersionFiles:
         if max_rank is not None:
             require_rank(adapter.rank, max_rank, own_rank)
         config, tensors = _without_modules(adapter, unapplied)
-        tensors = {name: tensor.to(self._dtype).contiguous() for name, tensor in tensors.items()}
+        tensors = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
         size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.root).free
         if size + _SPARE_BYTES > free:
             raise CapacityError(
@@ -143,7 +144,7 @@ class VersionFiles:
         directory.mkdir()
         try:
             (directory / CONFIG).write_text(json.dumps(config, default=sorted))  # PEFT has sets of names
-            save_file(tensors, directory / WEIGHTS)
+            write_at_once(directory / WEIGHTS, self._dtype, tensors)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
