@@ -27,9 +27,8 @@ LLAMA_SHAPED = frozenset(
     }
 )
 SPARE_ROWS = 128  # for each linear layer
-_BLOCK = (
-    "_twinkle_block_with_spare_rows"  # of a parameter: the address of this block, and how many parameters are in it
-)
+# An attribute of the first parameter of a block with spare rows: the block's address, and how many parameters it has.
+_BLOCK = "_twinkle_block_with_spare_rows"
 
 
 def join_weights(model: nn.Module, *, spare_rows: bool = False) -> int:
