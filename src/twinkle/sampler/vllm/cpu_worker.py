@@ -6,6 +6,7 @@ It is not in one module with the worker for GPUs, because vLLM's worker for CPUs
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
@@ -37,17 +38,18 @@ def _leave_out_rows_without_adapter() -> None:
         function = getattr(lora_ops, name)
         if not hasattr(function, "__wrapped__"):  # done already, in a process with several engines
             for module in (lora_ops, punica_cpu):
-                setattr(module, name, _with_zeros(function))
+                setattr(module, name, _with_adapter_only(function))
 
 
-def _with_zeros(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the same product with 0 for the inputs of rows without adapter."""
+def _with_adapter_only(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the same product, which leaves the outputs of rows without adapter as they are."""
 
     @functools.wraps(function)
     def product(
         inputs: Tensor, weights: Tensor, outputs: Tensor, adapters: Tensor, *args: object, **how: object
     ) -> None:
-        inputs = inputs.masked_fill((adapters < 0)[:, None], 0)
+        before = outputs.clone()
         function(inputs, weights, outputs, adapters, *args, **how)
+        outputs.copy_(torch.where((adapters < 0)[:, None], before, outputs))
 
     return product
